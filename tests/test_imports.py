@@ -16,7 +16,7 @@ from tests.packages import PACKAGES, PAGE, page
 PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
 ONLY_IN = {
-    "submitit": {"submit/slurm_executor.py"},
+    "submitit": {"submit/executor.py"},
     "hydra": {
         "config/hydra_compose.py",
         "config/combinations.py",
@@ -62,7 +62,7 @@ def modules_after(statement: str) -> set[str]:
         "import hpcinit",
         "import hpcinit.cli.main, hpcinit.submit, hpcinit.world, hpcinit.run, hpcinit.nodelist",
         "from hpcinit.slurm import exactly_once, reasons, sbatch_errors, tokens",
-        "from hpcinit.submit import submit_command, script, slurm_executor",
+        "from hpcinit.submit import submit_command, script, executor",
         "from hpcinit.submit import follow; from hpcinit.observe import status, logs, cancel",
         "from hpcinit.why import why_command; from hpcinit.report import report_command",
         "from hpcinit.discover import discover_command",
@@ -80,16 +80,6 @@ def test_a_whole_submission_never_imports_torch(tmp_path: Path) -> None:
     submit = "from hpcinit.cli.main import main; main(['submit', 'cluster=mini', 'dry_run=true'])"
     code = f"import os; os.chdir({str(tmp_path)!r}); {submit}"
     assert not modules_after(code) & set(HEAVY)
-
-
-def test_a_submission_imports_only_the_renderer_of_submitit(tmp_path: Path) -> None:
-    """Rendering imports neither submitit's helpers nor its executors, and a later `import submitit` is complete."""
-    submit = "from hpcinit.cli.main import main; main(['submit', 'cluster=mini', 'dry_run=true'])"
-    code = f"import os; os.chdir({str(tmp_path)!r}); {submit}"
-    names = modules_after(code)
-    assert "tarfile" in names  # of the renderer's own imports
-    assert not {name for name in names if name.startswith("submitit")} | names & {"email", "importlib.metadata"}
-    assert "submitit.auto.auto" in modules_after(f"{code}; import submitit; submitit.AutoExecutor")
 
 
 def test_status_imports_neither_the_spec_nor_hang_reports() -> None:

@@ -30,6 +30,8 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one
 BESIDE_S = 600.0  # the longest that sbatch, squeue, scontrol and sacct may take in total after patience_s
 TICK_S = 0.2  # how soon Ctrl-C is seen
 
+Attempt = Callable[[Path, Mapping[str, str], Sequence[str]], tuple[str, Sequence[str]]]  # as sbatch()
+
 
 def longest_s(patience_s: float, jobs: int) -> float:
     """Return the longest time that this number of submissions may take, one after the other."""
@@ -48,6 +50,7 @@ def submit(
     interrupted: Callable[[], bool] = lambda: False,
     show: Callable[[str], None] = lambda message: None,
     started: Callable[[], str] = lambda: "",
+    attempt: Attempt = sbatch,
 ) -> tuple[str, Sequence[str]]:
     """Submit `script` with sbatch, exactly once; return the job id and the command.
 
@@ -55,12 +58,12 @@ def submit(
     options on sbatch's command line. patience_s: how long the controller may be down. confirm: check again after
     SAVED_S whether the controller still has the job, which is done after any trouble anyway. interrupted: whether
     Ctrl-C was pressed. show: displays what the submission waits for. started: returns the id of the job that started
-    `script`, from its own record, or ''.
+    `script`, from its own record, or ''. attempt: calls sbatch once.
 
     Raise SubmitError if there is no job, MaybeSubmitted if there may be one, also after any error that is not expected
     here, and KeyboardInterrupt if there is none.
     """
-    submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started)
+    submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started, attempt)
     try:
         return submission.run(confirm), submission.command
     except SubmitError:
@@ -101,9 +104,10 @@ class _Submission:
         interrupted: Callable[[], bool],
         show: Callable[[str], None],
         started: Callable[[], str],
+        attempt: Attempt,
     ) -> None:
         self.command: Sequence[str] = ()
-        self._show, self._started = show, started
+        self._show, self._started, self._attempt = show, started, attempt
         self._script, self._env, self._token = script, env, token
         self._options = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
         self._alone = not options  # with options, other jobs of a chain may run the same script
@@ -129,7 +133,7 @@ class _Submission:
     def _submit(self) -> str | None:
         self._attempts += 1
         try:
-            job_id, self.command = sbatch(self._script, self._env, self._options)
+            job_id, self.command = self._attempt(self._script, self._env, self._options)
             self._accepted += 1
             self.printed.append(job_id)
             return job_id

@@ -46,10 +46,18 @@ LOST_CONTROLLER = (
 def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
     """Submit `script`; return the job id and the command. options: they override the script's #SBATCH lines.
 
+    Raise what reply() and job_id() raise.
+    """
+    command = [*COMMAND, *options, str(script)]
+    return job_id(reply(command, env)), command
+
+
+def reply(command: Sequence[str], env: Mapping[str, str]) -> str:
+    """Run sbatch and return what it printed.
+
     Raise SubmitError with sbatch's own message: NotReached if the controller did not get the request, so that there is
     no job, and MaybeSubmitted if there may be one.
     """
-    command = [*COMMAND, *options, str(script)]
     try:
         call = slurm_client.start(command, env)
     except slurm_client.NotStarted as error:
@@ -66,17 +74,17 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
     if output.stderr.strip():  # the site's submit filter may print a note about a job that it accepts
         with suppress(OSError, ValueError):  # a closed terminal must not lose the job
             console.note(output.stderr.strip())
-    return _job_id(output.stdout), command
+    return output.stdout
 
 
-def _job_id(text: str) -> str:
+def job_id(text: str) -> str:
     """Return the id of '4242' or, in a federation, '4242;cluster'. Raise MaybeSubmitted for other text."""
     # A site's wrapper may print a banner first; the id is the last line.
     last = text.strip().splitlines()[-1] if text.strip() else ""
-    job_id = last.partition(";")[0]
-    if not job_id.isdigit():
+    number = last.partition(";")[0]
+    if not number.isdigit():
         raise MaybeSubmitted(f"sbatch --parsable printed {text!r}, expected a job id as its last line")
-    return job_id
+    return number
 
 
 def _kind_of(message: str, status: int) -> type[SubmitError]:

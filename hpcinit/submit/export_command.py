@@ -23,7 +23,6 @@ from hpcinit.submit import (
     job_environment,
     provenance,
     script,
-    slurm_executor,
     srun_step,
     submit_command,
     transaction,
@@ -123,7 +122,7 @@ def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None
     setup = [*script.setup_lines(plain, path), *(script.code_lines(RunPath(run), code) if run else [])]
     parameters["setup"] = setup[1:]  # without the first empty line
     parameters["additional_parameters"]["output"] = quoting.pattern(f"{config.name}-") + "%j.out"
-    return slurm_executor.render(workdir, _ranks(plain, path, workdir), parameters, _header(config))
+    return script.text_of(workdir, _ranks(plain, path, workdir), parameters, _header(config))
 
 
 def _header(config: Config) -> list[str]:

@@ -210,17 +210,22 @@ def render_at(
     origin: Sequence[str] = (),
 ) -> str:
     """Return the script of the run in `run`, whose job starts in `workdir`. program, origin: for the comments."""
-    # Imported here because submitit takes 0.08 s, and only rendering needs it.
-    from hpcinit.submit import slurm_executor  # noqa: PLC0415
-
     shape = components.shape(hetjob.parts(config))
     about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
     runs = f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {program}"
     start = [comment(runs)] if program else []
     steps = _command(config, srun_step.step_lines(config, run, workdir))
     command = "\n".join([*_cores_of_tasks(config), *start, *steps])
-    text = slurm_executor.render(run.path, command, parameters(config, run, workdir, code), [*about, *origin, ALONE])
+    text = text_of(run.path, command, parameters(config, run, workdir, code), [*about, *origin, ALONE])
     return _with_components(text, config, run, workdir)
+
+
+def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: Sequence[str] = ()) -> str:
+    """Return the script as submitit renders it. header: comments at its top."""
+    # Imported here because submitit takes 0.06 s, and only a submission needs it.
+    from hpcinit.submit.executor import Executor  # noqa: PLC0415
+
+    return Executor(folder, program=True, header=header).render(command, **parameters)
 
 
 def _cores_of_tasks(config: Config) -> list[str]:
@@ -233,12 +238,10 @@ def _cores_of_tasks(config: Config) -> list[str]:
 
 def _with_components(text: str, config: Config, run: RunPath, workdir: Path) -> str:
     """Return the script with the directives of each further component after a line `#SBATCH hetjob`."""
-    from hpcinit.submit import slurm_executor  # noqa: PLC0415
-
     lines = text.split("\n")
     end = next(at for at, line in enumerate(lines) if _directive(lines[at - 1]) and not _directive(line))
     for each in reversed(hetjob.components(config)[1:]):
-        other = slurm_executor.render(run.path, "", parameters(each, run, workdir))
+        other = text_of(run.path, "", parameters(each, run, workdir))
         lines[end:end] = ["#SBATCH hetjob", *filter(_directive, other.split("\n"))]
     return "\n".join(lines)
 
@@ -260,6 +263,7 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
         "exclusive": cluster.exclusive or None,
         "stderr_to_stdout": True,
         "setup": _setup(config, run, code),
+        "use_srun": False,  # the script's own lines start the ranks, with options that submitit's srun lacks
     }
     extra: dict[str, Any] = {
         "clusters": cluster.clusters,
@@ -276,7 +280,8 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
         extra["signal"] = f"{config.stop.signal}@{config.stop.signal_before_s}"
     extra.update(cluster.sbatch)
     kept = {key: _data(value) for key, value in extra.items() if value is not None and value is not False}
-    return {k: _data(v) for k, v in known.items() if v is not None} | {"additional_parameters": kept}
+    given = {k: _data(v) for k, v in known.items() if v is not None}
+    return {**given, "wckey": None, "additional_parameters": kept}  # None: sites without wckeys refuse submitit's own
 
 
 def _data(value: Any) -> Any:

@@ -131,9 +131,11 @@ class Transaction:
         }
 
     def _sbatch(self, script: Path, options: Sequence[str]) -> tuple[str, Sequence[str]]:
+        from hpcinit.submit.executor import Executor  # noqa: PLC0415 - submitit takes 0.06 s
+
         waiting = Waiting()
         try:
-            return exactly_once.submit(
+            return Executor(script.parent, program=True).submit_script(
                 script,
                 self.env,
                 self._token,

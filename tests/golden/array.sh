@@ -1,6 +1,8 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --array=0-2%4
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=2
@@ -13,6 +15,7 @@
 #SBATCH --partition=main
 #SBATCH --time=00:10:00
 
+# setup
 # Stop unless sbatch started this script as a task of a job array, which selects the run folder.
 [ -n "${SLURM_ARRAY_TASK_ID:-}" ] ||
   { echo "not in a job array; start a task with: sbatch --array=NUMBER $(printf %q "$0")" >&2; exit 2; }
@@ -70,6 +73,7 @@ hpcinit_source() { # read the file $1 into this shell, or end the job
 }
 hpcinit_source "$HPCINIT_RUN/env.sh"
 
+# command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \

@@ -1,6 +1,8 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 3 nodes x 2 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --account=proj-1
 #SBATCH --chdir=/shared/me/project
 #SBATCH --comment='a blank, a # and $HOME'
@@ -20,6 +22,7 @@
 #SBATCH --signal=USR2@120
 #SBATCH --time=01:30:00
 
+# setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
@@ -74,6 +77,7 @@ export GREETING='hello world'
 # Shell lines of cluster.setup.
 ulimit -c 0
 
+# command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --export=ALL --mpi=none \
     --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append \

@@ -1,6 +1,8 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 1 rank + 1 node x 3 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=2
 #SBATCH --gpus-per-node=2
@@ -24,6 +26,7 @@
 #SBATCH --partition=high
 #SBATCH --time=00:10:00
 
+# setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
@@ -65,6 +68,7 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
 
+# command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 echo "hpcinit: component 0, ranks from 0: $SLURM_JOB_NODELIST_HET_GROUP_0"
 echo "hpcinit: component 1, ranks from 2: $SLURM_JOB_NODELIST_HET_GROUP_1"

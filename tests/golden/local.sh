@@ -1,6 +1,8 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --chdir=/shared/me/project
 #SBATCH --job-name=smoke
 #SBATCH --nodes=2
@@ -9,6 +11,7 @@
 #SBATCH --output=/shared/me/runs/x-0001/logs/job.log
 #SBATCH --time=00:10:00
 
+# setup
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
@@ -39,6 +42,7 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 export GLOO_SOCKET_IFNAME=lo
 export OMP_NUM_THREADS=1
 
+# command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
 /shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 \
     --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \

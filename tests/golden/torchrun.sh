@@ -1,6 +1,8 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 4 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=2
 #SBATCH --gpus-per-node=4
@@ -12,6 +14,7 @@
 #SBATCH --partition=main
 #SBATCH --time=00:10:00
 
+# setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
@@ -53,6 +56,7 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
 
+# command
 # One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable.
 unset SLURM_CPUS_PER_TASK
 

@@ -27,6 +27,7 @@ from hpcinit.observe import state
 from hpcinit.slurm import exactly_once, tokens
 from hpcinit.slurm.sbatch import sbatch
 from hpcinit.submit.duplicates import Waiting
+from hpcinit.submit.executor import Executor
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -102,6 +103,20 @@ def test_a_controller_that_hangs_during_the_call(
     time.sleep(1)
     assert jobs_with(cluster, token) == [job_id]
     assert ("hpcinit: " in capfd.readouterr().err) == (away_s > 3)
+
+
+@pytest.mark.slurm
+def test_an_array_while_the_controller_hangs(cluster: MiniSlurm, env: dict[str, str], tmp_path: Path) -> None:
+    """An array of functions whose sbatch timed out is one array, submitted by the executor of the same class."""
+    executor = Executor(tmp_path / "jobs")
+    executor.update_parameters(additional_parameters={"begin": "now+1hour"}, comment="mine")
+    cluster.pause_controller()
+    threading.Timer(5, cluster.resume_controller).start()
+    jobs = executor.map_array(abs, [1, 2, 3])
+    lines = cluster.run("squeue", "--noheader", "--states=all", "--array", "--format=%i|%k").splitlines()
+    queued = [line.partition("|")[0] for line in lines if "|mine hpcinit=x-" in line]
+    assert sorted(queued) == [job.job_id for job in jobs]
+    assert {type(job) for job in jobs} == {Executor.job_class}
 
 
 @pytest.mark.slurm

@@ -1,6 +1,8 @@
 #!/bin/bash
 # train_gpt: -m hpcinit.jobs.train_gpt --steps 60, 2 nodes x 8 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --account=proj01
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=7
@@ -15,6 +17,7 @@
 #SBATCH --qos=normal
 #SBATCH --time=00:30:00
 
+# setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
@@ -68,6 +71,7 @@ export MIOPEN_CUSTOM_CACHE_DIR=/tmp/me-miopen
 # Shell lines of cluster.setup.
 export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH"
 
+# command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.train_gpt --steps 60
 srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 \

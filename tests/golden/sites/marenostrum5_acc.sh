@@ -1,6 +1,8 @@
 #!/bin/bash
 # train_gpt: -m hpcinit.jobs.train_gpt --steps 60, 2 nodes x 4 ranks
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+
+# Parameters
 #SBATCH --account=proj01
 #SBATCH --chdir=/shared/me/project
 #SBATCH --cpus-per-task=20
@@ -14,6 +16,7 @@
 #SBATCH --qos=normal
 #SBATCH --time=00:30:00
 
+# setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
@@ -52,6 +55,7 @@ fi
 # When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
 
+# command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.train_gpt --steps 60
 srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=20 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \

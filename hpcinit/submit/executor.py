@@ -1,0 +1,166 @@
+"""submitit's executor for Slurm, extended: exactly one job per submission, and jobs whose end needs no accounting.
+
+`hpcinit submit` renders and submits every script with it. Only this file imports submitit.
+What differs from submitit and why: docs/decisions/0004-submitit-as-renderer.md (submitit 1.5.4).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core import core, utils
+from submitit.slurm import slurm
+
+from hpcinit.slurm import exactly_once, queue, sbatch, tokens
+from hpcinit.slurm.queue import JobQuery
+from hpcinit.submit.job_environment import clean_environment
+
+PRIVATE = 0o700  # the mode of a folder with pickles: a user who can write a pickle can run programs as its reader
+DELAY_S = 30  # at most between two queries of Slurm
+PURGED_S = 60.0  # a job that no command of Slurm has known for so long is over
+
+
+class Watcher(slurm.SlurmInfoWatcher):
+    """Query the states of all jobs at once, from squeue, sacct and scontrol.
+
+    submitit queries sacct alone. Without accounting it never sees that a job without a result is over.
+    """
+
+    def __init__(self, delay_s: int = DELAY_S) -> None:
+        super().__init__(delay_s)
+        self._unknown_since: dict[str, float] = {}  # time.monotonic() of the first reply without the job
+
+    def update(self) -> None:
+        """Query Slurm for the jobs that are not over. Without a reply, nothing changes."""
+        open_ = self._registered - self._finished
+        if not open_:
+            return
+        self._num_calls += 1
+        reply = queue.query([JobQuery([job_id], job_id) for job_id in sorted(open_)])
+        self._last_status_check = time.time()
+        for job_id in open_:
+            if job := reply.jobs.get(job_id):
+                self._info_dict[job_id] = {"JobID": job_id, "State": job.state}
+                self._unknown_since.pop(job_id, None)
+            elif not reply.unreachable:
+                self._unknown_since.setdefault(job_id, time.monotonic())
+            if self.is_done(job_id, mode="cache"):
+                self._finished.add(job_id)
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Return whether the job is over. Only a final state counts: submitit takes SUSPENDED for the end."""
+        if self.get_state(job_id, mode=mode) in queue.FINAL:
+            return True
+        since = self._unknown_since.get(job_id)
+        return since is not None and time.monotonic() - since > PURGED_S
+
+    def clear(self) -> None:
+        super().clear()
+        self._unknown_since = {}
+
+
+class Job(slurm.SlurmJob[core.R]):
+    """submitit's job, with our watcher."""
+
+    watcher = Watcher()
+
+
+class Executor(submitit.SlurmExecutor):
+    """Render and submit batch scripts with submitit's parameters.
+
+    program: the script's own lines start a program that does not use submitit. header: comments at the script's top.
+    """
+
+    job_class = Job
+
+    def __init__(self, folder: Path | str, *args: Any, program: bool = False, header: Sequence[str] = (), **more: Any):
+        super().__init__(folder, *args, **more)
+        self._program, self._header = program, header
+        self._options: Sequence[str] = ()
+
+    @classmethod
+    def name(cls) -> str:
+        return str(submitit.SlurmExecutor.name())
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Return submitit's score of this executor. Without Slurm it can still render, for a dry run."""
+        return max(1, super().affinity())
+
+    def render(self, command: str, **parameters: Any) -> str:
+        """Return the script that runs `command`. parameters: submitit's."""
+        self.update_parameters(**parameters)
+        return self._make_submission_file_text(command, "")
+
+    def submit_script(
+        self, script: Path, env: Mapping[str, str], token: str, options: Sequence[str] = (), **how: Any
+    ) -> tuple[str, Sequence[str]]:
+        """Submit `script` exactly once; return the job id and the command. The arguments are those of exactly_once."""
+        return exactly_once.submit(script, env, token, options, attempt=self._attempt, **how)
+
+    def _attempt(self, script: Path, env: Mapping[str, str], options: Sequence[str]) -> tuple[str, Sequence[str]]:
+        self._options = options
+        command = self._make_submission_command(script)
+        return self._get_job_id_from_submission_command(sbatch.reply(command, env)), command
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text = super()._make_submission_file_text(command, uid)
+        if self._program:
+            # submitit.JobEnvironment() would take its ranks from Slurm, which has others with launch=torchrun.
+            text = text.replace("\n# command\nexport SUBMITIT_EXECUTOR=slurm\n", "\n# command\n", 1)
+        first, *lines = text.split("\n")
+        if self._program and "signal" not in (self.parameters.get("additional_parameters") or {}):
+            # submitit always requests USR2, which kills every program that does not handle it.
+            lines = [line for line in lines if not line.startswith("#SBATCH --signal=")]
+        return "\n".join([first, *self._header, *lines])
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return [*sbatch.COMMAND, *self._options, str(submission_file_path)]
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        return sbatch.job_id(string if isinstance(string, str) else string.decode())
+
+    def _submit_command(self, command: str) -> core.Job[Any]:
+        """Submit a script with `command`. submitit calls sbatch once, and loses the job if the reply is lost."""
+        uid = uuid.uuid4().hex
+        script = _folder(self.folder) / f".submission_file_{uid}.sh"
+        script.write_text(self._make_submission_file_text(command, uid))
+        env, _ = clean_environment(os.environ)
+        comment = self.parameters.get("comment")
+        job_id, _ = self.submit_script(script, env, tokens.new(), comment=comment)
+        job: core.Job[Any] = self.job_class(self.folder, job_id, list(range(self._num_tasks())))
+        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return job
+
+    def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
+        """Submit one function, or several as an array. submitit submits arrays with a plain SlurmExecutor."""
+        folder = _folder(self.folder)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if len(delayed_submissions) == 1:
+            return super()._internal_process_submissions(delayed_submissions)
+        pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
+        for each, pickle in zip(delayed_submissions, pickles, strict=True):
+            each.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            each.dump(pickle)
+        array = copy.copy(self)
+        array.parameters = {**self.parameters, "map_count": len(delayed_submissions)}
+        first = array._submit_command(self._submitit_command_str)
+        tasks = list(range(first.num_tasks))
+        ids = [f"{first.job_id}_{index}" for index in range(len(pickles))]
+        jobs: list[core.Job[Any]] = [self.job_class(self.folder, job_id, tasks) for job_id in ids]
+        for job, pickle in zip(jobs, pickles, strict=True):
+            job.paths.move_temporary_file(pickle, "submitted_pickle")
+        return jobs
+
+
+def _folder(folder: Path) -> Path:
+    """Return the part of `folder` without submitit's patterns for ids."""
+    return Path(utils.JobPaths.get_first_id_independent_folder(folder))
