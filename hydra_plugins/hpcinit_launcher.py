@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 if TYPE_CHECKING:
     from hpcinit.api import Run
+    from hpcinit.observe.state import State
 
 log = logging.getLogger(__name__)
 HERE = "hydra_plugins.hpcinit_launcher"
@@ -78,8 +79,8 @@ class HpcinitLauncher(Launcher):
         jobs = [self._job(list(words), initial_job_idx + at) for at, words in enumerate(job_overrides)]
         runs: list[Run] = []
         try:
-            self._submit(jobs, runs)
-            return [self._returned(job, run) for job, run in zip(jobs, runs, strict=True)]
+            ends = self._run(jobs, runs)
+            return self._returned(jobs, runs, ends)
         except HpcinitError as error:
             raise CompactHydraException(str(error)) from error
         except KeyboardInterrupt:  # the sweeper ends with this process, and no one would read the results
@@ -95,7 +96,6 @@ class HpcinitLauncher(Launcher):
         folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         task = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        log.info(f"\t#{number} : {' '.join(filter_overrides(words))}")
         return JobReturn(
             overrides=OmegaConf.to_container(config.hydra.overrides.task),  # type: ignore[arg-type]
             cfg=task,
@@ -123,35 +123,52 @@ class HpcinitLauncher(Launcher):
             f"+hydra.callbacks.hpcinit_result._target_={HERE}.ResultCallback",
         ]
 
-    def _submit(self, jobs: Sequence[JobReturn], runs: "list[Run]") -> None:
-        """Submit the jobs, as one array where their requests allow it; without a queue, one after the other."""
+    def _run(self, jobs: Sequence[JobReturn], runs: "list[Run]") -> "dict[Path, State]":
+        """Submit the jobs and return the ends of their runs: all together, or without a queue one after the other."""
+        from hpcinit.submit import launcher_output  # noqa: PLC0415
+
+        ends: dict[Path, State] = {}
+        local = self._keys.get("cluster", "" if shutil.which("sbatch") else "local") == "local"
+        for batch in [[job] for job in jobs] if local else [jobs]:
+            new = self._submit(batch, local)
+            runs += new
+            for job, run in zip(batch, new, strict=True):
+                log.info(_line(job, f"job {run.job_id}, {run.path}"))
+            if self._wait:
+                ends |= launcher_output.wait([run.path for run in new], log.info)
+        return ends
+
+    def _submit(self, jobs: Sequence[JobReturn], local: bool) -> "list[Run]":
+        """Submit the jobs, as one array where their requests allow it."""
         from hpcinit import api  # noqa: PLC0415
         from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
 
-        overrides = [*self._overrides, *self._at_once]
-        options = {**self._keys, "program": _program()}
         texts = [override_value(self._arguments(job)) for job in jobs]
-        if self._keys.get("cluster", "" if shutil.which("sbatch") else "local") == "local":
-            for text in texts:
-                runs.append(api.submit(*overrides, f"job.args={text}", "job=program", **options))
-                if self._wait:
-                    runs[-1].wait()
-            return
-        runs += api.sweep(*overrides, f"job.args={','.join(texts)}", "job=program", **options)
+        overrides = [*self._overrides, *self._at_once, f"job.args={','.join(texts)}", "job=program"]
+        options = {**self._keys, "program": _program()}
+        return [api.submit(*overrides, **options)] if local else api.sweep(*overrides, **options)
 
-    def _returned(self, job: JobReturn, run: "Run") -> JobReturn:
-        """Wait for the run and add its end to `job`."""
-        from hpcinit.base.errors import Failure  # noqa: PLC0415
+    def _returned(
+        self, jobs: Sequence[JobReturn], runs: "Sequence[Run]", ends: "Mapping[Path, State]"
+    ) -> Sequence[JobReturn]:
+        """Add the end of its run to each job, and print all that failed. The sweeper raises the error of the first."""
+        from hpcinit.records import results  # noqa: PLC0415
+        from hpcinit.submit import launcher_output  # noqa: PLC0415
 
-        if not self._wait:
-            log.info(f"\t{run.path}: job {run.job_id}")
-            job.status = JobStatus.COMPLETED
-            job.return_value = None
-            return job
-        state = run.wait()
-        job.status = JobStatus.COMPLETED if state == "COMPLETED" else JobStatus.FAILED
-        job.return_value = run.result() if state == "COMPLETED" else Failure(f"{run.path}: {run.why()['verdict']}")
-        return job
+        failed = []
+        for job, run in zip(jobs, runs, strict=True):
+            job.status, job.return_value = JobStatus.COMPLETED, None
+            if not self._wait:
+                continue
+            if launcher_output.succeeded(run.path, ends[run.path]):
+                job.return_value = results.read(run.path)
+                continue
+            about = launcher_output.failure(run.path, ends[run.path])
+            failed.append(_line(job, about))
+            # A compact error: the line names the cause, and a traceback would only show how Hydra called its launcher.
+            job.status, job.return_value = JobStatus.FAILED, CompactHydraException(about)
+        launcher_output.show_failures(failed, len(jobs), log.error)
+        return jobs
 
 
 class ResultCallback(Callback):
@@ -180,6 +197,14 @@ def _program() -> list[str]:
     if spec is not None:
         return ["-m", spec.name.removesuffix(".__main__")]
     return [str(Path(sys.argv[0]).absolute())]
+
+
+def _line(job: JobReturn, about: str) -> str:
+    from hpcinit.submit import launcher_output  # noqa: PLC0415
+
+    assert job.hydra_cfg is not None
+    number = job.hydra_cfg.hydra.job.num
+    return launcher_output.job_line(number, filter_overrides(job.overrides or ()), about)
 
 
 def _quoted(path: str) -> str:

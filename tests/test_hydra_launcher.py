@@ -72,7 +72,8 @@ def test_a_sweep_of_six_two_at_a_time(mini: MiniSlurm, folder: Path) -> None:
     assert [run.result() for run in runs if run != runs[3]] == [1, 0, 1, 9, 16]
     with pytest.raises(Failure, match="ValueError: lr is 4"):
         runs[3].result()
-    assert "ValueError: lr is 4" in done.stderr and str(runs[3].path) in done.stderr
+    assert f"{runs[3].path} FAILED: " in done.stderr and "ValueError: lr is 4" in done.stderr
+    assert all(f"job {run.job_id}, {run.path}" in done.stdout for run in runs)
     assert f"job 5 rank 1 of 2 {folder}/out/5" in runs[5].logs(1)
 
 
@@ -94,6 +95,28 @@ def test_ctrl_c_cancels_the_jobs(mini: MiniSlurm) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=150) != 0
     until(lambda: {run.state for run in api.runs()} == {"CANCELLED"})
+
+
+@pytest.mark.parametrize("place", ["local", pytest.param("mini", marks=pytest.mark.slurm)])
+def test_the_output_of_a_multirun(folder: Path, place: str, request: pytest.FixtureRequest) -> None:
+    """It prints jobs when they are submitted, each change once, and all failed jobs at the end, without a traceback."""
+    if place == "mini":
+        request.getfixturevalue("mini")
+    done = train(*(MINI if place == "mini" else LOCAL), "+lr=2,4,4.0", "+sleep=3")
+    assert done.returncode == 1, done.stderr
+    lines, runs = [line.partition("[HYDRA] ")[2] for line in done.stdout.splitlines()], api.runs()
+    for number, (run, lr) in enumerate(zip(runs, ("2", "4", "4.0"), strict=True)):
+        submitted = f"\t#{number} : +lr={lr} +sleep=3 : job {run.job_id}, {run.path}"
+        changes = [line for line in lines if re.match(rf"\[\d+ s\] {run.name} {run.job_id} ", line)]
+        assert lines.index(submitted) < lines.index(changes[0])
+        assert f" {'FAILED' if number else 'COMPLETED'}" in changes[-1] and len(changes) <= 4, changes
+    failed = [f"\t#{at} : +lr={lr} +sleep=3 : {runs[at].path} FAILED: " for at, lr in ((1, "4"), (2, "4.0"))]
+    assert lines[-3].startswith("2 of 3 jobs failed")
+    for line, start in zip(lines[-2:], failed, strict=True):
+        assert line.startswith(start) and "ValueError: lr is 4" in line
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.splitlines()[0] == "Error executing job with overrides: ['+lr=4', '+sleep=3']"
+    assert done.stderr.splitlines()[1].startswith(f"{runs[1].path} FAILED: ")
 
 
 def test_optunas_sweeper_gets_the_results(folder: Path) -> None:

@@ -54,7 +54,8 @@ def _watch(polls: Polls, as_json: bool) -> int:
     elif sys.stdout.isatty() and not as_json:
         _live(polls)
     else:
-        _changes(polls, as_json)
+        for line in changes(polls, as_json):
+            print(line, flush=True)
     return max(run.status for run in polls.now)
 
 
@@ -85,15 +86,15 @@ def _live(polls: Polls) -> None:
         console.print(plain(text), markup=False)
 
 
-def _changes(polls: Polls, as_json: bool) -> None:
+def changes(polls: Polls, as_json: bool = False) -> Iterator[str]:
+    """Yield a line for each change of the runs, until all of them are over."""
     start, printed = time.monotonic(), dict[Path, Any]()
     over = False
     while not over:
         over = polls.ask()
         for run in polls.shown():
             for text in _json(run, printed) if as_json else _lines(run, printed):
-                print(text if as_json else f"[{time.monotonic() - start:.0f} s] {plain(text)}")
-        sys.stdout.flush()
+                yield text if as_json else f"[{time.monotonic() - start:.0f} s] {plain(text)}"
         if not over:
             time.sleep(LOOK_S)
 

@@ -1,0 +1,45 @@
+"""What the Hydra launcher prints: its jobs when they are submitted, changes while it waits, and the jobs that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hpcinit.observe import find_runs, watch
+from hpcinit.observe.poll import Polls
+from hpcinit.observe.state import State
+from hpcinit.records import results
+from hpcinit.why import why_command
+
+Print = Callable[[str], None]
+
+
+def job_line(number: int, overrides: Sequence[str], about: str) -> str:
+    """Return a line about job `number` of the multirun, in the form of Hydra's own launchers."""
+    return f"\t#{number} : {' '.join(overrides)} : {about}"
+
+
+def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
+    """Wait until the runs are over and return their states. Show each change as `hpcinit watch` prints it."""
+    polls = Polls(list(dict.fromkeys(run.parent if find_runs.is_sweep(run.parent) else run for run in runs)))
+    for line in watch.changes(polls):
+        show(line)
+    return {path: now for run in polls.now for path, now in run.parts}
+
+
+def succeeded(run: Path, now: State) -> bool:
+    """Whether the run succeeded. A run that Slurm has forgotten did so if it wrote a result."""
+    return now.name == "COMPLETED" or (now.name == "UNKNOWN" and results.read(run) is not None)
+
+
+def failure(run: Path, now: State) -> str:
+    """Return one line: the run, its state, and the verdict of `hpcinit why`."""
+    return f"{run} {now.name}: {why_command.explain_run(run, now).headline}"
+
+
+def show_failures(lines: Sequence[str], jobs: int, show: Print) -> None:
+    """Show the jobs of a batch of `jobs` that failed. lines: one of each."""
+    if lines:
+        show(f"{len(lines)} of {jobs} jobs failed. For the evidence:  hpcinit why RUN")
+    for line in lines:
+        show(line)
