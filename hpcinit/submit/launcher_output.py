@@ -1,4 +1,4 @@
-"""What the Hydra launcher prints: its jobs when they are submitted, changes while it waits, and the jobs that failed."""
+"""What the Hydra launcher prints: jobs when they are submitted, changes while it waits, and the jobs that failed."""
 
 from __future__ import annotations
 
