@@ -65,20 +65,35 @@ def setup_names(config: Config) -> list[str]:
     )
 
 
-def setup_lines(config: Config, run: RunPath, sourced: bool = False) -> Iterator[str]:
-    """Yield the lines of each block that is not empty, with its comment. sourced: hpcinit_source exists already."""
+# The number of a line and the start of its command. Inside an eval the number is another line's, which does not
+# contain that start. bash runs the EXIT trap with line 1. BASH_SOURCE has several items in a file that a line sources.
+NOTE_LINES = (
+    "# For hpcinit why: the line that runs, and the first that fails.",
+    """trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG""",
+    """trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR""",
+)
+NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
+
+
+def setup_lines(config: Config, run: RunPath, sourced: bool = False, noted: bool = False) -> Iterator[str]:
+    """Yield the lines of each block that is not empty, with its comment. sourced: hpcinit_source exists already. noted:
+    the script records in exit.json which line of the user's blocks ended it, and which failed."""
     cluster = config.cluster
     blocks = {
         "The network interface and the folders of the cluster.": [*_interface(cluster), *_folders(cluster)],
         "The ports of comm.ports.": _variables(job_spec.ports_variable(config), (), False),
-        "Modules and the environment of Python.": [*_modules(cluster), *_environment(cluster)],
+        "Modules and the environment of Python.": _noted([*_modules(cluster), *_environment(cluster)], noted),
         "Variables of cluster.env and job.env.": _variables({**cluster.env, **config.job.env}, run.own_env, sourced),
         "Secrets, read from files when the job starts.": secret_lines(config.secrets),
-        "Shell lines of cluster.setup.": cluster.setup,
+        "Shell lines of cluster.setup.": _noted(cluster.setup, noted),
     }
     for about, block in blocks.items():
         if found := list(block):
             yield from ("", f"# {about}", *found)
+
+
+def _noted(lines: Sequence[str], noted: bool) -> Sequence[str]:
+    return [*NOTE_LINES, *lines, NOTE_NO_LINES] if noted and lines else lines
 
 
 def _interface(cluster: Cluster) -> Iterator[str]:
@@ -346,7 +361,8 @@ def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]
         lines += ["", *shell_blocks.block("trusted"), f"hpcinit_source {shell(str(run.path / file[0]))}"]
     else:
         lines += bookkeeping
-    return [*lines, "", *_end_time(config), *setup_lines(config, run, sourced=in_file), *code_lines(run, code)]
+    setup = setup_lines(config, run, sourced=in_file, noted=True)
+    return [*lines, "", *_end_time(config), *setup, *code_lines(run, code)]
 
 
 def restart_file(config: Config, run: RunPath) -> tuple[str, str] | None:

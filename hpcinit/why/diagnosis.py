@@ -12,6 +12,7 @@ from hpcinit.records import causes, hang_report, heartbeats, program_use
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport, Waiting
 from hpcinit.records.job_log import Cancelled, End, JobLog
+from hpcinit.why import setup_failure
 from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict
 
 MORE_TIME = (
@@ -47,8 +48,7 @@ def diagnose_slurm_state(evidence: Evidence) -> Verdict | None:
 
 def diagnose_without_record(evidence: Evidence) -> Verdict:
     """Return the verdict on a run in which no rank recorded a cause and Slurm reports none: from exit statuses, from
-    ranks that are missing among the errors, from the calls in which the others waited, or from the batch script's
-    exit status."""
+    ranks that are missing among the errors, from the calls in which the others waited, or from the batch script."""
     if verdict := _of_missing_cause(evidence):
         return verdict
     if evidence.found:
@@ -62,6 +62,18 @@ def diagnose_without_record(evidence: Evidence) -> Verdict:
             return _of_signal(killed[0], evidence)
         head, rank = GONE.replace("a rank or its node", _on_host(missing, evidence)), missing[0]
         return _verdict(evidence, head, failure_kinds.UNKNOWN, do, rank=rank, host=evidence.hosts.get(rank, ""))
+    if verdict := _of_script(evidence):
+        return verdict
+    about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
+    return _verdict(
+        evidence, f"the cause is unknown: Slurm's state is {about}", failure_kinds.UNKNOWN, "scontrol show job"
+    )
+
+
+def _of_script(evidence: Evidence) -> Verdict | None:
+    """Return the verdict on a batch script that ended before any rank left an error; None if nothing shows that."""
+    if evidence.setup and evidence.setup.ended:
+        return setup_failure.verdict(evidence.setup)
     output = evidence.log.output
     if output or evidence.exit_status:
         head = f"the batch script ended with exit status {evidence.exit_status} and no rank left an error"
@@ -74,10 +86,7 @@ def diagnose_without_record(evidence: Evidence) -> Verdict:
             evidence=output[:-1],
             error=(output or ("",))[-1],
         )
-    about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
-    return _verdict(
-        evidence, f"the cause is unknown: Slurm's state is {about}", failure_kinds.UNKNOWN, "scontrol show job"
-    )
+    return None
 
 
 def _of_missing_cause(evidence: Evidence) -> Verdict | None:
@@ -278,8 +287,9 @@ def diagnose_hang(evidence: Evidence, record: ErrorRecord | None = None) -> Verd
 
 
 STUCK = (
-    "read the log and the line of the rank that differs from the others; hpcinit detects hangs, and with "
-    "hang.action=end ends them, if the program calls run.progress(step, total)"
+    "read the log and the line of the rank that differs from the others; while the job runs, hpcinit stacks RUN shows "
+    "where each rank is; hpcinit detects hangs, and with hang.action=end ends them, if the program calls "
+    "run.progress(step, total)"
 )
 
 
@@ -291,9 +301,9 @@ def diagnose_silence(evidence: Evidence, report: HangReport, head: str) -> Verdi
         lines = (*(line for line in rest if line != str(report.stuck[0])), *found_in(evidence))
         do = STOPPED_BY * (report.state == heartbeats.STOPPED) + STUCK
         return _verdict(evidence, about, failure_kinds.HANG, do, rank=report.rank, host=report.host, evidence=lines)
-    do = "wait if such a pause is normal for the program; else compare the stacks in hang/ with later ones"
-    if not rest:
-        do = "wait if such a pause is normal for the program; else see where its ranks are now: hpcinit stacks RUN"
+    do = "wait if such a pause is normal for the program; else see where its ranks are now: hpcinit stacks RUN"
+    if rest:
+        do += ", and compare with the stacks in hang/"
     return _verdict(evidence, f"{head}, but {first}", failure_kinds.NONE, do, evidence=tuple(rest))
 
 
@@ -388,6 +398,9 @@ def diagnose(evidence: Evidence) -> Verdict:
         verdict = diagnose_slurm_state(evidence) or diagnose_without_record(evidence)
     if verdict.kind == failure_kinds.CUDA_MEMORY and evidence.uses != program_use.WRAP:
         verdict = replace(verdict, do=causes.CUDA_MEMORY_OF_PROGRAM)
+    if evidence.setup and not evidence.setup.ended:
+        line = f"before the ranks started, a line of the setup failed: {setup_failure.described(evidence.setup)}"
+        verdict = replace(verdict, evidence=(*verdict.evidence, line))
     return replace(_with_secondary(verdict, ordered, evidence), flight=evidence.flight)
 
 

@@ -16,6 +16,21 @@ AGREE_S = 0.5  # clocks that differ by less count as equal: writing a file may t
 
 
 @dataclass(frozen=True)
+class SetupLine:
+    """A line of the batch script that failed before the ranks started.
+
+    typed: as the user wrote it, '' if unknown. message, output: what was printed then. ended: whether the script ended
+    with it; otherwise the ranks were started.
+    """
+
+    typed: str
+    status: int
+    message: str
+    ended: bool
+    output: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The facts about one run that a diagnosis uses.
 
@@ -28,7 +43,8 @@ class Evidence:
     returned: ranks whose program ended with status 0. every_end_is_logged: whether the job's log has a line for each
     rank whose exit status is not 0. has_clock: whether the times of the errors are times, not only an order.
     preempted: whether Slurm reports that it preempted this start of the job.
-    lists_failed_ranks: whether ranks may be missing because the log lists only those that failed.
+    lists_failed_ranks: whether ranks may be missing because the log lists only those that failed. setup: a line of the
+    batch script that failed before the ranks started, None if none did.
     """
 
     state: str
@@ -53,6 +69,7 @@ class Evidence:
     has_clock: bool = True
     lists_failed_ranks: bool = False
     preempted: bool = False
+    setup: SetupLine | None = None
 
     @property
     def at_step(self) -> str:

@@ -29,7 +29,7 @@ from hpcinit.records import (
 from hpcinit.records.error_records import Found
 from hpcinit.records.hang_report import HangReport
 from hpcinit.slurm import scontrol, slurm_client
-from hpcinit.why import flight_recorder, hang_verdict
+from hpcinit.why import flight_recorder, hang_verdict, setup_failure
 from hpcinit.why.evidence import Evidence, clocks
 
 LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without its answer is better than a long wait
@@ -85,6 +85,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         size=planned.world_size if planned else 0,
         hosts=hosts,
         returned=returned,
+        setup=setup_failure.read(path, attempt, log.output),
         every_end_is_logged=planned is not None and planned.launch.kind == "srun",
     )
 

@@ -34,8 +34,9 @@ OK, STOPPED = failure_kinds.NONE, failure_kinds.STOPPED  # kinds of a verdict on
 WITHOUT_CAUSE = (failure_kinds.UNKNOWN, failure_kinds.SCRIPT)  # kinds of a verdict that names no cause
 UNEXPLAINED = "Slurm requeued it without a recorded reason: a preemption, a node failure, or scontrol requeue"
 NO_STEP = (
-    "wait, or read hpcinit logs --all. No step has been reported yet: hpcinit detects a hang, and the rank that causes "
-    "it, in a program that calls run.progress(step, total)"
+    "wait, or read hpcinit logs --all; if the program seems to hang, hpcinit stacks RUN shows where each rank is. No "
+    "step has been reported yet: hpcinit detects a hang, and the rank that causes it, in a program that calls "
+    "run.progress(step, total)"
 )
 NOT_FINITE = (
     "the run has probably diverged: lower the learning rate or clip gradients, and resume from a checkpoint before "

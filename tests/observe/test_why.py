@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 from tests.submit.test_restart import begin_now
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
@@ -171,16 +172,35 @@ def test_a_waiting_and_a_successful_run(hpcinit: Run, idle_slurm: MiniSlurm, tmp
     assert hpcinit("why", job_id_of(done), env=idle_slurm.env).stdout.startswith("nothing failed: the run completed")
 
 
-def test_a_script_that_fails_before_any_rank(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The report quotes the last output of the batch script."""
-    done = submit(
-        hpcinit,
-        idle_slurm,
-        "ranks_per_node=1",
-        "wait=true",
-        "cluster.setup=[no_such_command_x || exit 127]",
-        "--",
-        "true",
-    )
-    lines = next(line for line in done.stdout.splitlines() if "batch script ended" in line)
-    assert "exit status 127 and no rank left an error" in lines and "no_such_command_x: command not found" in lines
+SETUP_LINES = {  # override of the config: (the line of the script, exit status, message)
+    "cluster.setup=[ls /nowhere,no_such_command_x --now || exit 127]":
+        ("no_such_command_x --now || exit 127", 127, "no_such_command_x: command not found"),
+    "cluster.setup=[set -eu,source /nowhere/env.sh,echo never]":
+        ("source /nowhere/env.sh", 1, "/nowhere/env.sh: No such file or directory"),
+    "cluster.modules=[no-such-module/99]": ("module load no-such-module/99", 1, "no-such-module/99"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", SETUP_LINES)
+def test_a_line_of_the_setup_that_ends_the_script(hpcinit: Run, idle_slurm: MiniSlurm, override: str) -> None:
+    """The line as the user typed it, its exit status and its message are the verdict."""
+    line, status, message = SETUP_LINES[override]
+    if "modules" in override and not Path("/etc/profile.d/modules.sh").exists():
+        skip_or_fail("no environment modules here: Debian's package environment-modules")
+    done = submit(hpcinit, idle_slurm, "ranks_per_node=1", "wait=true", override, "--", "true")
+    first = hpcinit("why", folder_of(done).name, env=idle_slurm.env).stdout.splitlines()[0]
+    assert f"failed before any rank started: {line}: exit status {status}: " in first
+    assert message in first
+
+
+def test_a_line_of_the_setup_that_fails_before_the_ranks_do(
+    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    """If the script continues after the line, the rank's error is the verdict, and the first such line is evidence.
+    Commands that may fail, and commands in a file that a line sources, are no such lines."""
+    (tmp_path / "settings.sh").write_text("false\ntrue\n")
+    setup = "'. ./settings.sh','[ -d /nowhere ] && export A=1','false || true','. /nowhere/env.sh',false"
+    words = ["ranks_per_node=1", "wait=true", f"cluster.setup=[{setup}]", "--", "cat", "/nowhere/data"]
+    text = hpcinit("why", folder_of(submit(hpcinit, idle_slurm, *words)).name, env=idle_slurm.env).stdout
+    assert "/nowhere/data" in text.splitlines()[0]
+    assert "a line of the setup failed: . /nowhere/env.sh: exit status 1: /nowhere/env.sh: No such file" in text

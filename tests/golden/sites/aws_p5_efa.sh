@@ -31,12 +31,14 @@ hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
 
-hpcinit_record() { # that this attempt $1 (began or ended), and its exit status $2
-  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \
     "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    "${hpcinit_line:+, \"line\": \"$hpcinit_line\"}" "${hpcinit_failed:+, \"failed\": \"$hpcinit_failed\"}" \
     > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
   [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
 }
+hpcinit_line=""; hpcinit_failed=""
 rm -f "$hpcinit_exit"
 hpcinit_record began
 trap 'exit 143' TERM

@@ -31,12 +31,14 @@ hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
 
-hpcinit_record() { # that this attempt $1 (began or ended), and its exit status $2
-  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s}\n' \
+hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \
     "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    "${hpcinit_line:+, \"line\": \"$hpcinit_line\"}" "${hpcinit_failed:+, \"failed\": \"$hpcinit_failed\"}" \
     > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
   [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
 }
+hpcinit_line=""; hpcinit_failed=""
 rm -f "$hpcinit_exit"
 hpcinit_record began
 trap 'exit 143' TERM
@@ -70,7 +72,11 @@ export FI_MR_CACHE_MONITOR=userfaultfd
 export MPICH_GPU_SUPPORT_ENABLED=0
 
 # Shell lines of cluster.setup.
+# For hpcinit why: the line that runs, and the first that fails.
+trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG
+trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR
 ulimit -c 0
+trap - DEBUG ERR; hpcinit_line=''
 
 # command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.train_gpt --steps 60
