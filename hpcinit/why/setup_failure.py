@@ -11,7 +11,7 @@ from hpcinit.base import failure_kinds, safe_files
 from hpcinit.records import run_folder
 from hpcinit.why.evidence import SetupLine, Verdict
 
-_NOTED = re.compile(r"(?:(\d{1,3}) )?(\d{1,6}) (\S*)")  # status, number of the line, first word of its command
+_NOTED = re.compile(r"(?:(\d{1,3}) )?(\d{1,6}) (\S*)")  # status, number of the line, start of its command
 _OURS = re.compile(r" \|\| \{ echo '?hpcinit: error: .*")  # after a line of hpcinit's, such as `module load`
 _BASH = re.compile(r"^\S+: line \d+: (?=\S)")
 _PROBLEM = re.compile(r"(?i)error|not found|no such|unknown|denied|fail|cannot")
