@@ -54,13 +54,22 @@ def python_that(tmp_path: Path, first: str) -> str:
     return f"cluster.python={path}"
 
 
-def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
+NEVER = {
+    "alone": ([], "rank 3 never connected (no rank connected from n4)"),
+    "two on a node": (["nodes=2", "ranks_per_node=2"], "rank 3 on n2 never connected"),
+}
+
+
+@pytest.mark.parametrize("case", list(NEVER))
+def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, case: str) -> None:
     """All other ranks report a rank whose interpreter does not start, with its host, at the timeout."""
     stuck = python_that(tmp_path, '[ "$SLURM_PROCID" = 3 ] && exec sleep 600')
-    status, logs = start(hpcinit, slurm, tmp_path, "", stuck, "launch.wait_s=3")
+    overrides, missing = NEVER[case]
+    status, logs = start(hpcinit, slurm, tmp_path, "", stuck, "launch.wait_s=3", *overrides)
     assert status != 0
     for log in logs[:3]:
-        assert "1 of 4 ranks are missing: rank 3 never connected (no rank connected from n4)" in log
+        assert f"1 of 4 ranks are missing: {missing}" in log
+    assert re.search(rf"waiting, \d+ s left: 1 of 4 ranks are missing: {re.escape(missing)}", logs[0])
 
 
 @pytest.mark.parametrize(("overrides", "host"), [([], "n3"), (FORKED, "n2")])

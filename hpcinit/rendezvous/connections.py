@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,10 +52,12 @@ class Roster:
         self.world_size = world_size
         self.hosts = hosts
         self.peers: dict[int, Peer] = {}
+        self._host_of: dict[int, str] = {}  # the hosts of the ranks, also of absent ones, as far as peers reported them
         self._reached = dict.fromkeys(PHASES, 0)
 
-    def enter(self, peer: Peer) -> None:
-        """Add the peer, instead of an earlier one of the same rank."""
+    def enter(self, peer: Peer, ranks_here: Iterable[int] = ()) -> None:
+        """Add the peer, instead of an earlier one of the same rank. ranks_here: all ranks of its node, if known."""
+        self._host_of.update(dict.fromkeys(ranks_here, peer.host))
         if before := self.peers.get(peer.rank):
             self._count(before.phase, -1)
         self.peers[peer.rank] = peer
@@ -82,18 +84,18 @@ class Roster:
         return sorted(lost, key=lambda peer: peer.since)
 
     def missing(self, phase: str) -> str:
-        """Return '4 of 8 ranks are missing: ranks 4-5 never connected (no rank connected from n3), rank 6 ...' or
-        ''."""
-        absent = [rank for rank in range(self.world_size) if rank not in self.peers]
+        """Return '4 of 8 ranks are missing: rank 3 on n1, ranks 4-5 never connected (no rank connected from n3); rank 6
+        ...' or ''."""
+        absent = self._absent()
         late = [peer for peer in self.peers.values() if not peer.reached(phase)]
         if not absent and not late:
             return ""
         parts = []
         if absent:
-            seen = {peer.host for peer in self.peers.values()}
-            empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
+            empty = self._empty_hosts()
             where = f" (no rank connected from {_cut(nodelist.compress(empty))})" if empty else ""
-            parts.append(f"{_cut(rank_names(absent))} never connected{where}")
+            names = (rank_names(ranks) + (f" on {host}" if host else "") for host, ranks in absent.items())
+            parts.append(f"{_cut(', '.join(names))} never connected{where}")
         for peer in sorted(late, key=lambda peer: peer.rank)[:16]:
             waited = time.monotonic() - peer.since
             parts.append(
@@ -101,19 +103,38 @@ class Roster:
             )
         if len(late) > 16:
             parts.append(f"and {len(late) - 16} more")
-        return f"{len(absent) + len(late)} of {self.world_size} ranks are missing: " + "; ".join(parts)
+        missing = sum(map(len, absent.values())) + len(late)
+        return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return the rank and the host that missing() names first. Return None or '' for one that is not certain: the
-        node of an absent rank is unknown here."""
-        absent = [rank for rank in range(self.world_size) if rank not in self.peers]
+        """Return a missing rank and its host, or a host from which no rank connected, if there is one.
+
+        Return None or '' for one that is not certain.
+        """
+        absent = self._absent()
         if absent:
-            seen = {peer.host for peer in self.peers.values()}
-            empty = [host for host in dict.fromkeys(self.hosts) if host not in seen]
-            return (absent[0] if len(absent) == 1 or not empty else None), (empty[0] if empty else "")
+            empty = self._empty_hosts()
+            host, ranks = next(iter(absent.items()))
+            if empty:
+                only = len(absent) == 1 and len(ranks) == 1
+                return (ranks[0] if only else None), empty[0]
+            return ranks[0], host
         late = [peer for peer in self.peers.values() if not peer.reached(phase)]
         first = min(late, key=lambda peer: peer.rank, default=None)
         return (first.rank, first.host) if first else (None, "")
+
+    def _absent(self) -> dict[str, list[int]]:
+        """Return the ranks that never connected, by host; '' for a host that no peer has reported."""
+        found: dict[str, list[int]] = {}
+        for rank in range(self.world_size):
+            if rank not in self.peers:
+                found.setdefault(self._host_of.get(rank, ""), []).append(rank)
+        return found
+
+    def _empty_hosts(self) -> list[str]:
+        """Return the hosts from which no rank has connected."""
+        seen = {peer.host for peer in self.peers.values()}
+        return [host for host in dict.fromkeys(self.hosts) if host not in seen]
 
     def lost(self) -> str:
         """Return 'rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom', or ''."""

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class JoinRequest:
     """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
 
     made_of: the fingerprint of its environment. nat: addresses are translated between nodes, so proofs contain the port
-    only.
+    only. ranks_here: all ranks of its node, if they are known.
     """
 
     rank: int
@@ -58,6 +58,7 @@ class JoinRequest:
     job: str
     made_of: Mapping[str, str]
     nat: bool = False
+    ranks_here: Sequence[int] = ()
 
 
 class JoinReply(NamedTuple):
@@ -110,6 +111,7 @@ def _shake_hands(connection: socket.socket, request: JoinRequest, until: float, 
     offset.learn(sent, answer.get("clock"), read)
     vouched = protocol.proof(request.key, "peer", protocol.text(answer, "challenge"), f"{at}|{request.rank}")
     hand = {"rank": request.rank, "proof": vouched, "made_of": dict(request.made_of), **protocol.identity()}
+    hand["here"] = list(request.ranks_here)
     sent = protocol.local_time()
     connection.sendall(protocol.encode(hand))
     first, *rest = protocol.receive(connection, lines, deadline)
@@ -276,7 +278,7 @@ class RendezvousClient(RendezvousEndpoint):
     ) -> None:
         super().__init__()
         self._world = world
-        self._request = JoinRequest(world.rank, key, job, made_of, nat)
+        self._request = JoinRequest(world.rank, key, job, made_of, nat, world.ranks_here)
         self._closed = self._reported = False
         self._missing: StartupFailure | None = None
         self._socket, self._lines, self.program_port, messages, offset = self._connect_to_rank_0(resolve, deadline)

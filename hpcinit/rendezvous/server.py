@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class RendezvousServer(RendezvousEndpoint):
         super().__init__()
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roster = Roster(world.world_size, world.hosts)
-        self.roster.enter(Peer(0, **protocol.identity()))
+        self.roster.enter(Peer(0, **protocol.identity()), world.ranks_here)
         self._authenticated: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
         self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
         self._request = JoinRequest(0, key, job, made_of, nat)
@@ -297,7 +297,9 @@ class RendezvousServer(RendezvousEndpoint):
                 raise protocol.NotOurs("no proof")
             pid, made_of = protocol.integer(message, "pid", 0, 2**31), message.get("made_of")
             peer = Peer(rank, protocol.text(message, "host", protocol.LONGEST_HOST), pid)
-            self._register(connection, peer, made_of if isinstance(made_of, dict) else {})
+            here = message.get("here")
+            ranks_here = [each for each in here if isinstance(each, int)] if isinstance(here, list) else []
+            self._register(connection, peer, made_of if isinstance(made_of, dict) else {}, ranks_here)
 
     def _challenge(self, connection: Connection, message: dict[str, Any]) -> None:
         """Answer the greeting of a connection that is not yet authenticated."""
@@ -342,7 +344,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._reported_topics.add(topic)
             say(text)
 
-    def _register(self, connection: Connection, peer: Peer, made_of: dict[str, Any]) -> None:
+    def _register(self, connection: Connection, peer: Peer, made_of: dict[str, Any], ranks_here: Sequence[int]) -> None:
         """Accept an authenticated rank, or refuse it and raise NotOurs. A rank that failed may be replaced."""
         before = self.roster.peers.get(peer.rank)
         if not 0 <= peer.rank < self.roster.world_size:
@@ -359,7 +361,7 @@ class RendezvousServer(RendezvousEndpoint):
             connection.send({"refused": refusal})
             raise protocol.NotOurs(refusal)
         connection.peer = peer
-        self.roster.enter(peer)
+        self.roster.enter(peer, ranks_here)
         self._authenticated[connection] = None
         connection.send({"reply": self.program_port, **protocol.stamp(connection.received_at)})
         if self._failure:

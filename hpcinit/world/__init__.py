@@ -33,6 +33,7 @@ class World:
         master_known: False if this rank cannot be sure which host rank 0 is on. master_addr and the order of hosts are
             then guesses. Rank 0, whose master_addr is its own host, must publish it.
         node_count: the number of nodes if the launcher counts them without naming them; else 0.
+        ranks_here: all ranks of this node; empty if the launcher does not name them.
     """
 
     launcher: str
@@ -48,6 +49,7 @@ class World:
     warnings: tuple[str, ...] = ()
     master_known: bool = True
     node_count: int = 0
+    ranks_here: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _within("rank", self.rank, "world_size", self.world_size)

@@ -309,6 +309,19 @@ def test_deadline_names_who_is_missing(world: World, capfd: pytest.CaptureFixtur
     assert re.search(r"hpcinit: waiting, \d+ s left: 2 of 3 ranks are missing", capfd.readouterr().err)
 
 
+def test_a_missing_rank_of_a_node_that_has_connected(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """If another rank of its node has connected, the line names the node of a missing rank, and the time that is left."""
+    node = protocol.identity()["host"]
+    six = replace(world, world_size=6, local_world_size=2, hosts=(node, "b", "c"))
+    host = open_server(replace(six, ranks_here=(0, 1)))
+    open_client(replace(six, ranks_here=(2, 3)), 2)
+    with pytest.raises(BringUpError) as raised:
+        host.wait_for_all(time.monotonic() + 0.5, 0.2)
+    missing = f"4 of 6 ranks are missing: ranks 1,3 on {node}, ranks 4-5 never connected (no rank connected from "
+    assert missing in str(raised.value) and raised.value.host_at_fault == "b"
+    assert re.search(rf"waiting, \d+ s left: {re.escape(missing)}", capfd.readouterr().err)
+
+
 def test_rank_0_never_listens(world: World) -> None:
     """If rank 0 never listens, the error lists the result for each port."""
     with pytest.raises(

@@ -62,7 +62,7 @@ def test_recorded_launchers(name: str, recorded: list[dict[str, str]]) -> None:
 def test_torchrun() -> None:
     """All values are torchrun's, the job's name includes its restart count, and the nodes are counted."""
     world = launchers.read(TORCHRUN)
-    assert world == World("torchrun", 3, 4, 1, 2, 1, (), "n1", (29400,), "abc.1", node_count=2)
+    assert world == World("torchrun", 3, 4, 1, 2, 1, (), "n1", (29400,), "abc.1", node_count=2, ranks_here=(2, 3))
 
 
 def test_two_torchruns_without_an_id() -> None:

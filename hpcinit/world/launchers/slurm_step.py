@@ -296,6 +296,7 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
         master_ports=ports.candidate_ports(job),
         job=job,
         master_known=placement.known,
+        ranks_here=tuple(ranks_here),
     )
 
 

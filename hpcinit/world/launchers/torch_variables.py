@@ -62,8 +62,10 @@ class Torchrun:
         )
 
     def _ranks(self, env: Mapping[str, str]) -> dict[str, Any]:
-        """Return rank, world_size, local_rank and local_world_size."""
-        return {name: number(env, variable, self.DO) for name, variable in self.VARIABLES.items()}
+        """Return rank, world_size, local_rank, local_world_size and ranks_here."""
+        found = {name: number(env, variable, self.DO) for name, variable in self.VARIABLES.items()}
+        first = found["rank"] - found["local_rank"]
+        return {**found, "ranks_here": tuple(range(first, first + found["local_world_size"]))}
 
     def _job(self, env: Mapping[str, str], address: str) -> str:
         """Return 'RUN.RESTART'. Without --rdzv-id all runs are called 'none'; then use its store's address and port.
