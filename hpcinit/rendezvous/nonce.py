@@ -2,11 +2,13 @@
 
 The file is for ranks that no script of hpcinit started (a plain `srun python -m hpcinit.run ...`, mpirun). The first
 rank that looks creates it in the working folder, or in ~/.cache/hpcinit if that is not possible. The other ranks read
-it, and rank 0 removes it when all have connected. Without a secret, anyone who knows the job's id can act as a rank.
+it, and rank 0 removes it when all have connected. If SIGKILL prevents that, the next start in the folder removes it.
+Without a secret, anyone who knows the job's id can act as a rank.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hpcinit.base import safe_files
+from hpcinit.base import processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.records import scratch
 from hpcinit.records.spec import Spec
@@ -29,7 +31,7 @@ HEAD = "hpcinit-nonce-1 "  # it marks the file, so that another private file is 
 # File systems that only one node or one container sees: ranks of other nodes would not find a file on them.
 PRIVATE = {"overlay", "tmpfs", "ramfs", "rootfs", "squashfs", "fuse.fuse-overlayfs", "fuse.squashfuse"}
 FIRST_S = 1.0  # other ranks of a node wait this long for its first rank to create the file
-OLD_S = 86_400.0  # age at which such files are removed: killed ranks left them, and no start takes so long
+OLD_S = 86_400.0  # age at which a file is removed although its creator may be alive: no start takes so long
 WARNING = (
     "warning: the ranks of this job share no secret, because they have no shared writable folder for it: another user "
     "of its nodes who knows the job id can act as a rank, and then run code as you. To prevent it, add this to "
@@ -64,7 +66,12 @@ def remove() -> None:
 def _from_shared_file(world: World) -> str:
     """Return the secret in the file that all ranks see, and create the file if this rank is the first one."""
     name = f".hpcinit-{scratch.folder_name(world.job)}.nonce"
-    places = [place for place in _candidate_folders() if _is_shared(place, world)]
+    places = list[Path]()
+    for place in _candidate_folders():
+        if world.rank == 0:
+            _remove_leftovers(place, name)
+        if _is_shared(place, world):
+            places.append(place)
     until = time.monotonic() + (FIRST_S if world.local_rank else 0.0)
     while True:
         for place in places:
@@ -84,22 +91,31 @@ def _from_shared_file(world: World) -> str:
 def _candidate_folders() -> Iterator[Path]:
     """Yield the folders that may contain the file, the preferred one first."""
     with suppress(OSError):
-        _remove_old(Path.cwd())
         yield Path.cwd()
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcinit"
         if cache.is_absolute():
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _remove_old(cache)
             yield cache
 
 
-def _remove_old(folder: Path) -> None:
-    for file in folder.glob(".hpcinit-*.nonce*"):
-        with suppress(OSError):
-            found = file.lstat()
-            if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and found.st_mtime < time.time() - OLD_S:
-                file.unlink()
+def _remove_leftovers(folder: Path, name: str) -> None:
+    """Remove this user's files of killed starts, but not the file `name`: other ranks of this start may use it."""
+    with suppress(OSError):
+        for file in folder.glob(".hpcinit-*.nonce*"):
+            with suppress(OSError):
+                found = file.lstat()
+                is_ours = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
+                if is_ours and file.name != name and (found.st_mtime < time.time() - OLD_S or _creator_has_ended(file)):
+                    file.unlink()
+
+
+def _creator_has_ended(path: Path) -> bool:
+    """Return whether the process that created the file has ended for certain: on another node it may be alive."""
+    try:
+        return bool(processes.Process(**json.loads(_read(path).partition("\n")[2])).has_ended())
+    except (ValueError, TypeError):
+        return False
 
 
 def _is_shared(place: Path, world: World) -> bool:
@@ -109,6 +125,12 @@ def _is_shared(place: Path, world: World) -> bool:
 
 def _read_secret(path: Path) -> str:
     """Return the secret in the file, '' if there is none or if another user could have read or written it."""
+    match = re.match(rf"{HEAD}([0-9a-f]{{32}})\n", _read(path))
+    return match[1] if match else ""
+
+
+def _read(path: Path) -> str:
+    """Return the content of the file, '' if it is missing or if another user could have read or written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -117,13 +139,11 @@ def _read_secret(path: Path) -> str:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             return ""
-        text = os.read(descriptor, 200).decode(errors="replace")
+        return os.read(descriptor, 1000).decode(errors="replace")
     except OSError:
         return ""
     finally:
         os.close(descriptor)
-    match = re.fullmatch(rf"{HEAD}([0-9a-f]{{32}})\n", text)
-    return match[1] if match else ""
 
 
 def _create_secret(path: Path) -> str:
@@ -136,7 +156,7 @@ def _create_secret(path: Path) -> str:
         descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             with os.fdopen(descriptor, "w") as file:
-                file.write(f"{HEAD}{secrets.token_hex(16)}\n")
+                file.write(f"{HEAD}{secrets.token_hex(16)}\n{json.dumps(processes.identity())}\n")
             with suppress(FileExistsError):
                 os.link(mine, path)
         finally:

@@ -50,7 +50,7 @@ class JoinRequest:
     """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
 
     made_of: the fingerprint of its environment. nat: addresses are translated between nodes, so proofs contain the port
-    only. ranks_here: all ranks of its node, if they are known.
+    only. ranks_here: as in World.
     """
 
     rank: int

@@ -162,6 +162,30 @@ def test_old_files_are_removed(places: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert [file.exists() for file in (old, torn, young, other)] == [False, False, True, True]
 
 
+def test_the_file_of_a_killed_start_is_removed(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start in the folder removes the file of a rank that was killed, but not that of one that may be alive."""
+    code = (
+        "import time; from dataclasses import replace; from tests.rendezvous.test_nonce import world\n"
+        "from hpcinit.rendezvous import nonce; nonce.find(replace(world(), job='76.0.0'), None)\n"
+        "print('created', flush=True); time.sleep(600)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
+        created = process.stdout and process.stdout.readline()
+        nonce.find(world(), None)
+        nonce.remove()
+        before = [path.name for path in Path.cwd().iterdir()]
+        process.kill()
+    assert created == b"created\n" and before == [".hpcinit-76.0.0.nonce"]
+    elsewhere = Path(".hpcinit-75.0.0.nonce")
+    head, _, creator = Path(before[0]).read_text().partition("\n")
+    elsewhere.write_text(f"{head}\n{json.dumps(json.loads(creator) | {'host': 'n999'})}\n")
+    elsewhere.chmod(0o600)
+    monkeypatch.delenv(nonce.ENV_NONCE)
+    nonce.find(world(), None)
+    assert sorted(path.name for path in Path.cwd().iterdir()) == [elsewhere.name, NAME]
+
+
 # --- on a cluster
 
 PROGRAM = """
