@@ -69,7 +69,7 @@ def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
     about = {"engine": "slurm", "submitted": time.time(), "command": sbatch}
     for number, plan in enumerate(plans):
         (sweep / str(number)).mkdir(parents=True)
-        record = {"job_id": f"{array}_{number}", **about, **plan.summary()}
+        record = {"job_id": f"{array}_{number}", **about, "program": plan.command()}
         (sweep / f"{number}/submission.json").write_text(json.dumps(record))
         (sweep / f"{number}/spec.json").write_text(plan.to_json())
     (sweep / "sweep.json").write_text(json.dumps({"tasks": {str(n): f"seed={n}" for n in range(jobs)}}))
@@ -79,7 +79,7 @@ def _submit(slurm: MiniSlurm, place: Path, jobs: int) -> None:
         job_id = slurm.run(*sbatch, str(script)).strip()
         run = folder.claim(place / "jobs", "one")
         (run / "spec.json").write_text(plan.to_json())
-        folder.mark_submitted(run, {"job_id": job_id, **about, **plan.summary()})
+        folder.mark_submitted(run, {"job_id": job_id, **about, "program": plan.command()})
     local = folder.claim(place / "local", "one")
     folder.mark_submitted(local, {"job_id": "1", "engine": "local"})
     (local / "local.json").write_text(json.dumps({"state": "COMPLETED", "exit_status": 0}))

@@ -155,7 +155,7 @@ def find(run: str | int | os.PathLike[str], runs_dir: str | os.PathLike[str] = "
     """Return a run by its folder, by its name in `runs_dir`, or by its job id. Raise RequestError if there is none."""
     path = find_runs.find_run(str(run), Path(runs_dir)).absolute()
     tasks = find_runs.combinations(path.parent) if find_runs.is_sweep(path.parent) else {}
-    return Run(path, (), {str(number): text for number, text in tasks.items()}.get(path.name, ""))
+    return Run(path, (), {str(number): " ".join(words) for number, words in tasks.items()}.get(path.name, ""))
 
 
 def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
@@ -164,7 +164,7 @@ def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
     for path in find_runs.all_runs(Path(runs_dir)):
         if find_runs.is_sweep(path):
             tasks = find_runs.combinations(path)
-            found += [Run((path / str(number)).absolute(), (), about) for number, about in tasks.items()]
+            found += [Run((path / str(number)).absolute(), (), " ".join(words)) for number, words in tasks.items()]
         else:
             found.append(Run(path.absolute()))
     return found

@@ -42,15 +42,17 @@ def of(
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
+    parameters = [[word for word in chosen if word not in overrides] for chosen in combinations]
     if labels is None:
         swept = [at for at, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
         quick = variations.Quick(combinations, swept, composer)
-        labels = [" ".join(chosen[at] for at in swept) for chosen in combinations]
-    for number, (chosen, label) in enumerate(zip(combinations, labels, strict=True), first):
+        parameters = [[chosen[at] for at in swept] for chosen in combinations]
+        labels = [" ".join(words) for words in parameters]
+    for number, (chosen, label, words) in enumerate(zip(combinations, labels, parameters, strict=True), first):
         try:
             request = quick.request(chosen, overrides, number, label) if quick else None
             request = request or _full(chosen, overrides, number, label, composer)
-            made.append(replace(request, number=number))
+            made.append(replace(request, number=number, parameters=words))
             prepare(made[-1])
         except HpcinitError as error:
             for problem in getattr(error, "problems", [str(error)]):

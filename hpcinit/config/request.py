@@ -37,9 +37,9 @@ def variable_text(value: Any) -> Any:
 class Request:
     """A Config and its origin.
 
-    document: the config as plain containers. combination: in a sweep, the overrides that differ, else ''.
-    warnings: one sentence each. number: its position in the sweep, from 0. typed: the text that the user typed for
-    each key with a single value.
+    document: the config as plain containers. combination: in a sweep, the overrides that differ, else ''. parameters:
+    the same as separate words. warnings: one sentence each. number: its position in the sweep, from 0. typed: the text
+    that the user typed for each key with a single value. words: what the user typed before `--`, for `hpcinit status`.
     """
 
     config: Config
@@ -48,6 +48,8 @@ class Request:
     warnings: list[str]
     number: int = 0
     typed: Mapping[str, str] = field(default_factory=dict)
+    parameters: Sequence[str] = ()
+    words: Sequence[str] = ()
     unread: dict[str, str] = field(default_factory=dict)  # keys that nothing reads so far, and a warning for each
 
 

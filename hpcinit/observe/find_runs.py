@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
-from hpcinit.observe import state
+from hpcinit.observe import resubmitted, state
 from hpcinit.records import run_folder
 
 if TYPE_CHECKING:
@@ -24,12 +24,33 @@ NOT_SUBMITTED = "NOT_SUBMITTED"
 
 @dataclass(frozen=True)
 class Task:
-    """One combination of a sweep. The state is NOT_SUBMITTED if sbatch refused the job of this task."""
+    """One combination of a sweep. The state is NOT_SUBMITTED if sbatch refused the job of this task.
+
+    sweep: its folder. words: the overrides that differ. path: the run folder; that of another run if the task was
+    submitted again.
+    """
 
     number: int
-    combination: str
+    sweep: Path
+    words: tuple[str, ...]
     path: Path
     state: state.State
+
+    @property
+    def name(self) -> str:
+        """Return 'sweep-0001/3'."""
+        return f"{self.sweep.name}/{self.number}"
+
+    @property
+    def combination(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def resubmitted(self) -> str:
+        """Return the name of the run that replaced the task, as commands accept it, or ''."""
+        if self.path == self.sweep / str(self.number):
+            return ""
+        return f"{self.path.parent.name}/{self.path.name}" if self.path.name.isdigit() else self.path.name
 
     @property
     def status(self) -> int:
@@ -42,27 +63,39 @@ def is_sweep(path: Path) -> bool:
     return os.path.isfile(f"{path}/{run_folder.SWEEP}")  # noqa: PTH113 - fast, as in state._json
 
 
-def combinations(path: Path) -> dict[int, str]:
-    """Return the combination of each task by its number. Raise RequestError if the file is not readable."""
+def combinations(path: Path) -> dict[int, tuple[str, ...]]:
+    """Return the overrides that differ, of each task by its number. Raise RequestError if the file is not readable."""
     try:
         document = safe_files.read_json(path / run_folder.SWEEP)
-        return {int(number): str(text) for number, text in document["tasks"].items()}
+        # Older versions wrote one text.
+        return {
+            int(number): tuple(map(str, words if isinstance(words, list) else [words]))
+            for number, words in document["tasks"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{path / run_folder.SWEEP} cannot be read: {error}; was it edited?") from None
 
 
 def read_sweep(path: Path) -> list[Task]:
-    """Return all tasks of a sweep with their states, from one query of Slurm."""
+    """Return all tasks of a sweep with their states, from one query of Slurm: as they ran last."""
     known = combinations(path)
-    folders = [path / str(number) for number in known]
-    return with_states(known, zip(folders, state.read_all(folders), strict=True))
+    folders = task_folders(path, known)
+    return with_states(path, known, zip(folders, state.read_all(folders), strict=True))
 
 
-def with_states(known: Mapping[int, str], states: Iterable[tuple[Path, state.State | RequestError]]) -> list[Task]:
+def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> list[Path]:
+    """Return the run folder of each task of a sweep. newest: that of the new run, if it was submitted again."""
+    again = resubmitted.of_sweep(path) if newest else {}
+    return [again.get(str(number), path / str(number)) for number in numbers]
+
+
+def with_states(
+    sweep: Path, known: Mapping[int, tuple[str, ...]], states: Iterable[tuple[Path, state.State | RequestError]]
+) -> list[Task]:
     """Return the tasks of `known` (see combinations()) with `states`, which has an error for a task without a job."""
     return [
-        Task(number, text, path, _submitted(now))
-        for (number, text), (path, now) in zip(known.items(), states, strict=True)
+        Task(number, sweep, words, path, _submitted(now))
+        for (number, words), (path, now) in zip(known.items(), states, strict=True)
     ]
 
 
@@ -87,9 +120,9 @@ def open_jobs(tasks: Sequence[Task]) -> list[str]:
     return sorted({task.state.job_id.partition("_")[0] for task in tasks if _is_open(task)})
 
 
-def failed_tasks(path: Path) -> list[int]:
-    """Return the numbers of the tasks that ended without success, for a second attempt."""
-    return [task.number for task in read_sweep(path) if task.state.over and task.status]
+def failed_tasks(path: Path) -> list[Task]:
+    """Return the tasks that ended without success, for a second attempt."""
+    return [task for task in read_sweep(path) if task.state.over and task.status]
 
 
 def count_states(tasks: Sequence[Task]) -> str:

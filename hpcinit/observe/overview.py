@@ -30,7 +30,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}" if self.task else self.path.name
+        return self.task.name if self.task else self.path.name
 
     @property
     def parts(self) -> list[tuple[Path, state.State]]:
@@ -55,20 +55,24 @@ def exit_status(now: state.State) -> int:
     return (known or 0) if now.name == "COMPLETED" else known or 1
 
 
-def read(paths: Sequence[Path], queue: QueueQuery | None = None) -> list[Run]:
-    """Return the runs in the order of `paths`. queue: squeue, already started, for all jobs of the user."""
+def read(paths: Sequence[Path], queue: QueueQuery | None = None, newest: bool = False) -> list[Run]:
+    """Return the runs in the order of `paths`.
+
+    queue: squeue, already started, for all jobs of the user. newest: a task of a sweep that was submitted again has
+    the folder and the state of its new run.
+    """
     known = [_combinations(path) for path in paths]
     folders: list[Path] = []
     for path, tasks in zip(paths, known, strict=True):
         if isinstance(tasks, dict):
-            folders += [path / str(number) for number in tasks]
+            folders += find_runs.task_folders(path, tasks, newest)
         elif tasks is None:
             folders.append(path)
     states = zip(folders, state.read_all(folders, queue), strict=True)
     return [_run(path, tasks, states) for path, tasks in zip(paths, known, strict=True)]
 
 
-def _combinations(path: Path) -> dict[int, str] | RequestError | None:
+def _combinations(path: Path) -> dict[int, tuple[str, ...]] | RequestError | None:
     try:
         return find_runs.combinations(path) if find_runs.is_sweep(path) else None
     except RequestError as error:
@@ -77,13 +81,13 @@ def _combinations(path: Path) -> dict[int, str] | RequestError | None:
 
 def _run(
     path: Path,
-    tasks: dict[int, str] | RequestError | None,
+    tasks: dict[int, tuple[str, ...]] | RequestError | None,
     states: Iterator[tuple[Path, state.State | RequestError]],
 ) -> Run:
     if isinstance(tasks, RequestError):
         return Run(path, error=tasks)
     if tasks is not None:
-        return Run(path, tasks=find_runs.with_states(tasks, itertools.islice(states, len(tasks))))
+        return Run(path, tasks=find_runs.with_states(path, tasks, itertools.islice(states, len(tasks))))
     _, now = next(states)
     return Run(path, error=now) if isinstance(now, RequestError) else Run(path, now)
 

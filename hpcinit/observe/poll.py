@@ -20,7 +20,7 @@ class Polls:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._changed = self._queried = self._known = time.monotonic()
-        self.now = overview.read(paths)
+        self.now = overview.read(paths, newest=True)
         for run in self.now:
             if run.error:
                 raise run.error
@@ -34,7 +34,9 @@ class Polls:
         pause = min(SLOW_S, max(QUICK_S, (clock - self._changed) / PATIENCE))
         if self._is_local() or clock - self._queried >= pause:
             before, self._queried = self._names(), clock
-            fresh = {run.path: run for run in overview.read([run.path for run in self.now if not run.over])}
+            fresh = {
+                run.path: run for run in overview.read([run.path for run in self.now if not run.over], newest=True)
+            }
             self.now = [fresh.get(run.path, run) for run in self.now]
             if self._names() != before:
                 self._changed = clock

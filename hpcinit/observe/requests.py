@@ -1,29 +1,27 @@
-"""What a run was submitted with: when, the program's arguments, and what differs between runs of the same program."""
+"""What a run was submitted with: when, what the user typed, and what differs between runs of the same program."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
-from hpcinit.records import run_folder
 
-MOST_CHARACTERS = 100
+MOST_CHARACTERS = 300  # of what distinguishes a run
+NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the others say nothing about the run
 
 
 class Submission(NamedTuple):
-    """submitted: seconds since 1970, or None. settings: a hash of those in the folder's spec.json."""
+    """submitted: seconds since 1970, or None. typed: what the user typed before `--`."""
 
     submitted: float | None = None
     program: str = ""
     arguments: tuple[str, ...] = ()
-    settings: str = ""
-    folder: Path = Path()
+    typed: tuple[str, ...] = ()
 
 
 def read(path: Path) -> Submission:
@@ -31,7 +29,8 @@ def read(path: Path) -> Submission:
     try:
         record = state.last_submission(path)
         program = record["program"]
-        return Submission(submitted(path), program[0], tuple(program[1:]), record["settings"], path)
+        words = record.get("typed", [])  # a run of an older version has none
+        return Submission(submitted(path), program[0], tuple(program[1:]), tuple(map(str, words)))
     except (RequestError, KeyError, TypeError, IndexError):
         return Submission()
 
@@ -46,9 +45,9 @@ def submitted(path: Path) -> float | None:
 
 
 def distinguish(submissions: Sequence[Submission]) -> list[str]:
-    """Return for each run the arguments and settings that differ from other runs of the same program.
+    """Return for each run what the user typed that differs from other runs of the same program.
 
-    For the only run of a program, return the program with all its arguments.
+    For the only run of a program, return all that the user typed.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for number, one in enumerate(submissions):
@@ -56,44 +55,43 @@ def distinguish(submissions: Sequence[Submission]) -> list[str]:
     found = [""] * len(submissions)
     for program, numbers in groups.items():
         if len(numbers) == 1:
-            [number] = numbers
-            found[number] = _shortened(shlex.join([program, *submissions[number].arguments]) if program else "")
+            found[numbers[0]] = _shortened(typed(submissions[numbers[0]]))
             continue
-        settings = _different({submissions[number].settings: submissions[number].folder for number in numbers})
-        same = defaultdict[tuple[str, tuple[str, ...]], list[int]](list)  # runs that differ in nothing
-        for number in numbers:
-            same[submissions[number].settings, submissions[number].arguments].append(number)
-        texts = {key: dict.fromkeys([*settings[key[0]], *_options(key[1])]) for key in same}
-        counts = Counter(text for key, own in texts.items() for text in own for _ in same[key])
-        for key, own in texts.items():
-            shown = _shortened(" ".join(text for text in own if counts[text] < len(numbers)))
-            for number in same[key]:
-                found[number] = shown
+        texts = {number: dict.fromkeys(_texts(submissions[number])) for number in numbers} if program else {}
+        counts = Counter(text for own in texts.values() for text in own)
+        for number, own in texts.items():
+            found[number] = _shortened(" ".join(text for text in own if counts[text] < len(numbers)))
     return found
 
 
-def _different(folders: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Return 'key=value' for each setting that differs, by the hash of the settings. folders: one for each hash."""
-    if len(folders) == 1:
-        return {settings: [] for settings in folders}
-    from hpcinit.records.spec import OF_ONE_RUN  # noqa: PLC0415 - only for runs whose settings differ
-
-    specs = {settings: _spec(folder) for settings, folder in folders.items()}
-    first = next(iter(specs.values()))
-    keys = {key for one in specs.values() for key in one} - OF_ONE_RUN
-    keys = {key for key in keys if any(one.get(key) != first.get(key) for one in specs.values())}
-    return {
-        settings: [f"{key}={value}" for key, value in _flat({key: one[key] for key in one if key in keys})]
-        for settings, one in specs.items()
-    }
+def typed(submission: Submission) -> str:
+    """Return what the user typed, as in 'nodes=8 -- train.py --lr 0.1'."""
+    program = shlex.join(filter(None, [submission.program, *submission.arguments]))
+    before = shlex.join(_shown(submission.typed))
+    return f"{before} -- {program}" if before and program else before or program
 
 
-def _spec(folder: Path) -> dict[str, Any]:
-    try:
-        document = safe_files.read_json(folder / run_folder.SPEC)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
+def parameters(words: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of one task of a sweep by their names, {"lr": "0.1"}.
+
+    words: what differs between the tasks, "+lr=0.1". arguments: of the task's program. The Hydra launcher varies only
+    these, as key=value, and adds keys of Hydra that no user typed.
+    """
+    pairs = [word.lstrip("+~").partition("=") for word in words if "=" in word]
+    found = {name: value for name, _, value in pairs if name != "job.args"}
+    if len(found) < len(pairs):
+        given = [one.lstrip("+~").partition("=") for one in arguments if "=" in one and not one.startswith("-")]
+        found |= {name: value for name, _, value in given if not name.startswith(("hydra.", "hydra/"))}
+    return found
+
+
+def _shown(words: Sequence[str]) -> list[str]:
+    return [word for word in words if word.partition("=")[0] not in NOT_SHOWN]
+
+
+def _texts(submission: Submission) -> Iterator[str]:
+    yield from _options(_shown(submission.typed))
+    yield from _options(submission.arguments)
 
 
 def _options(arguments: Sequence[str]) -> Iterator[str]:
@@ -103,14 +101,6 @@ def _options(arguments: Sequence[str]) -> Iterator[str]:
         one = rest.pop(0)
         takes_value = one.startswith("-") and "=" not in one and rest and not rest[0].startswith("--")
         yield shlex.join([one, rest.pop(0)] if takes_value else [one])
-
-
-def _flat(document: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in document.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", str(value)
 
 
 def _shortened(text: str) -> str:

@@ -45,6 +45,8 @@ def _fields(path: Path, now: State, task: find_runs.Task | None = None) -> dict[
         "run": str(path),
         "task": task.number if task else None,
         "combination": task.combination if task else "",
+        "parameters": parameters(task) if task else {},
+        "resubmitted": task.resubmitted if task else "",
         **now.to_json(),
         "clusters": state.clusters(path),
         "meaning": reasons.explain(now.reason),
@@ -52,6 +54,7 @@ def _fields(path: Path, now: State, task: find_runs.Task | None = None) -> dict[
         "not_finite": document.get("not_finite", {}),
         "result": result(path) if ran else None,
         "submitted": submission.submitted,
+        "typed": list(submission.typed),
         "arguments": list(submission.arguments),
         "restarts": restarts.document(path) if now.restart is not None else None,
         "step_age_s": progress.age_s(path, time.time()) if now.name == "RUNNING" else None,
@@ -66,15 +69,30 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
     """Yield the lines that `hpcinit status` prints without a terminal. about: the arguments of the run."""
     if run.now:
         now = run.now
-        combination = run.task.combination if run.task else ""
+        combination = settings(run.task) if run.task else ""
         parts = [details(run.path, now), submitted(run.path), combination, about]
         yield f"{run.name:24} {now.job_id:>9}  {now.name:10} {'  '.join(filter(None, parts))}".rstrip()
     elif run.tasks:
         yield f"{run.path.name:24} {job_of(run):>9}  {len(run.tasks)} tasks: {find_runs.count_states(run.tasks)}"
         if each_task:
             for task in run.tasks:
-                about = f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {task.combination}"
-                yield f"{about}  {details(task.path, task.state)}".rstrip()
+                about = f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {settings(task)}"
+                yield f"{about}  {again(task)}{details(task.path, task.state)}".rstrip()
+
+
+def parameters(task: find_runs.Task) -> dict[str, str]:
+    """Return the values that this task of a sweep has, by their names."""
+    return requests.parameters(task.words, requests.read(task.path).arguments)
+
+
+def settings(task: find_runs.Task) -> str:
+    """Return 'lr=0.1 width=8', what distinguishes a task of a sweep."""
+    return " ".join(f"{name}={value}" for name, value in parameters(task).items()) or task.combination
+
+
+def again(task: find_runs.Task) -> str:
+    """Return 'submitted again as train-0007  ', or ''."""
+    return f"submitted again as {task.resubmitted}  " if task.resubmitted else ""
 
 
 def shortest(run: Run) -> Iterator[str]:
@@ -199,11 +217,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reverse", action="store_true", help="with --sort: the largest value first")
     parser.add_argument("--top", type=int, metavar="N", help="only the first N; with --sort, --top 1 is the best run")
+    parser.add_argument("--csv", action="store_true", help="one line per run or task, for spreadsheets and pandas")
     return console.add_verbosity_options(parser, "one JSON object per line, for programs")
 
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
+    if options.csv and options.json:
+        raise RequestError("--csv and --json are two formats: give one of them")
     every = find_runs.means_all_runs(options.run)
     runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
@@ -223,6 +244,10 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
         for run in known:
             for document in documents(run):
                 print(json_output.line("status", document))
+    elif options.csv:
+        from hpcinit.observe import status_csv  # noqa: PLC0415 - rarely
+
+        status_csv.write(known)
     elif options.quiet:
         for run in known:
             print(plain("\n".join(shortest(run))))
@@ -241,20 +266,24 @@ def _all_runs(runs_dir: Path) -> list[Run]:
     paths = find_runs.all_runs(runs_dir)
     slurm = (not paths and runs_dir.is_dir()) or any(_uses_slurm(path) for path in paths)
     queue = QueueQuery("--me", ended=True) if slurm else None
-    runs = [*overview.read(paths, queue), *(overview.without_folder(runs_dir, queue) if queue else ())]
-    return runs or overview.read(find_runs.matching_runs([], runs_dir))
+    runs = [*overview.read(paths, queue, newest=True), *(overview.without_folder(runs_dir, queue) if queue else ())]
+    return runs or _read([], runs_dir)
+
+
+def _read(names: Sequence[str], runs_dir: Path) -> list[Run]:
+    return overview.read(find_runs.matching_runs(names, runs_dir), newest=True)
 
 
 def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
     """Return the runs with these names, also those in the queue whose folder was deleted. Raise RequestError."""
     try:
-        return overview.read(find_runs.matching_runs(names, runs_dir))
+        return _read(names, runs_dir)
     except RequestError:
         queue = QueueQuery("--me", ended=True)
         deleted = {name: _deleted(name, runs_dir, queue) for name in names}
         if not any(deleted.values()):
             raise
-        found = [deleted[name] or overview.read(find_runs.matching_runs([name], runs_dir)) for name in names]
+        found = [deleted[name] or _read([name], runs_dir) for name in names]
         return [run for runs in found for run in runs]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -14,66 +16,116 @@ from hpcinit.base.console import plain, style
 from hpcinit.observe import find_runs, progress
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
-from hpcinit.observe.status import details, job_of, submitted, times_alone
+from hpcinit.observe.status import again, details, job_of, parameters, submitted, times_alone
 from hpcinit.slurm import reasons
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
 BAR = 12  # characters
-COLUMNS = ("run", "job", "state", "", "", "time", "submitted", "")
-Row = Sequence[RenderableType]
+LEAST = 20  # characters for the details beside a row; where a terminal has fewer, they follow below the table
+BAR_COLUMN, STEP_COLUMN = "bar", "step"  # without a title
+LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow terminal does without, in this order
 
 
-def status_table(runs: Sequence[Run], each_task: bool, most: int | None = None, about: Sequence[str] = ()) -> Table:
+@dataclass(frozen=True)
+class _Row:
+    """cells: by title; an empty one may be absent. parameters: of a task of a sweep. details: the last column."""
+
+    cells: Mapping[str, Text | ProgressBar]
+    parameters: Mapping[str, str]
+    details: str
+
+
+@dataclass(frozen=True)
+class StatusTable:
+    """The rows in order, and the largest number of them; the last one then counts those that are not shown."""
+
+    rows: Sequence[_Row]
+    most: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        titles = [name for name in ("run", "job", "state") if any(name in row.cells for row in self.rows)]
+        names = dict.fromkeys(name for row in self.rows for name in row.parameters)
+        columns = {name: [row.cells.get(name, Text()) for row in self.rows] for name in titles}
+        columns |= {f"={name}": [Text(plain(row.parameters.get(name, ""))) for row in self.rows] for name in names}
+        for name in (BAR_COLUMN, STEP_COLUMN, "time", "submitted"):
+            if any(name in row.cells for row in self.rows):
+                columns[name] = [row.cells.get(name, Text()) for row in self.rows]
+        space = options.max_width - LEAST
+        for name in LEFT_OUT:
+            if name in columns and _width(columns) > space:
+                del columns[name]
+        beside = _width(columns) <= space
+        shown = len(self.rows) if self.most is None or len(self.rows) <= self.most else max(1, self.most - 1)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style("bold"))
+        for name in columns:
+            table.add_column(_title(name), no_wrap=True)
+        if beside:
+            table.add_column()
+        for at, row in enumerate(self.rows[:shown]):
+            table.add_row(*(cells[at] for cells in columns.values()), *([Text(row.details)] if beside else ()))
+        if shown < len(self.rows):
+            table.add_row(f"and {len(self.rows) - shown} more")
+        yield table
+        for row in () if beside else self.rows[:shown]:
+            if row.details:
+                yield Text(f"{row.cells['run']}: {row.details}".lstrip())
+
+
+def status_table(
+    runs: Sequence[Run], each_task: bool, most: int | None = None, about: Sequence[str] = ()
+) -> StatusTable:
     """Return a table with a row for each run, and for each task of a sweep if `each_task`.
 
-    most: the largest number of rows; the last one then counts those that are not shown.
-    about: the arguments of each run.
+    most: the largest number of rows. about: what the user typed, for each run.
     """
     texts = about or [""] * len(runs)
     each = zip(runs, texts, strict=True)
-    rows = [row for run, text in each for row in _rows(run, each_task, most is None, text)]
-    used = [number for number, name in enumerate(COLUMNS) if name or any(row[number] for row in rows)]
-    table = Table(box=None, pad_edge=False, header_style=style("bold"))
-    for number in used:
-        table.add_column(COLUMNS[number], no_wrap=number < len(COLUMNS) - 1, overflow="fold")
-    shown = rows if most is None or len(rows) <= most else rows[: max(1, most - 1)]
-    for row in shown:
-        table.add_row(*(row[number] for number in used))
-    if len(shown) < len(rows):
-        table.add_row(f"and {len(rows) - len(shown)} more")
-    return table
+    return StatusTable([row for run, text in each for row in _rows(run, each_task, most is None, text)], most)
 
 
-def _rows(run: Run, each_task: bool, in_order: bool, about: str) -> Iterator[Row]:
+def _title(name: str) -> str:
+    return "" if name in (BAR_COLUMN, STEP_COLUMN) else plain(name.removeprefix("="))
+
+
+def _width(columns: Mapping[str, Sequence[Text | ProgressBar]]) -> int:
+    """Return the width of the columns in characters, with the two spaces after each."""
+    return sum(
+        2 + max(cell_len(_title(name)), *(BAR if isinstance(cell, ProgressBar) else cell.cell_len for cell in cells))
+        for name, cells in columns.items()
+    )
+
+
+def _rows(run: Run, each_task: bool, in_order: bool, about: str) -> Iterator[_Row]:
     if run.now:
-        combination = run.task.combination if run.task else ""
-        texts = (reasons.explain(run.now.reason), combination, about)
-        yield _row(run.name, run.path, run.now, "  ".join(filter(None, texts)))
+        yield _row(run.name, run.path, run.now, run.task, [reasons.explain(run.now.reason), about])
     elif run.tasks:
         over = sum(task.state.over for task in run.tasks)
-        counts = find_runs.count_states(run.tasks)
-        yield [run.path.name, job_of(run), f"{len(run.tasks)} tasks", _bar(over, len(run.tasks)), "", "", "", counts]
+        cells = {"run": run.path.name, "job": job_of(run), "state": f"{len(run.tasks)} tasks"}
+        bar = ProgressBar(total=len(run.tasks), completed=over, width=BAR)
+        texts = {name: Text(plain(text)) for name, text in cells.items()}
+        yield _Row({**texts, BAR_COLUMN: bar}, {}, find_runs.count_states(run.tasks))
         if each_task:
-            tasks = run.tasks if in_order else sorted(run.tasks, key=_interest)
-            yield from (_row(f"  {task.number}", task.path, task.state, task.combination) for task in tasks)
+            for task in run.tasks if in_order else sorted(run.tasks, key=_interest):
+                yield _row(f"  {task.number}", task.path, task.state, task)
 
 
-def _row(name: str, path: Path, now: State, about: str) -> Row:
+def _row(name: str, path: Path, now: State, task: find_runs.Task | None, more: Sequence[str] = ()) -> _Row:
     document = progress.read(path) if now.name not in ("PENDING", find_runs.NOT_SUBMITTED) else {}
-    return [
-        Text(plain(name)),
-        Text(plain(now.job_id)),
-        Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
-        _bar(document["step"], document["total"]) if document else "",
-        f"{document['step']}/{document['total']}" if document else "",
-        times_alone(now),
-        submitted(path).removeprefix("submitted "),
-        Text(plain("  ".join(filter(None, (details(path, now, table=True), about))))),
-    ]
-
-
-def _bar(done: float, total: float) -> ProgressBar:
-    return ProgressBar(total=max(total, 1), completed=done, width=BAR)
+    cells: dict[str, Text | ProgressBar] = {
+        "run": Text(plain(name)),
+        "job": Text(plain(now.job_id)),
+        "state": Text(now.name, STYLES.get(now.name, "red" if now.over else "")),
+    }
+    if document:
+        cells[BAR_COLUMN] = ProgressBar(total=max(document["total"], 1), completed=document["step"], width=BAR)
+        cells[STEP_COLUMN] = Text(f"{document['step']}/{document['total']}")
+    for title, text in (("time", times_alone(now)), ("submitted", submitted(path).removeprefix("submitted "))):
+        if text:
+            cells[title] = Text(text)
+    values = parameters(task) if task else {}
+    unnamed = task.combination if task and not values else ""
+    texts = (again(task).rstrip() if task else "", details(path, now, table=True), unnamed, *more)
+    return _Row(cells, values, plain("  ".join(filter(None, texts))))
 
 
 def _interest(task: find_runs.Task) -> int:

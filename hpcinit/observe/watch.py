@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     paths = find_runs.matching_runs(options.run, options.runs_dir)
     try:
         if every:
-            paths = [run.path for run in overview.read(paths) if not run.error and not run.over]
+            paths = [run.path for run in overview.read(paths, newest=True) if not run.error and not run.over]
             if not paths:
                 console_module.note(f"all runs in {options.runs_dir.absolute()} have ended")
                 return 0
@@ -101,12 +101,13 @@ def changes(polls: Polls, as_json: bool = False) -> Iterator[str]:
 
 def _lines(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
     """Yield a line for each job whose state or reason changed, and one line for all waiting tasks of a sweep."""
+    names = {task.path: task.name for task in run.tasks}
     for path, now in run.parts:
         seen = (now.job_id, now.name, now.reason, bool(progress.hang_note(path, now)), _not_finite(path, now))
         if printed.get(path) == seen or (run.tasks and now.name == "PENDING" and path not in printed):
             continue
         printed[path] = seen
-        name = f"{run.path.name}/{path.name}" if run.tasks else path.name
+        name = names.get(path, path.name)
         yield f"{name} {now.job_id} {now.name}  {status.details(path, now)}".rstrip()
     if run.tasks and printed.get(run.path) != (counts := find_runs.count_states(run.tasks)):
         printed[run.path] = counts

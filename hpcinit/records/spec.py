@@ -32,7 +32,6 @@ REDUCE = ("fp32", "bf16")
 HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
 LAUNCHES = ("srun", "fork", "torchrun")
-OF_ONE_RUN = {"format", "name", "nonce", "program"}  # keys of spec.json that are no settings
 OFF, REPORT, REPLACE = NODE_CHECKS = ("off", "report", "replace")
 
 
@@ -240,16 +239,9 @@ class Spec:
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
-    def summary(self) -> dict[str, Any]:
-        """Return what submission.json has of the spec, so that `status` opens one small file per run.
-
-        The summary contains the program with its arguments, and a hash that is the same for equal settings.
-        """
-        import hashlib  # noqa: PLC0415 - only a submission needs it
-
-        settings = {key: value for key, value in vars(self).items() if key not in OF_ONE_RUN}
-        digest = hashlib.sha256(json.dumps(settings, default=vars).encode()).hexdigest()[:16]
-        return {"program": [self.program.target, *self.program.args], "settings": digest}
+    def command(self) -> list[str]:
+        """Return the program with its arguments, as submission.json has it."""
+        return [self.program.target, *self.program.args]
 
 
 def load(path: Path, to_run: bool = True) -> Spec:

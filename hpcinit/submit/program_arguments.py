@@ -16,6 +16,7 @@ from hpcinit.config.request import Request, as_text
 # ${lr}, ${model.width}, ${hydra:job.num}; \\${lr} is not replaced
 REFERENCE = re.compile(r"(?P<escape>\\?)\$\{(?P<key>[\w.]+|hydra:job\.num)\}")
 NUMBER = "hydra:job.num"
+MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 # --lr=1,2 or 1e-1,1e-2: what Hydra would sweep
 LIST = re.compile(r"(?P<option>--?[\w-]+=)?(?P<values>[^\s,=\[\](){}'\"$]+(?:,[^\s,=\[\](){}'\"$]+)+)")
 
@@ -23,6 +24,16 @@ LIST = re.compile(r"(?P<option>--?[\w-]+=)?(?P<values>[^\s,=\[\](){}'\"$]+(?:,[^
 def given_keys(arguments: Sequence[str]) -> set[str]:
     """Return the keys that the command line sets."""
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+
+
+def typed_words(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
+    """Return what the user typed before `--` for one run, for `hpcinit status`.
+
+    arguments: the command line before `--`. parameters: the words of this combination of a sweep.
+    """
+    elsewhere = given_keys(parameters) | {"job.script", "job.module", "job.command", "job.args"}
+    flags = (*MULTIRUN, "job=program")
+    return [*(word for word in arguments if word not in flags and not given_keys([word]) & elsewhere), *parameters]
 
 
 def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[str]) -> None:

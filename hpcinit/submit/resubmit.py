@@ -15,9 +15,10 @@ from hpcinit.base import console, safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
 from hpcinit.config.request import Prepare, Request
-from hpcinit.observe import find_runs, state
+from hpcinit.observe import find_runs, resubmitted, state
+from hpcinit.observe import requests as requests_of_runs
 from hpcinit.records import run_folder
-from hpcinit.submit import provenance, submit_command, transaction
+from hpcinit.submit import program_arguments, provenance, submit_command, transaction
 
 # Keys that apply to the first submission only: the job it waited for is over, and a resubmission is not a dry run.
 RESET: dict[str, Any] = {"dependency": None, "again": False, "dry_run": False}
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
                 f"{run.name} is a sweep, and a program after -- would make its tasks identical: resubmit one task, as "
                 f"in: hpcinit resubmit {shlex.quote(f'{options.run}/0')} -- {shlex.join(program)}"
             )
-        return submit_command.submit_all(_failed(run, options.overrides), command, as_json=options.json)
+        return _submit_all(_failed(run, options.overrides), command, options.json)
     _refuse_unfinished(run, options.overrides)
     document = provenance.read_recorded(run)
     dropped = document.get("dependency")
@@ -69,43 +70,67 @@ def main(argv: Sequence[str]) -> int:
         transaction.check(request.config, request.document)
 
     def submit_all(requests: Sequence[Request]) -> int:
-        return submit_command.submit_all(requests, command, as_json=options.json)
+        words = _words(run, options.overrides)
+        return _submit_all([(run, replace(request, words=words)) for request in requests], command, options.json)
 
     return provenance.recorded_request(document, options.overrides, check, submit_all)
 
 
-def _failed(run: Path, overrides: Sequence[str]) -> list[Request]:
-    """Return the requests of a sweep's failed tasks, numbered from 0. Raise RequestError if no task failed."""
-    requests: list[Request] = []
+def _submit_all(requests: Sequence[tuple[Path, Request]], command: Sequence[str], as_json: bool) -> int:
+    """Submit the requests, and note for each the run or the task that it replaces."""
+    made: dict[int, Path] = {}
+    try:
+        return submit_command.submit_all([request for _, request in requests], command, made, as_json)
+    finally:
+        for replaced, request in requests:
+            if again := made.get(request.number):
+                resubmitted.note(replaced, again)
 
-    def keep(combination: str, composed: Sequence[Request]) -> int:
-        requests.append(replace(composed[0], number=len(requests), combination=combination))
+
+def _words(run: Path, overrides: Sequence[str]) -> list[str]:
+    """Return what the user typed before `--`, for the first submission of `run` and for this one."""
+    changed = program_arguments.given_keys(overrides)
+    typed = requests_of_runs.read(run).typed
+    return [*(word for word in typed if not program_arguments.given_keys([word]) & changed), *overrides]
+
+
+def _failed(run: Path, overrides: Sequence[str]) -> list[tuple[Path, Request]]:
+    """Return the failed tasks of a sweep with their requests, numbered from 0. Raise RequestError if no task failed."""
+    failed: list[tuple[Path, Request]] = []
+
+    def keep(task: find_runs.Task, composed: Sequence[Request]) -> int:
+        request = replace(composed[0], number=len(failed), combination=task.combination, parameters=task.words)
+        original = run / str(task.number)
+        failed.append((original, replace(request, words=_words(original, overrides))))
         return 0
 
-    combinations = find_runs.combinations(run)
-    for number in find_runs.failed_tasks(run):
-        document = provenance.read_recorded(run / str(number)) | RESET
+    for task in find_runs.failed_tasks(run):
+        document = provenance.read_recorded(run / str(task.number)) | RESET
         _go_where_it_was_submitted(run, document, False)
         check: Prepare = lambda request: transaction.check(request.config, request.document)  # noqa: E731
-        provenance.recorded_request(document, overrides, check, partial(keep, combinations[number]))
-    if not requests:
+        provenance.recorded_request(document, overrides, check, partial(keep, task))
+    if not failed:
         raise RequestError(f"no task of the sweep {run.name} has failed, so there is nothing to submit again")
-    return requests
+    return failed
 
 
 def _refuse_unfinished(run: Path, overrides: Sequence[str]) -> None:
-    now = state.read(run)
+    """Raise RequestError if the run, or the last run that replaced it, is in the queue."""
+    last = resubmitted.newest(run)
+    now = state.read(last)
     known = not now.over and now.name != "UNKNOWN"
     if known and not any(override.startswith("again=") for override in overrides):
+        name = run.name if last == run else f"{run.name} was submitted again as {last.name}, which"
         raise RequestError(
-            f"{run.name} is still {now.name} as job {now.job_id}: to submit it a second time add again=true, to cancel "
-            f"the first: hpcinit cancel {shlex.quote(run.name)}"
+            f"{name} is still {now.name} as job {now.job_id}: to submit it a second time add again=true, to cancel "
+            f"the first: hpcinit cancel {shlex.quote(last.name)}"
         )
 
 
 def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
     """Change into the folder to which the request's relative paths refer, or into the snapshot's copy of it."""
-    known, job = provenance.recorded_provenance(run), document["job"]
+    sweep = resubmitted.sweep_of(run)
+    known, job = provenance.recorded_provenance(sweep or run), document["job"]
     place = Path(known["workdir"])
     code = known.get("snapshot")
     if document.get("snapshot") == "git" and code and not fresh:
@@ -120,5 +145,5 @@ def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool)
         ) from None
     if job["workdir"] is not None:
         job["workdir"] = str(place)
-    if expanded(document["runs_dir"]).absolute() != run.parent:
-        document["runs_dir"] = str(run.parent)
+    if expanded(document["runs_dir"]).absolute() != (above := (sweep or run).parent):
+        document["runs_dir"] = str(above)

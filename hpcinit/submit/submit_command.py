@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.base import console, quoting
@@ -19,7 +20,6 @@ from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
 from hpcinit.submit import transaction as submission
 
 SMOKE = "hpcinit.jobs.smoke"  # the program without -- train.py
-MULTIRUN = ("-m", "--multirun", "hydra.mode=MULTIRUN")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
                 f"no program: this is the smoke test, whose time limit is {requests[0].config.time_min} min. To submit "
                 f"your program: hpcinit submit {shlex.join([*arguments, '--', 'train.py'])}"
             )
-        if any(flag in arguments for flag in MULTIRUN):
+        words = program_arguments.typed_words
+        requests = [replace(request, words=words(arguments, request.parameters)) for request in requests]
+        if any(flag in arguments for flag in program_arguments.MULTIRUN):
             program_arguments.check_lists(program, arguments, len(requests))
             program_arguments.check_distinct(requests, program)
         return submit_all(requests, command, as_json=options.json)
@@ -170,7 +172,7 @@ def _all(
             messages.announce_script(request.combination, submission.dry_run(request.config, argv), as_json)
             continue
         try:
-            done = submission.submit(request.config, request.document, argv)
+            done = submission.submit(request, argv)
             jobs.append((request, done))
             messages.announce_job(request, done, as_json)
             status = max(status, bool(done.missing))

@@ -95,18 +95,19 @@ def fill_sweep_folder(
 ) -> dict[int, dict[str, Any]]:
     """Write all files except submission.json, which means that the jobs exist. Raise SubmitError.
 
-    Return the summary of each task's spec, for its submission.json.
+    Return what each task's submission.json has of its request: the program, and what the user typed.
     """
     summaries: dict[int, dict[str, Any]] = {}
     names = {request.number: job.env_names for job in jobs for request in job.requests}
     sections: dict[tuple[str, str], str] = {}
-    tasks = {str(request.number): request.combination for request in requests}
+    tasks = {str(request.number): list(request.parameters) or [request.combination] for request in requests}
     try:
         for request in requests:
             task = f"{path}/{request.number}"
             folder.make(task)
             spec = job_environment.make_spec(request.config, job_environment.workdir_of(request.config))
-            summaries[request.number] = spec.summary()
+            typed = secret_names.masked(request.words, request.config.secret_names)
+            summaries[request.number] = {"program": spec.command(), "typed": typed}
             folder.write(f"{task}/{run_folder.SPEC}", spec.to_json())
             folder.write(f"{task}/{run_folder.CONFIG}", _yaml(request.document, sections))
             if names[request.number]:

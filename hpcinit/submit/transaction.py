@@ -26,6 +26,7 @@ import yaml
 from hpcinit.base import signals
 from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.config import checks, hetjob, secret_files
+from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import exactly_once, scontrol, slurm_client, tokens
@@ -316,13 +317,13 @@ def dry_run(config: Config, argv: Sequence[str]) -> str:
     return script.with_restart_file(text, script.restart_file(config, RunPath(path)))
 
 
-def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> Submitted:
+def submit(asked: Request, argv: Sequence[str]) -> Submitted:
     """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed check().
 
-    document: the config as plain containers, for config.yaml. argv: the command line, for the record.
-    Raise RequestError if the same request is already queued, or SubmitError. Then there is no job and no folder, except
-    with MaybeSubmitted.
+    argv: the command line, for the record. Raise RequestError if the same request is already queued, or SubmitError.
+    Then there is no job and no folder, except with MaybeSubmitted.
     """
+    config, document = asked.config, asked.document
     workdir = workdir_of(config)
     code = code_snapshot.plan_snapshot(config, workdir)
     records: list[dict[str, Any]] = []
@@ -357,5 +358,6 @@ def submit(config: Config, document: Mapping[str, Any], argv: Sequence[str]) -> 
             return job_id, command
 
         links = restart.hand_over(hand_over, config)
-        mark(path, records[0] | spec.summary() | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
+        shown = {"program": spec.command(), "typed": secret_names.masked(asked.words, config.secret_names)}
+        mark(path, records[0] | shown | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
     return Submitted(links.jobs[0], path, one.dropped, one.interrupted, links.jobs, links.missing, expected)

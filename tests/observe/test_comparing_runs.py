@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -28,7 +29,7 @@ json.dump({"value": loss + 1}, open(run + "/result.json", "w"))
 
 
 def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) -> None:
-    """Runs of one program show the differing arguments and settings; a single run shows all arguments."""
+    """Runs of one program show the typed words that differ; a single run shows all that the user typed."""
     (tmp_path / "train.py").write_text(PROGRAM)
     for lr, seed in (("0.3", 1), ("0.1", 1), ("0.2", 2)):
         done = hpcinit("submit", "wait=true", f"seed={seed}", "--", "train.py", "--data", "/x", "--lr", lr)
@@ -36,7 +37,7 @@ def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) ->
     first, _, third = hpcinit("status").stdout.splitlines()
     assert first.endswith("  seed=1 --lr 0.3") and third.endswith("  seed=2 --lr 0.2"), (first, third)
     assert "  loss 3  result 4  " in first and "  submitted " in first and "--data" not in first
-    assert hpcinit("status", "train-0001").stdout.rstrip().endswith("  train.py --data /x --lr 0.3")
+    assert hpcinit("status", "train-0001").stdout.rstrip().endswith("  seed=1 -- train.py --data /x --lr 0.3")
     documents = [json.loads(line) for line in hpcinit("status", "--json", "--sort", "loss").stdout.splitlines()]
     assert [Path(one["run"]).name for one in documents] == ["train-0002", "train-0003", "train-0001"]
     best = documents[0]
@@ -48,12 +49,14 @@ def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) ->
     refused = hpcinit("status", "--sort", "los")
     assert refused.returncode == 2
     assert "--sort is 'los', but no run has this value; values of these runs: loss, step" in refused.stderr
-    (tmp_path / "runs/train-0001/spec.json").unlink()
-    (tmp_path / "runs/train-0002/spec.json").unlink()
     same = hpcinit("status", "train-0001", "train-0002").stdout.splitlines()
     assert [line.endswith(f"  --lr {lr}") for line, lr in zip(same, ("0.3", "0.1"), strict=True)] == [True, True], same
     [document] = [json.loads(line) for line in hpcinit("status", "--json", "train-0001").stdout.splitlines()]
     assert document["arguments"] == ["--data", "/x", "--lr", "0.3"]
+    assert document["typed"] == ["wait=true", "seed=1"]
+    [first, *_] = csv.DictReader(hpcinit("status", "--csv").stdout.splitlines())
+    assert (first["run"], first["loss"], first["result"]) == ("train-0001", "3.0", "4.0"), first
+    assert (first["typed"], first["arguments"]) == ("wait=true seed=1", "--data /x --lr 0.3")
 
 
 @pytest.mark.slurm
@@ -71,6 +74,48 @@ def test_the_best_run_of_a_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: 
     [best] = statuses(hpcinit, idle_slurm, "many-0001", "--sort=loss", "--top=1")
     assert best["arguments"] == ["--lr", "0.1"]
     assert (best["task"], best["progress"]["values"]["loss"], best["result"]) == (1, 1.0, 2.0)
+    assert best["parameters"] == {"lr": "0.1"} and best["typed"][-1] == "+lr=0.1"
+    rows = list(csv.DictReader(hpcinit("status", "many-0001", "--csv", env=idle_slurm.env).stdout.splitlines()))
+    assert [(row["run"], row["lr"], row["loss"]) for row in rows] == [
+        ("many-0001/0", "0.3", "3.0"),
+        ("many-0001/1", "0.1", "1.0"),
+        ("many-0001/2", "0.2", "2.0"),
+    ]
+    refused = hpcinit("status", "--csv", "--json")
+    assert refused.returncode == 2 and "--csv and --json are two formats" in refused.stderr
+
+
+@pytest.mark.slurm
+def test_a_resubmitted_task_takes_the_place_of_its_original(
+    idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path
+) -> None:
+    """A sweep shows a resubmitted task as it ran last; a second resubmission of the sweep has nothing to do.
+
+    `cancel SWEEP` does not touch the new run, and a task whose new run waits is not submitted a third time.
+    """
+    fails = "import os, sys; sys.exit(3 if os.path.exists('bad') and sys.argv[1] == '2' else 0)"
+    (tmp_path / "train.py").write_text(fails)
+    (tmp_path / "bad").touch()
+    env = idle_slurm.env
+    done = submit(hpcinit, idle_slurm, "-m", "+k=1,2,3", *SMALL, "wait=true", "--", "train.py", "${k}")
+    assert done.returncode == 3, done.stderr
+    (tmp_path / "bad").unlink()
+    held = hpcinit("resubmit", "train-0001/1", "wait=false", "+cluster.sbatch.begin=now+1hour", env=env)
+    assert held.returncode == 0, held.stderr
+    refused = hpcinit("resubmit", "train-0001/1", env=env)
+    assert refused.returncode == 2 and "1 was submitted again as train-0002, which is still PENDING" in refused.stderr
+    assert "has failed, so there is nothing to submit" in hpcinit("resubmit", "train-0001", env=env).stderr
+    assert "train-0001: was over already" in hpcinit("cancel", "train-0001", env=env).stdout
+    [task] = statuses(hpcinit, idle_slurm, "train-0001")[1:2]
+    assert (task["state"], task["resubmitted"], task["parameters"]) == ("PENDING", "train-0002", {"k": "2"})
+    assert hpcinit("cancel", "train-0002", env=env).returncode == 0
+    done = hpcinit("resubmit", "train-0001", "wait=true", env=env)  # the newest run of task 1 was canceled
+    assert done.returncode == 0, done.stderr
+    lines = hpcinit("status", "train-0001", env=env).stdout.splitlines()
+    assert lines[0].endswith("3 tasks: 3 COMPLETED"), lines
+    assert "COMPLETED     k=2  submitted again as train-0003" in lines[2], lines
+    shutil.rmtree(tmp_path / "runs/train-0003")
+    assert statuses(hpcinit, idle_slurm, "train-0001")[1]["state"] == "CANCELLED"
 
 
 @pytest.mark.slurm

@@ -142,7 +142,13 @@ def test_the_table(tmp_path: Path) -> None:
     training(tmp_path, 0)
     states = [("PENDING", None), ("FAILED", 3), ("COMPLETED", 0), ("RUNNING", None)]
     tasks = [
-        find_runs.Task(number, f"seed={number}", tmp_path, State(name, f"9_{number}", "slurm", exit_status=status))
+        find_runs.Task(
+            number,
+            tmp_path,
+            (f"seed={number}",),
+            tmp_path / str(number),
+            State(name, f"9_{number}", "slurm", exit_status=status),
+        )
         for number, (name, status) in enumerate(states)
     ]
     runs = [overview.Run(Path("train-0001"), RUNNING), overview.Run(Path("sweep-0001"), tasks=tasks)]
@@ -162,3 +168,27 @@ def test_the_table(tmp_path: Path) -> None:
     row = " ".join(capture.get().split())
     assert "warning: a process group of 2 ranks in a job of 4 ranks" in row and "step" not in row
     assert "RUNNING" in row and "20/60" in row and "1:02:03, 1:00 left" in row and "loss 2.312" in row and "━" in row
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_word_is_broken(tmp_path: Path, width: int) -> None:
+    """On a narrow terminal the parameters of a sweep stay columns, and no word of a row is broken or cut off."""
+    words = [("lr=0.003", "model.width=2048"), ("lr=0.001", "model.width=512")]
+    state = State("COMPLETED", "12345_1", "slurm", exit_status=0, reason="NonZeroExitCode of the prolog")
+    runs = [
+        overview.Run(
+            Path("sweep-0001"),
+            tasks=[find_runs.Task(at, tmp_path, one, tmp_path / str(at), state) for at, one in enumerate(words)],
+        ),
+        overview.Run(Path("train-0001"), state._replace(job_id="7")),
+    ]
+    typed = "cluster=mycluster nodes=8 parallel=fsdp -- train.py --data /scratch/a/very/long/path --lr 0.1"
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(status_table.status_table(runs, each_task=True, about=["", typed]))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    assert lines[0].split() == ["run", "job", "state", "lr", "model.width"], lines
+    assert any(line.split()[:5] == ["0", "12345_1", "COMPLETED", "0.003", "2048"] for line in lines), lines
+    assert max(map(len, lines)) <= width
+    shown = " ".join(lines).split()
+    assert set(typed.split()) <= set(shown) and {"NonZeroExitCode", "prolog"} <= set(shown), lines

@@ -12,6 +12,7 @@ import pytest
 
 from hpcinit.base.errors import MaybeSubmitted, SubmitError
 from hpcinit.config import compose
+from hpcinit.config.request import Request
 from hpcinit.local import engine
 from hpcinit.slurm import exactly_once
 from hpcinit.submit import restart, transaction
@@ -118,7 +119,7 @@ def test_an_error_after_sbatch_keeps_the_folder(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(restart, "Links", fail)
     config = compose.compose(["cluster=mini", "job.module=null", "job.command=/bin/true", "validate=false"])
     with pytest.raises(MaybeSubmitted, match="RuntimeError: unexpected\nthe job may exist anyway"):
-        transaction.submit(config, {}, ["hpcinit"])
+        transaction.submit(Request(config, {}, "", []), ["hpcinit"])
     assert [path.name for path in (tmp_path / "runs").glob("[!.]*")] == ["smoke-0001"]
 
 
@@ -133,7 +134,7 @@ def test_an_error_at_a_later_job_of_a_chain(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(exactly_once, "submit", second_fails)
     config = compose.compose(["cluster=mini", "job.module=null", "job.command=/bin/true", "validate=false", "chain=3"])
-    done = transaction.submit(config, {}, ["hpcinit"])
+    done = transaction.submit(Request(config, {}, "", []), ["hpcinit"])
     assert done.jobs == ["4242"] and "job 2 of a chain of 3 was not submitted: unexpected" in done.missing
     assert json.loads((done.path / "submission.json").read_text())["jobs"] == ["4242"]
 
@@ -144,5 +145,5 @@ def test_an_error_as_the_local_engine_starts(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(engine, "write_state", fail)
     config = compose.compose(["cluster=local", "job.module=null", "job.command=/bin/true"])
     with pytest.raises(SubmitError, match=r"cannot start the job of .*unexpected; nothing was submitted"):
-        transaction.submit(config, {}, ["hpcinit"])
+        transaction.submit(Request(config, {}, "", []), ["hpcinit"])
     assert not list((tmp_path / "runs").iterdir())

@@ -1,0 +1,65 @@
+"""Which run replaced another: `hpcinit resubmit` notes it, and `status` shows a task of a sweep as it ran last."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hpcinit.base import safe_files
+from hpcinit.records import run_folder
+
+
+def note(run: Path, again: Path) -> None:
+    """Note that `again` is the new run of `run`, a run or a task of a sweep. If that fails, `status` shows both."""
+    folder, task = _place(run)
+    line = json.dumps({"task": task, "run": os.path.relpath(again, folder)}) + "\n"
+    with suppress(OSError):
+        file = os.open(folder / run_folder.RESUBMITTED, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+
+def of_sweep(sweep: Path) -> Mapping[str, Path]:
+    """Return the newest run of each task of a sweep that was submitted again, by the task's number."""
+    return {task: newest(run) for task, run in _noted(sweep).items()}
+
+
+def newest(run: Path) -> Path:
+    """Return the last run that replaced `run`, a run or a task of a sweep, or `run` itself."""
+    seen = set[Path]()
+    while run not in seen:
+        seen.add(run)
+        folder, task = _place(run)
+        run = _noted(folder).get(task, run)
+    return run
+
+
+def sweep_of(run: Path) -> Path | None:
+    """Return the folder of the sweep of which `run` is a task, or None."""
+    return run.parent if run.name.isdigit() and (run.parent / run_folder.SWEEP).is_file() else None
+
+
+def _place(run: Path) -> tuple[Path, str]:
+    """Return the folder with the note about `run`, and the name of the run in it."""
+    return (sweep, run.name) if (sweep := sweep_of(run)) else (run, "")
+
+
+def _noted(folder: Path) -> dict[str, Path]:
+    """Return the latest new run of each task of the sweep in `folder`, or of the run itself as ''.
+
+    A run that was removed since does not count.
+    """
+    found: dict[str, Path] = {}
+    with suppress(OSError):
+        for line in safe_files.read_text(folder / run_folder.RESUBMITTED).splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a line that a full disk cut off
+                document = json.loads(line)
+                again = Path(os.path.normpath(folder.absolute() / document["run"]))
+                if (again / run_folder.SUBMISSION).is_file():
+                    found[str(document["task"])] = again
+    return found
