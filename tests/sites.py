@@ -9,8 +9,14 @@ from hpcinit.config.folders import folder
 OURS = {"example", "local", "mini"}  # not public clusters
 FILES = sorted(path for path in (folder() / "cluster").glob("*.yaml") if path.stem not in OURS)
 NAMES = [path.stem for path in FILES]
-# The keys with which a request has no problems at any of them.
-ASKED = ["nodes=2", "account=proj01", "qos=normal"]
+
+
+def asked(name: str) -> list[str]:
+    """Return the keys with which a request for this cluster has no problems."""
+    found = [f"cluster={name}", "nodes=2", "account=proj01", "qos=normal"]
+    needs = re.search(r"^needs: \[(.*)\]", (folder() / f"cluster/{name}.yaml").read_text(), re.MULTILINE)
+    return [*found, "cluster.modules=[plugin]"] if needs and "modules" in needs[1] else found
+
 
 KINDS = ("source", "quoted", "unverified")  # how reliable a block of keys is
 KEY = re.compile(r"[a-z]\w*:")

@@ -47,7 +47,7 @@ def test_wheel_submits_from_any_folder(tmp_path: Path) -> None:
     assert where.stdout.startswith(str(site))
     for path in (folder() / "cluster").glob("*.yaml"):
         done = subprocess.run(
-            [sys.executable, "-m", "hpcinit.submit", f"cluster={path.stem}", *sites.ASKED, "dry_run=true"],
+            [sys.executable, "-m", "hpcinit.submit", *sites.asked(path.stem), "dry_run=true"],
             cwd=elsewhere, env={**env, "USER": "me"}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr

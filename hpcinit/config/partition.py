@@ -17,6 +17,7 @@ REQUIRED = {
     "qos": ("a QOS", "sacctmgr show associations user=$USER format=account,qos"),
     "partition": ("a partition", "sinfo -s"),
 }
+MODULES = "modules"  # a module with the site's plugin for NCCL
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -60,8 +61,16 @@ def missing_keys(config: Config) -> Iterator[str]:
     """Yield a message for each key that the cluster requires of every user and that is not set."""
     cluster = config.cluster
     for name in dict.fromkeys(cluster.needs):
-        if name not in REQUIRED:
-            yield f"cluster.needs has {name!r}, expected keys from: {', '.join(REQUIRED)}"
+        if name == MODULES:
+            if "NCCL_NET" in cluster.env and not (cluster.modules or cluster.setup or config.container.image):
+                yield (
+                    f"cluster.modules is not set, but NCCL on {cluster.name} finds the fast network only with the "
+                    "site's plugin: set modules=[...] in your own cluster file (a comment in the site's file, on "
+                    "docs/clusters.md, names the module), or an image that contains it: container.image=... . To use "
+                    "TCP, which is slow: '~cluster.env.NCCL_NET'"
+                )
+        elif name not in REQUIRED:
+            yield f"cluster.needs has {name!r}, expected keys from: {', '.join((*REQUIRED, MODULES))}"
         elif getattr(config, name) is None:
             what, command = REQUIRED[name]
             yield (

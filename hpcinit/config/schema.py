@@ -103,7 +103,7 @@ class Cluster:
     account: Optional[str] = key("default account")
     qos: Optional[str] = key("default quality of service")
     qoses: dict[str, Qos] = key("limits of each QOS, which replace the partition's", {})
-    needs: list[str] = key("keys that every user must set: account, qos, partition", [])
+    needs: list[str] = key("keys that every user must set: account, qos, partition, modules", [])
     time_min: int = key("default time limit in minutes", 60, least=1)
     gpus_per_node: int = key("GPUs of a node; 0: none", 0, least=0)
     gpu_mem_gb: Optional[float] = key("memory of a GPU; null: unknown, and `hpcinit plan` gives no verdict", above=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from hpcinit.records import scratch
 
 ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": the variables set for JOB, for a job that starts within it
+AMD_DEVICE = Path("/dev/kfd")  # the driver of AMD's GPUs
 FLIGHT = "flight"  # in the run folder: files flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
 
 
@@ -55,12 +56,16 @@ def _caches(kept: Path) -> list[_Variable]:
 
     Triton's default is in the home, where the ranks of several nodes race over NFS. Inductor's default is
     /tmp/torchinductor_USER, which another user can create first. torch's folder of extensions is left alone: what you
-    compiled on a login node is in it, and a compute node may have no compiler.
+    compiled on a login node is in it, and a compute node may have no compiler. MIOpen's default is a database in the
+    home, whose locks fail on Lustre; sites advise a folder in /tmp.
     """
-    return [
+    found = [
         _Variable("TRITON_CACHE_DIR", f"{kept}/triton", also=("TRITON_HOME",)),
         _Variable("TORCHINDUCTOR_CACHE_DIR", f"{kept}/inductor"),
     ]
+    if AMD_DEVICE.exists():
+        found += [_Variable(name, f"{kept}/miopen") for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR")]
+    return found
 
 
 CACHE_ROOM = 64 * 2**20  # bytes that must be free on the disk of the caches: a few compiled kernels

@@ -50,18 +50,18 @@ def test_a_guess_is_found() -> None:
 @pytest.mark.parametrize("name", sites.NAMES)
 def test_a_plain_request_has_no_problem(name: str) -> None:
     """A request for two nodes with an account and a QOS has no problem at any site, and one line about the file."""
-    config = compose([f"cluster={name}", *sites.ASKED])
+    config = compose(sites.asked(name))
     assert checks.problems(config) == []
     [line] = checks.warnings(config)
     assert line.startswith(f"the file of cluster {name} was made from the site's documentation and never tested there")
-    assert checks.warnings(compose([f"cluster={name}", *sites.ASKED, "cluster.untested=false"])) == []
+    assert checks.warnings(compose([*sites.asked(name), "cluster.untested=false"])) == []
     assert config.cluster.gpus_per_node and config.cluster.gpu_mem_gb and config.cluster.cpus_per_node
 
 
 @pytest.mark.parametrize("path", sites.FILES, ids=sites.NAMES)
 def test_advice_in_comments_can_be_typed(path: Path) -> None:
     """The overrides in comments are valid on the command line."""
-    words = [f"cluster={path.stem}", *sites.ASKED]
+    words = sites.asked(path.stem)
     for word in sites.advice(path.read_text()):
         assert checks.problems(compose([*words, word])) == [], word
 
@@ -80,13 +80,26 @@ def test_required_keys_are_checked(name: str) -> None:
     found = checks.problems(config)
     assert len(found) == len(config.cluster.needs)
     for key, message in zip(config.cluster.needs, found, strict=True):
-        assert message.startswith(f"{key} is not set, but cluster {name} requires ") and f"{key}=..." in message
+        if key == "modules":
+            assert message.startswith("cluster.modules is not set, but NCCL on ") and "modules=[...]" in message
+        else:
+            assert message.startswith(f"{key} is not set, but cluster {name} requires ") and f"{key}=..." in message
+
+
+@pytest.mark.parametrize(
+    "way", ["cluster.modules=[nccl]", "cluster.setup=['. plugin.sh']", "container.image=a.sif", "~cluster.env.NCCL_NET"]
+)
+def test_where_the_plugin_comes_from(way: str) -> None:
+    """A site whose NCCL needs a plugin accepts a module, a setup line, an image, and TCP if the user asks for it."""
+    words = ["cluster=perlmutter", "validate=false", "check_paths=false"]
+    assert any("plugin" in one for one in checks.problems(compose(words)))
+    assert not any("plugin" in one for one in checks.problems(compose([*words, way])))
 
 
 def test_needs_must_be_known_keys() -> None:
     """An unknown key in cluster.needs gives a message with the known ones."""
     (message,) = checks.problems(compose(["cluster.needs=[budget]"]))
-    assert message == "cluster.needs has 'budget', expected keys from: account, qos, partition"
+    assert message == "cluster.needs has 'budget', expected keys from: account, qos, partition, modules"
     assert len(checks.problems(compose(["cluster.needs=[account,qos,partition,account]"]))) == 3
 
 
@@ -94,7 +107,7 @@ def test_the_users_file_extends_a_shipped_one(tmp_path: Path, monkeypatch: pytes
     """`defaults: [lumi_g]` in the user's own file includes the shipped file; the account and other keys are added or replaced."""
     (tmp_path / "conf/cluster").mkdir(parents=True)
     (tmp_path / "conf/cluster/ours.yaml").write_text(
-        "defaults: [lumi_g]\nname: ours\naccount: project_465000000\npartition: dev-g\n"
+        "defaults: [lumi_g]\nname: ours\naccount: project_465000000\npartition: dev-g\nmodules: [aws-ofi-rccl]\n"
     )
     monkeypatch.chdir(tmp_path)
     config = compose(["cluster=ours", "nodes=2"])

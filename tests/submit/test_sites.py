@@ -20,7 +20,7 @@ from tests.minislurm import MiniSlurm
 
 GOLDEN = Path(__file__).parent.parent / "golden/sites"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
-REQUEST = [*sites.ASKED, "job=train_gpt", "time_min=30", "parallel=hsdp", "cluster.python=/shared/me/venv/bin/python"]
+REQUEST = ["job=train_gpt", "time_min=30", "parallel=hsdp", "cluster.python=/shared/me/venv/bin/python"]
 REQUEST += ["check_paths=false"]  # they are paths of the site
 # The names of the images, at sites where containers are usual.
 IMAGES = {
@@ -30,7 +30,7 @@ IMAGES = {
 
 
 def render(name: str) -> str:
-    config = compose([f"cluster={name}", *REQUEST, *IMAGES.get(name, [])])
+    config = compose([*sites.asked(name), *REQUEST, *IMAGES.get(name, [])])
     assert checks.problems(config) == []
     return script.render(config, FOLDER, WORKDIR)
 

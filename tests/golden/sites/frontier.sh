@@ -70,10 +70,6 @@ type module > /dev/null 2>&1 || . /etc/profile
 module load PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 rccl-net-plugin craype-accel-amd-gfx90a || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
 trap - DEBUG ERR; hpcinit_line=''
 
-# Variables of cluster.env and job.env.
-export MIOPEN_USER_DB_PATH=/tmp/me-miopen
-export MIOPEN_CUSTOM_CACHE_DIR=/tmp/me-miopen
-
 # Shell lines of cluster.setup.
 # For hpcinit why: the line that runs, and the first that fails.
 trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG

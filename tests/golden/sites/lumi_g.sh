@@ -62,14 +62,20 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" 
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
 export GLOO_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
 
+# Modules and the environment of Python.
+# For hpcinit why: the line that runs, and the first that fails.
+trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG
+trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR
+type module > /dev/null 2>&1 || . /etc/profile
+module load plugin || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
+trap - DEBUG ERR; hpcinit_line=''
+
 # Variables of cluster.env and job.env.
 export NCCL_NET='AWS Libfabric'
 export NCCL_NET_GDR_LEVEL=3
 export CXI_FORK_SAFE=1
 export CXI_FORK_SAFE_HP=1
 export FI_CXI_DISABLE_CQ_HUGETLB=1
-export MIOPEN_USER_DB_PATH=/tmp/me-miopen
-export MIOPEN_CUSTOM_CACHE_DIR=/tmp/me-miopen
 
 # command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.train_gpt --steps 60

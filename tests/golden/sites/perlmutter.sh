@@ -57,6 +57,14 @@ fi
 # When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 30))}" HPCINIT_JOB_LIMIT_S=1800
 
+# Modules and the environment of Python.
+# For hpcinit why: the line that runs, and the first that fails.
+trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG
+trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR
+type module > /dev/null 2>&1 || . /etc/profile
+module load plugin || { echo 'hpcinit: error: cluster.modules: `module load` failed' "on $(hostname)" >&2; exit 1; }
+trap - DEBUG ERR; hpcinit_line=''
+
 # Variables of cluster.env and job.env.
 export NCCL_NET='AWS Libfabric'
 
