@@ -56,8 +56,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name that commands accept: 'train-0001', or 'train-0001/0' for a task of a sweep."""
-        task = find_runs.is_sweep(self.path.parent)
-        return f"{self.path.parent.name}/{self.path.name}" if task else self.path.name
+        return find_runs.name_of(self.path)
 
     @property
     def job_id(self) -> str:

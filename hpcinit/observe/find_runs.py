@@ -63,6 +63,11 @@ def is_sweep(path: Path) -> bool:
     return os.path.isfile(f"{path}/{run_folder.SWEEP}")  # noqa: PTH113 - fast, as in state._json
 
 
+def name_of(path: Path) -> str:
+    """Return the name of a run that commands accept: 'train-0001', or 'train-0001/3' for a task of a sweep."""
+    return f"{sweep.name}/{path.name}" if (sweep := resubmitted.sweep_of(path)) else path.name
+
+
 def combinations(path: Path) -> dict[int, tuple[str, ...]]:
     """Return the overrides that differ, of each task by its number. Raise RequestError if the file is not readable."""
     try:

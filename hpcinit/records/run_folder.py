@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 SPEC = "spec.json"  # login node writes, ranks read
 CONFIG = "config.yaml"  # the composed config, to read and to run again
 SCRIPT = "job.sh"  # the script as submitted
-PROVENANCE = "provenance.json"  # versions, git commit, command line
+PROVENANCE = "provenance.json"  # versions, git commit, command line, names of variables
 SUBMISSION = "submission.json"  # the job id; its presence means: submitted
 EXIT = "exit.json"  # by the batch script: its start, replaced by its end
 SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, which runs in the folder with its number

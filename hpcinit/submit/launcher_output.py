@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpcinit.observe import find_runs, watch
+from hpcinit.observe import find_runs, state, watch
 from hpcinit.observe.poll import Polls
 from hpcinit.observe.state import State
 from hpcinit.records import results
@@ -24,7 +24,9 @@ def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
     polls = Polls(list(dict.fromkeys(run.parent if find_runs.is_sweep(run.parent) else run for run in runs)))
     for line in watch.changes(polls):
         show(line)
-    return {path: now for run in polls.now for path, now in run.parts}
+    ends = {path: now for run in polls.now for path, now in run.parts}
+    # Of a task that was submitted again meanwhile, Polls has the newer run.
+    return {run: ends.get(run) or state.read(run) for run in runs}
 
 
 def succeeded(run: Path, now: State) -> bool:

@@ -1,4 +1,4 @@
-"""Write and read a run's provenance: versions, git commit, command line."""
+"""Write and read a run's provenance: versions, git commit, command line, names of the shell's variables."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from hpcinit.base import console, safe_files, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.config import compose, keys
 from hpcinit.config.request import Prepare, Request, Task
+from hpcinit.observe import resubmitted
 from hpcinit.records import run_folder
 
 PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspeed", "numpy")
 
 
 class Provenance:
-    """The provenance of a submission. git starts at once and its output is read later, which saves time."""
+    """The provenance of a submission. git starts at once and its output is read later, which saves time.
+
+    variables: names of the shell's variables that the job gets, without values; see submit/shell_variables.py.
+    """
 
     def __init__(self, workdir: Path, argv: Sequence[str]) -> None:
-        self.argv = list(argv)
+        self.argv, self.variables = list(argv), list[str]()
         self._workdir = workdir
         command = ["git", "-C", str(workdir), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         self._started = console.started(command)
@@ -41,7 +45,7 @@ class Provenance:
             self._git = None
 
     def to_json(self, snapshot: Mapping[str, Any] | None = None) -> str:
-        """Return {command, workdir, git_commit, versions, host} as JSON.
+        """Return {command, workdir, git_commit, versions, host, variables} as JSON.
 
         git_commit: null without a repository, '-dirty' at the end with uncommitted changes. snapshot: the record of the
         code snapshot, if the run has one.
@@ -60,6 +64,7 @@ class Provenance:
             "python": platform.python_version(),
             "versions": _versions(),
             "host": platform.node(),
+            "variables": self.variables,
             **({"snapshot": dict(snapshot)} if snapshot else {}),
         }
         return json.dumps(document, indent=2) + "\n"
@@ -87,13 +92,12 @@ def read_recorded(run: Path) -> dict[str, Any]:
 
 
 def recorded_provenance(run: Path) -> dict[str, Any]:
-    """Return the run's provenance.json. Raise RequestError."""
+    """Return the provenance.json of the run, or of the sweep of a task. Raise RequestError."""
+    path = (resubmitted.sweep_of(run) or run) / run_folder.PROVENANCE
     try:
-        document: dict[str, Any] = safe_files.read_json(run / run_folder.PROVENANCE)
+        document: dict[str, Any] = safe_files.read_json(path)
     except (OSError, ValueError) as error:
-        raise RequestError(
-            f"cannot read {run / run_folder.PROVENANCE}: {error}; submit with hpcinit submit instead"
-        ) from None
+        raise RequestError(f"cannot read {path}: {error}; submit with hpcinit submit instead") from None
     return document
 
 

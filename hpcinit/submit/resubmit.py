@@ -18,7 +18,7 @@ from hpcinit.config.request import Prepare, Request
 from hpcinit.observe import find_runs, resubmitted, state
 from hpcinit.observe import requests as requests_of_runs
 from hpcinit.records import run_folder
-from hpcinit.submit import program_arguments, provenance, submit_command, transaction
+from hpcinit.submit import program_arguments, provenance, shell_variables, submit_command, transaction
 
 # Keys that apply to the first submission only: the job it waited for is over, and a resubmission is not a dry run.
 RESET: dict[str, Any] = {"dependency": None, "again": False, "dry_run": False}
@@ -55,19 +55,22 @@ def main(argv: Sequence[str]) -> int:
                 f"{run.name} is a sweep, and a program after -- would make its tasks identical: resubmit one task, as "
                 f"in: hpcinit resubmit {shlex.quote(f'{options.run}/0')} -- {shlex.join(program)}"
             )
-        return _submit_all(_failed(run, options.overrides), command, options.json)
+        failed = _failed(run, options.overrides)
+        _show_other_variables(run, failed[0][1])
+        return _submit_all(failed, command, options.json)
     _refuse_unfinished(run, options.overrides)
     document = provenance.read_recorded(run)
     dropped = document.get("dependency")
     document |= RESET
     _go_where_it_was_submitted(run, document, options.fresh_code)
     if dropped and not any(override.startswith("dependency=") for override in options.overrides):
-        console.message(f"dependency={dropped} of {run.name} is not used again; give it again to wait for a job")
+        console.message(f"dependency={dropped} of {find_runs.name_of(run)} is not used again; give it again to wait for a job")
 
     def check(request: Request) -> None:
         if program:
             submit_command.set_program(program, request, ["hpcinit", "resubmit", options.run, *options.overrides])
         transaction.check(request.config, request.document)
+        _show_other_variables(run, request)
 
     def submit_all(requests: Sequence[Request]) -> int:
         words = _words(run, options.overrides)
@@ -118,19 +121,28 @@ def _refuse_unfinished(run: Path, overrides: Sequence[str]) -> None:
     """Raise RequestError if the run, or the last run that replaced it, is in the queue."""
     last = resubmitted.newest(run)
     now = state.read(last)
+    name, end = find_runs.name_of(run), find_runs.name_of(last)
     known = not now.over and now.name != "UNKNOWN"
     if known and not any(override.startswith("again=") for override in overrides):
-        name = run.name if last == run else f"{run.name} was submitted again as {last.name}, which"
+        who = name if last == run else f"{name} was submitted again as {end}, which"
         raise RequestError(
-            f"{name} is still {now.name} as job {now.job_id}: to submit it a second time add again=true, to cancel "
-            f"the first: hpcinit cancel {shlex.quote(last.name)}"
+            f"{who} is still {now.name} as job {now.job_id}: to submit it a second time add again=true, to cancel "
+            f"the first: hpcinit cancel {shlex.quote(end)}"
         )
+
+
+def _show_other_variables(run: Path, request: Request) -> None:
+    """Print which of the shell's variables differ from those of the first submission, if that recorded them."""
+    recorded = provenance.recorded_provenance(run).get("variables")
+    if isinstance(recorded, list) and (
+        text := shell_variables.differences(find_runs.name_of(run), recorded, request.config)
+    ):
+        console.message(text)
 
 
 def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
     """Change into the folder to which the request's relative paths refer, or into the snapshot's copy of it."""
-    sweep = resubmitted.sweep_of(run)
-    known, job = provenance.recorded_provenance(sweep or run), document["job"]
+    known, job = provenance.recorded_provenance(run), document["job"]
     place = Path(known["workdir"])
     code = known.get("snapshot")
     if document.get("snapshot") == "git" and code and not fresh:
@@ -141,9 +153,10 @@ def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool)
         os.chdir(place)
     except OSError as error:
         raise RequestError(
-            f"cannot enter {place}, where {run.name} ran: {error.strerror}; submit a new run with hpcinit submit"
+            f"cannot enter {place}, where {find_runs.name_of(run)} ran: {error.strerror}; submit a new run with "
+            "hpcinit submit"
         ) from None
     if job["workdir"] is not None:
         job["workdir"] = str(place)
-    if expanded(document["runs_dir"]).absolute() != (above := (sweep or run).parent):
+    if expanded(document["runs_dir"]).absolute() != (above := (resubmitted.sweep_of(run) or run).parent):
         document["runs_dir"] = str(above)

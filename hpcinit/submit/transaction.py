@@ -40,6 +40,7 @@ from hpcinit.submit import (
     restart,
     script,
     shell_syntax,
+    shell_variables,
     validate,
 )
 from hpcinit.submit.duplicates import Waiting
@@ -181,6 +182,7 @@ def begin(
     provenance = Provenance(workdir_of(config), secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
+    provenance.variables = shell_variables.names(env)
     with (
         signals.deferred_interrupts() as received,
         ExitStack() as claims,

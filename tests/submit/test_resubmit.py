@@ -141,6 +141,29 @@ def test_the_same_snapshot_or_a_fresh_one(hpcinit: Run, checkout: Path) -> None:
     assert sorted(path.name for path in (checkout / "runs").glob("[!.]*")) == ["x-0001", "x-0002", "x-0003"]
 
 
+def test_variables_of_another_shell_are_named(hpcinit: Run) -> None:
+    """Only names are recorded, and resubmit prints those that differ, without the session's and the config's."""
+    session = {"SSH_TTY": "/dev/pts/9", "TMUX": "x", "SLURM_JOB_ID": "7", "XDG_SESSION_ID": "4", "WANDB_API_KEY": "k3y"}
+    shell = {**session, "FAIL_ABOVE": "a-value-of-mine", "KEPT": "1"}
+    words = ["wait=true", "name=x", "+job.env.GIVEN=2", "--", "sh", "-c", "echo $KEPT"]
+    first = folder_of(hpcinit("submit", *words, env={**shell, "GIVEN": "1"}))
+    recorded = json.loads((first / "provenance.json").read_text())["variables"]
+    assert {"FAIL_ABOVE", "KEPT", "PATH"} <= set(recorded) and not set(session) & set(recorded)
+    kept = [path.read_text(errors="replace") for path in first.rglob("*.json")]
+    assert not any("a-value-of-mine" in text for text in kept)
+    same = hpcinit("resubmit", "x-0001", env={"KEPT": "2", "FAIL_ABOVE": "4"})
+    assert same.returncode == 0 and "this shell" not in same.stderr, same.stderr
+    other = hpcinit("resubmit", "x-0001", env={"NEW_HERE": "1", "SSH_CLIENT": "me"})
+    assert other.returncode == 0
+    assert (
+        "hpcinit: this shell is not like the one that submitted x-0001: FAIL_ABOVE, KEPT were set then and not now, and "
+        "NEW_HERE was not set then. If the program reads one of them, it may run differently; to repeat the run: export "
+        "FAIL_ABOVE=VALUE or add +job.env.FAIL_ABOVE=VALUE\n" in other.stderr
+    ), other.stderr
+    given = hpcinit("resubmit", "x-0001", "+job.env.FAIL_ABOVE=3", "+job.env.KEPT=1")
+    assert given.returncode == 0 and "this shell" not in given.stderr, given.stderr
+
+
 @pytest.mark.slurm
 def test_an_unfinished_run_needs_again(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """While a run is pending or running, resubmit requires again=true. Its dependencies are dropped, with a note."""
@@ -192,16 +215,33 @@ def test_render_of_a_snapshot(hpcinit: Run, checkout: Path) -> None:
 
 
 @pytest.mark.slurm
+def test_one_task_of_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
+    """resubmit and export accept one task of a sweep. Its second run is beside the sweep, with its own name."""
+    env = idle_slurm.env
+    words = ["--multirun", "seed=1,2", "ranks_per_node=1", "name=x", "wait=true", "--"]
+    first = submit(hpcinit, idle_slurm, *words, "false")
+    assert first.returncode == 1, first.stderr
+    again = folder_of(hpcinit("resubmit", "x-0001/1", env=env))
+    assert again == Path("runs/x-0002").absolute() and config(again)["seed"] == 2
+    other = folder_of(hpcinit("resubmit", "x-0001/0", "--", "true", env=env))
+    assert other == Path("runs/x-0003").absolute() and config(other)["seed"] == 1
+    script = hpcinit("export", "x-0001/1", env=env)
+    assert (script.returncode, script.stdout[:11]) == (0, "#!/bin/bash"), script.stderr
+
+
+@pytest.mark.slurm
 def test_only_the_failed_tasks_of_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """The failed tasks of a sweep are submitted again as one sweep. If no task failed, that is an error."""
     slurm = idle_slurm
     words = ["--multirun", "seed=1,2,3", "ranks_per_node=1", "name=x", "wait=true", "--"]
-    program = "grep -q '\"seed\": [23],' $HPCINIT_RUN/spec.json && test ! -e fixed && exit 3; exit 0"
-    first = submit(hpcinit, slurm, *words, "sh", "-c", program)
+    program = 'grep -q \'"seed": [23],\' $HPCINIT_RUN/spec.json && test -n "$FAIL_ABOVE" && exit 3; exit 0'
+    shell = {**slurm.env, "FAIL_ABOVE": "1"}
+    first = hpcinit("submit", "cluster=mini", *words, "sh", "-c", program, env=shell)
     assert first.returncode == 3, first.stdout + first.stderr
-    Path("fixed").touch()
     done = hpcinit("resubmit", "x-0001", env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
+    what = "this shell is not like the one that submitted x-0001: FAIL_ABOVE was set then and not now. If the program"
+    assert done.stderr.count(what) == 1, done.stderr
     assert "seed=2" in done.stdout and "seed=3" in done.stdout and "seed=1" not in done.stdout
     assert [config(Path(f"runs/x-0002/{number}"))["seed"] for number in (0, 1)] == [2, 3]
     recorded_command = json.loads(Path("runs/x-0002/provenance.json").read_text())["command"]

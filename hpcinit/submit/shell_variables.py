@@ -1,0 +1,62 @@
+"""Names of the submitting shell's variables that a job gets. `resubmit` prints which of them differ.
+
+Only names are recorded: docs/decisions/0165-names-of-the-shells-variables.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from hpcinit.config.schema import Config
+from hpcinit.submit import job_environment
+
+# Variables of a login session, a terminal, an editor or a tool around the shell. Programs do not train differently
+# with them, and they differ between any two logins.
+SESSION = re.compile(
+    r"_.*|(OLD)?PWD|SHLVL|SHELL|TERM|COLORTERM|COLUMNS|LINES|PS\d|PROMPT_.*|(LS|S|GCC|NO|FORCE|CLICOLOR)_COLORS?|CLICOLOR"
+    r"|(SSH|XDG|DBUS|TMUX|TERM|LC|LESS|VSCODE|GIT|GPG|SUDO|GNOME|KDE|QT|GTK|VTE|ITERM|KITTY|WEZTERM|JPY|PYTEST"
+    r"|BASH|ZSH|HIST|LMOD|MODULES|SLURM)(_.*)?"
+    r"|STY|WINDOW(ID)?|DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|DESKTOP_SESSION|SESSION_MANAGER|INVOCATION_ID|JOURNAL_STREAM"
+    r"|HIST\w+|LESS\w+|PAGER|MANPAGER|EDITOR|VISUAL|BROWSER|MAIL|MOTD_SHOWN|HOSTNAME|HOST|LANG|LANGUAGE|KRB5CCNAME"
+    r"|MAKE\w*|MFLAGS|(CONDA|VIRTUAL_ENV)_PROMPT\w*|CONDA_SHLVL|CONDA_PREFIX_\d+|which_declare"
+)
+SHOWN = 8  # names in a message
+
+
+def names(env: Mapping[str, str]) -> list[str]:
+    """Return the names of `env`, the environment that a job gets, without those of the session, sorted."""
+    return sorted(name for name in env if not SESSION.fullmatch(name))
+
+
+def differences(run: str, recorded: Iterable[str], config: Config) -> str:
+    """Return a sentence with the variables that differ from those of the first submission, or ''.
+
+    recorded: names() of that submission. A variable of the config counts for neither: it is submitted again.
+    """
+    slurm = config.cluster.engine == "slurm"
+    env, _ = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
+    then, now = set(recorded), set(names(env))
+    set_again = {*config.cluster.env, *config.job.env, *config.secrets}
+    missing = sorted(name for name in then - now - set_again if not SESSION.fullmatch(name))
+    added = sorted(now - then - set_again)
+    if not missing and not added:
+        return ""
+    found = [
+        *([f"{_listed(missing)} {_was(missing)} set then and not now"] if missing else []),
+        *([f"{_listed(added)} {_was(added)} not set then"] if added else []),
+    ]
+    keep = f"export {missing[0]}=VALUE or add +job.env.{missing[0]}=VALUE" if missing else f"unset {added[0]}"
+    return (
+        f"this shell is not like the one that submitted {run}: {', and '.join(found)}. If the program reads "
+        f"{'one of them' if len(missing) + len(added) > 1 else 'it'}, it may run differently; to repeat the run: {keep}"
+    )
+
+
+def _listed(found: Sequence[str]) -> str:
+    return ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+
+
+def _was(found: Sequence[str]) -> str:
+    return "was" if len(found) == 1 else "were"
