@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     document |= RESET
     _go_where_it_was_submitted(run, document, options.fresh_code)
     if dropped and not any(override.startswith("dependency=") for override in options.overrides):
-        console.message(f"dependency={dropped} of {find_runs.name_of(run)} is not used again; give it again to wait for a job")
+        of_run = find_runs.name_of(run)
+        console.message(f"dependency={dropped} of {of_run} is not used again; give it again to wait for a job")
 
     def check(request: Request) -> None:
         if program:
