@@ -86,7 +86,7 @@ def become_rank(
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
         if world.local_rank == 0:
-            extension_locks.clear_abandoned(os.environ, say)
+            extension_locks.report_abandoned(os.environ, say)
     if world.rank == 0 and (lines := [line for line in (safeguards.describe(os.environ, protected), imported) if line]):
         startup_settings.record(folder, world.job, lines)
     if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to

@@ -191,7 +191,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     processes.raise_open_files_limit(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     if world.local_rank == 0:
-        extension_locks.clear_abandoned(os.environ, say)
+        extension_locks.report_abandoned(os.environ, say)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     device = devices.choose(world)  # before the group exists, because NCCL uses the current device

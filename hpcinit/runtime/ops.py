@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console, processes, safe_files, versions
+from hpcinit.base import console, processes, versions
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.base.text import home
 from hpcinit.base.versions import installed
@@ -41,16 +41,14 @@ TORCH_LOCK = "lock"
 KERNEL_LOCKS = "2.14"  # cpp_extension.py of torch 2.14.1 uses FileLock, of 2.13.0 FileBaton; 2.14.0 unchecked
 OUR_LOCK = ".hpcinit-build"  # contains a Builder as JSON; empty if no build is running
 WAIT_S = 1800.0
-# File systems of a single node: only a process of this node can have a lock there.
-LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 @dataclass(frozen=True)
 class Judgement:
     """The state of one of torch's locks.
 
-    state: 'held', 'stale' (no process will release it) or 'unknown'. why: the reason. age_s: seconds since the last
-    change in its folder.
+    state: 'held', 'stale' (hpcinit's own builder recorded it and has ended) or 'unknown'. why: the reason. age_s:
+    seconds since the last change in its folder.
     """
 
     path: Path
@@ -92,12 +90,8 @@ def judge_lock(path: Path) -> Judgement:
         return Judgement(path, "stale", f"left by {builder}, which has ended", age)
     if owner != os.geteuid():
         return Judgement(path, "unknown", f"owned by user {owner}, whose processes are not visible", age)
-    kind = safe_files.file_system(path)
-    if kind in LOCAL:
-        return Judgement(path, "stale", f"no process on {host} has it open, and other nodes cannot ({kind})", age)
-    return Judgement(
-        path, "unknown", f"no process on {host} has it open, but one on another node may ({kind or 'unknown'})", age
-    )
+    why = f"no visible process on {host} has it open, but one on another node or in a container may"
+    return Judgement(path, "unknown", why, age)
 
 
 def holder(path: Path) -> int:
