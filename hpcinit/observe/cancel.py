@@ -95,6 +95,16 @@ def _check(run: overview.Run, save: bool) -> None:
         raise RequestError(
             f"{run.path.name} was started manually, as process {now.job_id}: stop it in its terminal with Ctrl-C"
         )
+    # A controller that lost its state has given the id to another job, which only its reply shows.
+    silent = [] if save else [part for _, part in run.parts if part.away and not part.over]
+    if silent:
+        job = silent[0].job_id
+        with slurm_client.on_cluster(state.clusters(run.path)):
+            scancel = " ".join(slurm_client.addressed(["scancel", job]))
+        raise Failure(
+            f"{run.path.name} was not canceled: Slurm does not answer ({silent[0].reason}), so it is unknown whether "
+            f"job {job} is still its job; try again when `squeue` answers, or type: {scancel}"
+        )
 
 
 def _jobs(run: overview.Run) -> list[str]:
@@ -104,10 +114,12 @@ def _jobs(run: overview.Run) -> list[str]:
     """
     if not run.now:
         return find_runs.open_jobs(run.tasks)
-    return [*reversed(run.now.others), *([] if run.now.over else [run.now.job_id])]
+    return [*reversed(run.now.others), *([] if run.now.over or run.now.purged else [run.now.job_id])]
 
 
 def _outcome(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
+    if not jobs and run.now and run.now.purged:
+        return f"has no job to cancel: {run.now.reason}"
     if not jobs:
         return f"was over already: {run.now.name if run.now else find_runs.count_states(run.tasks)}"
     if save:
@@ -152,7 +164,7 @@ def _cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]
             with slurm_client.on_cluster(name):
                 _scancel(jobs)
         for path, now in (part for run in its_runs for part in run.parts):
-            if now.others or not now.over:
+            if now.others or not (now.over or now.purged):
                 _record(path, [now.job_id, *now.others])
 
 

@@ -167,14 +167,16 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """Return the folder of the run with this path, name or job id. Raise RequestError, with the latest runs, if
-    none."""
+    """Return the folder of the run with this path, name or job id; of several runs with this id, the latest.
+
+    Raise RequestError, with the latest runs, if there is none.
+    """
     for path in (Path(word), runs_dir / word) if word else ():
         # A task of a sweep has no script: the tasks share the one in the sweep's folder.
         if any((path / name).is_file() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
             return path
     known = all_runs(runs_dir)
-    matches = _of_job(word, known) if word else iter(())
+    matches = _of_job(word, known[::-1]) if word else iter(())
     if found := next(matches, None):
         mine = state.clusters(found)
         if other := next((path for path in matches if state.clusters(path) != mine), None):

@@ -12,7 +12,7 @@ from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.observe.job_state import NO_REPLY, Known, State, of_slurm, state_of
 from hpcinit.records import run_folder
-from hpcinit.slurm import queue, slurm_client
+from hpcinit.slurm import queue, slurm_client, tokens
 from hpcinit.slurm.queue import JobQuery, SlurmReply
 
 __all__ = ["NO_REPLY", "State"]  # of observe/job_state.py
@@ -54,6 +54,7 @@ def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | No
 
 
 def _now(run: _Run, answer: SlurmReply) -> State:
+    answer = replace(answer, jobs={job_id: job for job_id in run.ids if (job := run.own(answer.jobs.get(job_id)))})
     run = _refreshed(run, answer)
     return _with_attempt(run, _state(run, answer), bool(answer.unreachable))
 
@@ -69,6 +70,14 @@ class _Run:
     last: str
     left: State
     clusters: str  # '' for the cluster of SLURM_CONF, and without Slurm
+    record: Mapping[str, Any]  # submission.json
+
+    @property
+    def ids(self) -> set[str]:
+        return {*self.jobs, self.left.job_id}
+
+    def own(self, job: queue.Job | None) -> queue.Job | None:
+        return None if job and is_other(self.record, job.job_id, job.comment, job.command) else job
 
     @property
     def is_chain(self) -> bool:
@@ -93,7 +102,7 @@ def _run(path: Path) -> _Run | RequestError:
     last = str(attempt.get("job", ""))
     left = _left(attempt, last or str(record["job_id"]))
     name = record.get("clusters", "") if record["engine"] == "slurm" else ""
-    return _Run(path, record["engine"], str(record["job_id"]), ids, last, left, name)
+    return _Run(path, record["engine"], str(record["job_id"]), ids, last, left, name, record)
 
 
 def _with_attempt(run: _Run, now: State, away: bool) -> State:
@@ -144,6 +153,14 @@ def _of_job(run: _Run, job_id: str, answer: SlurmReply) -> State:
 def jobs(record: Mapping[str, Any]) -> list[str]:
     """Return the ids of all jobs of a submission.json: one, or those of a chain."""
     return [str(job) for job in record.get("jobs", [record["job_id"]])]
+
+
+def is_other(record: Mapping[str, Any], job_id: str, comment: str, command: str) -> bool:
+    """Return whether a job with an id of this submission.json is certainly not the submitted one."""
+    # Each job of a chain has its own token. A manual start may use any script.
+    known = record.get("tokens", []) if "jobs" in record else [record.get("token")]
+    script = (record.get("command") or [""])[-1] if job_id in jobs(record) else ""
+    return tokens.is_other(comment, command, list(filter(None, known)), script)
 
 
 def last_job(path: Path) -> str:

@@ -45,7 +45,8 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
     state: as Slurm prints it. reason: why it waits or what ended it. exit_status: after its end, None if unknown.
     start: when it started or, as Slurm estimates, will start ('2026-11-21T14:02:00', this machine's time zone), or ''.
     elapsed_s, left_s: since its start and until its time limit, in seconds; None if unknown.
-    command: the script and its arguments. comment: as submitted, or as the site replaced it.
+    command: the script and its arguments. comment: as submitted, or as the site replaced it. From sacct both are the
+    command line of sbatch.
     """
 
     job_id: str
@@ -253,13 +254,16 @@ def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job
     bases, found = sorted({job_id.partition("_")[0] for job_id in ids}), []
     for at in range(0, len(bases), MOST):
         which = f"--jobs={','.join(bases[at : at + MOST])}"
-        for row in accounting([which, "--format=JobID%40,State%40,ExitCode,Start,ElapsedRaw"], 5, at_most=at_most):
-            job_id, about, code, start, elapsed = row
+        for row in accounting(
+            [which, "--format=JobID%40,State%40,ExitCode,Start,ElapsedRaw,SubmitLine"], 6, at_most=at_most
+        ):
+            job_id, about, code, start, elapsed, line = row
             state, *reason = about.split() or ["UNKNOWN"]  # 'CANCELLED by 1000'
             start = "" if start in ("Unknown", "None") else start
             status = _exit_status(state, code)
             job_id = job_id.removesuffix(LEADER)
-            found.append(Job(job_id, state, "sacct", _with_name(reason), status, start, seconds(elapsed)))
+            its = Job(job_id, state, "sacct", _with_name(reason), status, start, seconds(elapsed))
+            found.append(its._replace(command=line, comment=line))
     return found
 
 

@@ -18,6 +18,16 @@ def new(request: str = "") -> str:
     return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
 
 
+def is_other(comment: str, command: str, known: Sequence[str], script: str) -> bool:
+    """Return whether a job with our job's id is certainly another one: Slurm gives ids again if it loses its state.
+
+    known: the tokens of our jobs, [] if they are unknown. script: what sbatch got, '' if it may be any.
+    """
+    if MARK in comment:
+        return bool(known) and not any(f"{MARK}{token}" in comment for token in known)
+    return bool(command) and not command.endswith(script)  # a site may replace comments
+
+
 def own_jobs(env: Mapping[str, str], *, ended: bool) -> QueueQuery:
     """Start squeue for this user's jobs, an array as one job. ended: also jobs that ended, for MinJobAge."""
     return QueueQuery("--me", ended=ended, arrays=False, env=env)

@@ -361,5 +361,6 @@ def submit(asked: Request, argv: Sequence[str]) -> Submitted:
 
         links = restart.hand_over(hand_over, config)
         shown = {"program": spec.command(), "typed": secret_names.masked(asked.words, config.secret_names)}
-        mark(path, records[0] | shown | ({"jobs": list(links.jobs)} if config.chain > 1 else {}))
+        chain = {"jobs": list(links.jobs), "tokens": [record["token"] for record in records]}
+        mark(path, records[0] | shown | (chain if config.chain > 1 else {}))
     return Submitted(links.jobs[0], path, one.dropped, one.interrupted, links.jobs, links.missing, expected)

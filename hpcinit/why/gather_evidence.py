@@ -50,6 +50,10 @@ def gather(path: Path, now: state.State) -> Evidence:
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
     slurm = now.engine == "slurm" and not now.away  # otherwise each query would time out
     job = _record("job", job_id, "JobId") if slurm else {}
+    if job and state.is_other(state.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")):
+        job = {}
+    if job and state.is_other(state.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")):
+        job = {}
     tails, oom = _tails(path, {one.record.rank for one in found})
     if oom and not log.oom:
         log = replace(log, oom=oom)

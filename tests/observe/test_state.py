@@ -193,7 +193,7 @@ def test_a_job_that_ends_between_reading_and_querying(
     squeue is a fake: a test cannot hit this moment.
     """
     path = recorded(tmp_path, "x", "77")
-    folder.mark_submitted(path, {"job_id": "77", "engine": "slurm", "command": ["sbatch", "x"]})
+    folder.mark_submitted(path, {"job_id": "77", "engine": "slurm", "command": ["sbatch", "/runs/x/job.sh"]})
 
     def answer(*_: object) -> list[str]:
         (path / "exit.json").write_text(json.dumps({"job": "77", "exit_status": status}))
@@ -226,7 +226,7 @@ def test_accounting_that_missed_an_end(tmp_path: Path, monkeypatch: pytest.Monke
     """A job that runs only according to sacct is not waited for forever. sacct is a fake: it takes a lost message."""
 
     def answer(command: tuple[str, ...], *_: object) -> list[str]:
-        return ["77|RUNNING|0:0|2026-11-21T13:00:00|12"] if command[0] == "sacct" else []
+        return ["77|RUNNING|0:0|2026-11-21T13:00:00|12|"] if command[0] == "sacct" else []
 
     monkeypatch.setattr(queue, "_lines", answer)
     now = state.read(recorded(tmp_path, "x", "77"))
@@ -239,7 +239,7 @@ def test_accounting_that_missed_an_end(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int | None) -> None:
     """A job that was cancelled while it waited has no exit status, although sacct prints 0:0. Recorded output."""
-    line = f"77|{word}|None|0"
+    line = f"77|{word}|None|0|"
     monkeypatch.setattr(queue, "_lines", lambda command, *_: [line] if command[0] == "sacct" else [])
     now = state.read(recorded(tmp_path, "x", "77"))
     assert (now.name, now.exit_status) == (word.split("|", maxsplit=1)[0].split(maxsplit=1)[0], status)
