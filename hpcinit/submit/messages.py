@@ -120,7 +120,13 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
     elif console.quiet():
         print_reliably(*jobs)
     else:
-        tasks = f"{len(done.ids)} tasks on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
+        submitted = [request.config for request in requests if request.number in done.ids]
+        at_once = requests[0].config.sweep.at_once or len(submitted)
+        nodes = sum(sorted((config.nodes for config in submitted), reverse=True)[:at_once])
+        tasks = (
+            f"{len(done.ids)} tasks on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, on up to "
+            f"{nodes} node{'s' * (nodes != 1)} at once"
+        )
         found = {resources.of(request.config).described() for request in requests}
         same = [f"request of each task: {text}" for text in found if text and len(found) == 1]
         print_reliably(*_table(requests, done.ids), tasks, *same, f"run folder: {done.path}", *done.expected)

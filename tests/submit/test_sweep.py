@@ -51,7 +51,10 @@ def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, t
     run = tmp_path / "runs/sh-0001"
     assert done.returncode == 1, done.stderr
     [job] = json.loads((run / "submission.json").read_text())["sweep"]
-    assert job["tasks"] == "0-2" and f"3 tasks on mini as job {job['job_id']}\nrequest of each task: " in done.stdout
+    assert (
+        job["tasks"] == "0-2"
+        and f"3 tasks on mini as job {job['job_id']}, on up to 3 nodes at once\nrequest of each task: " in done.stdout
+    )
     assert f"{job['job_id']}_1     1  seed=2" in done.stdout and "task 2  seed=3: FAILED" in done.stdout
     for number in range(3):
         record = json.loads((run / f"{number}/exit.json").read_text())
