@@ -22,6 +22,7 @@ from hpcinit.config import (
     secret_files,
     slurm_options,
     training,
+    unused_settings,
 )
 from hpcinit.config.request import PLAIN, as_text
 from hpcinit.config.resources import ranks_per_node as ranks_per_node  # noqa: PLC0414 - part of this module
@@ -226,4 +227,9 @@ def _arithmetic(config: Config) -> Iterator[str]:
 
 def warnings(config: Config) -> list[str]:
     """Return warnings about a config that has no problems."""
-    return [*program_source.warnings(config), *partition.warnings(config), *training.warnings(config)]
+    return [
+        *program_source.warnings(config),
+        *unused_settings.warnings(config),
+        *partition.warnings(config),
+        *training.warnings(config),
+    ]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.config import checks, unused_settings
+from hpcinit.config.compose import compose
 from hpcinit.records import program_use
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -45,6 +47,35 @@ def test_a_program_without_init(hpcinit: Run, idle_slurm: MiniSlurm, launch: str
     assert [log.count(WITHOUT_INIT) for log in logs(folder)] == [1, 0, 0, 0], logs(folder)[0]
     assert WITHOUT_INIT in shown, shown
     assert WITHOUT_INIT in why and "call hpcinit.init() and run.wrap() in the program" in why, why
+
+
+def test_the_submission_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The submission warns about such settings, unless the script or a module of its own mentions hpcinit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import os, pkg.inner\nfrom helper import f\n")
+    (tmp_path / "helper.py").write_text("from . import other\nf = 1\n")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/inner.py").write_text("x = 1\n")
+    words = ["job=program", "job.script=train.py", "parallel=zero3", "seed=7"]
+
+    def found(*more: str) -> list[str]:
+        unused_settings._may_use_hpcinit.cache_clear()
+        return [one for one in checks.warnings(compose([*words, *more])) if "no effect" in one]
+
+    [text] = found()
+    assert text.startswith(
+        "train.py and the modules beside it do not import hpcinit: parallel, seed will have no effect"
+    )
+    [text] = found("job.args=[--seed,'7']")
+    assert "hpcinit: parallel will have no effect" in text
+    for name in ("train.py", "other.py", "pkg/inner.py", "pkg/deep.py"):
+        path = tmp_path / name
+        before = path.read_text() if path.exists() else ""
+        path.write_text(before + "import hpcinit\n")
+        assert found() == [], name
+        path.write_text(before)
+    words[2:] = ["nodes=2"]
+    assert found() == []
 
 
 def test_a_program_without_wrap(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
