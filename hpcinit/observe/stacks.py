@@ -78,8 +78,13 @@ class Group:
         one, where = self.first, self.place
         if one.state == STOPPED:
             return ["stopped (SIGSTOP, or a debugger)"]
-        waits = f"wait{'s' * (len(self.ranks) == 1)} in {where.waits_in}" if where.waits_in else ""
-        at = f"{'called ' if waits else ''}at {where.at}" if where.at else "outside the program" * where.outside
+        verb = f"wait{'s' * (len(self.ranks) == 1)}"
+        waits = (
+            f"{verb} in {where.waits_in}" if where.waits_in else f"{verb} for {where.loader}" if where.loader else ""
+        )
+        at = (
+            f"{'called ' if where.waits_in else ''}at {where.at}" if where.at else "outside the program" * where.outside
+        )
         place = " ".join(part for part in (waits, at) if part)
         low, high = (f"{seconds:.1f}" for seconds in self.cpu_s)
         used = f"used {low}{f' to {high}' * (low != high)} s of CPU"

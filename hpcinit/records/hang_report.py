@@ -25,6 +25,7 @@ STACK = "rank-{rank}.txt"
 # 'silent_s 240' and 'complete 1', by rank 0: for how long no rank has printed anything, and whether each rank that can
 # write its stack has had the time for it.
 SILENT = "silent.txt"
+NO_STEPS = "no-steps.txt"  # exists while a rank that reports its steps takes none: the others write their stacks then
 RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same as text
 NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which cannot parse JSON
@@ -37,9 +38,11 @@ SAME_SHARE = 0.5  # of a silence: a rank in one function for so long is taken as
 HUNG = 76  # exit status of a rank that hpcinit ended because the job hung
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)')
 SAMPLED = re.compile(r"cpu_s ([\d.]+) of_s ([\d.]+) same_s ([\d.]+)")  # below MAIN, by output_watch
+NOTED = re.compile(r"on (\S+) pid (\d+)(?: loader (pid (\d+).+))?")  # below MAIN, by output_watch
 THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 # Where torch waits for other ranks. Its decorators are frames named 'wrapper' in c10d_logger.py.
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
+LOADER = ("torch/utils/data/dataloader.py", "_get_data", "_try_get_data")  # where torch waits for its workers
 BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP reduce gradients below it, in C++
 INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)|^<frozen")
@@ -52,13 +55,18 @@ PROGRAMS = re.compile(r"jobs/(?!node_)")  # below PACKAGE: programs that ship; t
 class Place:
     """The position of a main thread. waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if
     unknown. outside: the thread is not in the program: hpcinit has not started it yet, or waits for other ranks after
-    it."""
+    it. loader: 'its DataLoader worker (pid 4242, ...)' if it waits for one, else ''. worker: its process, 0 if
+    unknown. host, pid: of the rank's process."""
 
     waits_in: str
     at: str
     cpu: float | None = None  # share of a core that the process used in the last seconds
     same_s: float = 0.0  # for how many seconds the main thread was seen in the same function, without a new collective
     outside: bool = False
+    loader: str = ""
+    worker: int = 0
+    host: str = ""
+    pid: int = 0
 
 
 @functools.cache  # the same files are on the stacks of all ranks
@@ -76,8 +84,11 @@ def is_user_code(file: str) -> bool:
 
 def place(text: str) -> Place:
     """Return the position of the main thread from the text of such a file."""
-    found = _place_of(list(_main_frames(text)))
-    if sampled := SAMPLED.search(text.partition("Thread")[0]):
+    found, notes = _place_of(list(_main_frames(text))), text.partition("Thread")[0]
+    if noted := NOTED.search(notes):
+        worker = f"{found.loader} ({noted[3]})" if noted[3] and found.loader else found.loader
+        found = replace(found, host=noted[1], pid=int(noted[2]), loader=worker, worker=int(noted[4] or 0))
+    if sampled := SAMPLED.search(notes):
         cpu_s, of_s, same_s = map(float, sampled.groups())
         return replace(found, cpu=cpu_s / of_s if of_s else None, same_s=same_s)
     return found
@@ -89,7 +100,8 @@ def _place_of(frames: Sequence[re.Match[str]]) -> Place:
     # A program that is an installed package itself (`-m package`) has no frame of the user.
     frame = next((one for one in program if is_user_code(one["file"])), program[-1] if program else None)
     at = f"{PurePath(frame['file']).name}:{frame['line']} in {frame['name']}" if frame else ""
-    return Place(_collective(frames), at, outside=bool(frames) and not program)
+    loader = any(one["file"].endswith(LOADER[0]) and one["name"] in LOADER[1:] for one in frames)
+    return Place(_collective(frames), at, outside=bool(frames) and not program, loader="its DataLoader worker" * loader)
 
 
 def _collective(frames: Sequence[re.Match[str]]) -> str:
@@ -173,7 +185,8 @@ class StuckRank:
     """A rank that does not wait in a collective.
 
     state: ELSEWHERE for a rank with a stack, whose line is `at`; ENDED; else the state of its process, as in
-    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or empty.
+    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or empty. loader, worker: as
+    in Place.
     """
 
     rank: int = -1
@@ -181,11 +194,15 @@ class StuckRank:
     pid: int = 0
     state: str = ""
     at: str = ""
+    loader: str = ""
+    worker: int = 0
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} on {self.host}"
+        who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
         if self.state == ENDED:
             return f"{who} is not in its program: it has ended there, or has not started"
+        if self.loader:
+            return f"{who} waits for {self.loader}, at {self.at or 'no Python line'}"
         if self.state == ELSEWHERE:
             return f"{who} is not in a collective: it is at {self.at or 'no Python line'}"
         return f"{who} does not respond: {_state(self.state, self.pid, self.at)}"
@@ -309,6 +326,8 @@ def report(
             together.setdefault((where.waits_in, where.at), []).append(rank)
     groups = sorted(together.items(), key=lambda item: -len(item[1]))
     unheard = sorted(set(range(size)) - set(by_rank) - set(stacks))
+    for rank, where in stacks.items():  # it has reported no step yet
+        by_rank.setdefault(rank, (where.host, RankHeartbeat(rank, where.pid, -1, None)))
     silent = []
     for node in nodes:
         # Several ranks, none of them with a stack or a bad state: the node or its disk is at fault, and a shorter age
@@ -405,7 +424,7 @@ def _without_output(
 
 
 def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
-    return StuckRank(rank, host, pid, ENDED if where.outside else ELSEWHERE, where.at)
+    return StuckRank(rank, host, pid, ENDED if where.outside else ELSEWHERE, where.at, where.loader, where.worker)
 
 
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:

@@ -263,6 +263,10 @@ def _it(ranks: Sequence[int]) -> str:
     return "they" if len(ranks) > 1 else "it"
 
 
+WORKER = (
+    "its data set, or the file system that it reads, does not return; on that node, py-spy dump --pid {pid} shows the "
+    "line of the worker; "
+)
 STOPPED_BY = "another process stopped it (SIGSTOP, a debugger, a watchdog of the node); "
 
 
@@ -271,7 +275,8 @@ def diagnose_hang(evidence: Evidence, record: ErrorRecord | None = None) -> Verd
     report = evidence.hang or hang_report.of_record(record)
     if not report.host and (odd := hang_report.different_call(report.waiting)):
         return _of_odd_call(odd, report.waiting, evidence)
-    do = STOPPED_BY * (report.state == heartbeats.STOPPED) + HANG
+    worker = next((one.worker or "PID" for one in report.stuck if one.rank == report.rank and one.loader), 0)
+    do = STOPPED_BY * (report.state == heartbeats.STOPPED) + WORKER.format(pid=worker) * bool(worker) + HANG
     about, rank, host, flight = report.headline, report.rank, report.host, found_in(evidence)
     if not host and evidence.flight.culprits:  # all ranks wait in collectives: only the dumps show which are different
         culprit = evidence.flight.culprits[0]

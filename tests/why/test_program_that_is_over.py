@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,8 @@ def test_the_stack_of_a_program_that_is_over(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "hpcinit.run", "over.py"], cwd=tmp_path, check=True, timeout=100)
     text = (tmp_path / "stack").read_text()
     assert "interpreter_exit.py" in text and "cli/main.py" in text
-    assert hang_report.place(text) == hang_report.Place("", "", outside=True)
+    place = hang_report.place(text)
+    assert (place.waits_in, place.at, place.outside, place.host) == ("", "", True, os.uname().nodename)
 
 
 THREAD = "main thread 0x1\n\nThread 0x1 (most recent call first):\n"

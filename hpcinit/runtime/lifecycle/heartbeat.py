@@ -191,22 +191,34 @@ class Heartbeat:
             if self._dumped:
                 self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} continues after the reported hang")
-                files = (self._hang / name for name in (hang_report.RECORD, hang_report.NODE, hang_report.REPORT))
-                for path in (self._stack(), *files):
+                names = (hang_report.RECORD, hang_report.NODE, hang_report.REPORT, hang_report.NO_STEPS)
+                for path in (self._stack(), *(self._hang / name for name in names)):
                     path.unlink(missing_ok=True)
                 flight_dump.remove(self._world, self._folder)
             return
         if not self._dumped:
             self._dumped = time.monotonic()
             self._dump()
-        elif time.monotonic() - self._dumped > SETTLE_PERIODS * self._period:
+        elif self._is_settled(time.monotonic() - self._dumped):
             self._report(silent)
+
+    def _is_settled(self, since_s: float) -> bool:
+        """Return whether each rank that can write its stack has had the time for it. A rank that has reported no step
+        looks rarely for a hang of the others."""
+        if self._reported or since_s <= SETTLE_PERIODS * self._period:
+            return self._reported
+        if since_s > output_watch.period(self._asked.after_s) + 2 * self._period:
+            return True
+        stacks = {path.stem.rpartition("-")[2] for path in self._hang.glob(hang_report.STACK.format(rank="*"))}
+        known = {heartbeat.rank for node in heartbeats.read(self._heartbeats) for heartbeat in node.heartbeats}
+        return all(rank in known or str(rank) in stacks for rank in range(self._world.world_size))
 
     def _stack(self) -> Path:
         return self._hang / hang_report.STACK.format(rank=self._world.rank)
 
     def _dump(self) -> None:
-        output_watch.write_stacks(self._stack())
+        output_watch.write_stacks(self._stack(), self._world.host)
+        (self._hang / hang_report.NO_STEPS).touch()
         flight_dump.write(self._world, self._folder)
 
     def _report(self, silent: float) -> None:

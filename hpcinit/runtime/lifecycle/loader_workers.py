@@ -6,7 +6,8 @@ an effect if it would also end the rank.
 
 All private names of torch and multiprocessing that this needs are used in this file: `_worker_loop` of torch and
 torchdata, `_set_worker_signal_handlers`, `_error_if_any_worker_fails`, `BaseProcess._target`, `_popen` and
-`_start_method`. If a version lacks one, a signal ends the workers as it does without hpcinit.
+`_start_method`; for awaited(): `_workers`, `_task_info` and `_rcvd_idx`. If a version lacks one, a signal ends the
+workers as it does without hpcinit, or the awaited worker is unknown.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -132,6 +134,34 @@ def behind(error: BaseException) -> BaseException:
             return death.with_traceback(error.__traceback__)
         time.sleep(LOOK_S)  # the kernel closes the connections of a process before it can be reaped
     return error
+
+
+LOADER = "torch/utils/data/dataloader.py"
+KERNEL = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk or a driver", "R": "uses a core",
+          "S": "sleeps", "Z": "has exited", "X": "has exited"}  # proc(5)  # fmt: skip
+
+
+def awaited() -> str:
+    """Return the DataLoader worker for which the main thread waits: 'pid 4242, which sleeps in pipe_read'; '' if none.
+
+    Called in another thread. Never raise.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not frame.f_code.co_filename.endswith(LOADER):
+        frame = frame.f_back
+    try:
+        loader: Any = frame.f_locals["self"] if frame is not None else None
+        workers, next_batch = loader._workers, loader._task_info[loader._rcvd_idx][0]
+        pid = workers[next_batch].pid
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except Exception:  # another version of torch, or no worker
+        return ""
+    try:
+        inside = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+    except OSError:
+        inside = ""
+    doing = KERNEL.get(status, f"is in state {status}")
+    return f"pid {pid}, which {doing}" + (f" in {inside}" if inside and status in "SD" else "")
 
 
 # The worker's side.

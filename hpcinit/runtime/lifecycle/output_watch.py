@@ -1,7 +1,8 @@
 """Notice that no rank prints anything, and write the stack of every rank: for programs that report no steps.
 
-Rank 0 looks at the logs of all ranks and marks a silence with a file. The other ranks look for that file. It is only
-evidence for `hpcinit why`: a silence never ends a rank, and nothing is printed, which would end the silence.
+Rank 0 looks at the logs of all ranks and marks a silence with a file. The other ranks look for that file. All look for
+the file that marks a hang of ranks that report steps. It is only evidence for `hpcinit why`: a silence never ends a
+rank, and nothing is printed, which would end the silence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from hpcinit.base import background_writer
 from hpcinit.records import hang_report, plain_files, run_folder, scratch
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.lifecycle import flight_dump
+from hpcinit.runtime.lifecycle import flight_dump, loader_workers
 from hpcinit.world import World
 
 PERIOD_S = 30.0
@@ -25,7 +26,12 @@ PERIODS = 8  # looks at the logs before a silence counts
 LOOKS_FOR_A_STACK = 2  # after this number a rank without a stack cannot write one
 
 
-def write_stacks(path: Path, note: str = "") -> None:
+def period(after_s: float) -> float:
+    """Return how often a watch looks, in seconds."""
+    return min(PERIOD_S, after_s / PERIODS)
+
+
+def write_stacks(path: Path, host: str = "", note: str = "") -> None:
     """Write the stacks of all threads of this process, as hang_report.place() reads them. Raise OSError.
 
     A reader never sees a part of the file: a main thread in a loop keeps the GIL for long between two lines.
@@ -34,6 +40,8 @@ def write_stacks(path: Path, note: str = "") -> None:
     new = path.with_name(f".{path.name}.new")
     with new.open("w") as file:
         print(hang_report.MAIN.format(ident=threading.main_thread().ident), file=file)
+        loader = loader_workers.awaited()
+        print(f"on {host or os.uname().nodename} pid {os.getpid()}{f' loader {loader}' if loader else ''}", file=file)
         print(note, file=file, flush=True)
         faulthandler.dump_traceback(file=file, all_threads=True)
     new.replace(path)
@@ -48,8 +56,9 @@ class OutputWatch:
         self._errors = folder / run_folder.ERRORS
         self._hang = folder / hang_report.FOLDER / scratch.folder_name(world.job)
         self._marker = self._hang / hang_report.SILENT
+        self._no_steps = self._hang / hang_report.NO_STEPS
         self._stack = self._hang / hang_report.STACK.format(rank=world.rank)
-        self._period = min(PERIOD_S, after_s / PERIODS)
+        self._period = period(after_s)
         self._newest = 0.0  # time of the last change of any log, by the clock of the file system
         self._printed = self._same_since = time.monotonic()
         self._place: tuple[object, ...] = ()  # of the main thread at the last look, see _main_place()
@@ -81,7 +90,7 @@ class OutputWatch:
             self._place, self._same_since = place, now
         if self._is_silent(now):
             first, self._silent, self._spoke = not self._silent, True, False
-            write_stacks(self._stack, f"{note} same_s {now - self._same_since:.0f}")
+            write_stacks(self._stack, self._world.host, f"{note} same_s {now - self._same_since:.0f}")
             if first:
                 flight_dump.write(self._world, self._folder)
         elif self._silent and not self._spoke:
@@ -91,6 +100,8 @@ class OutputWatch:
             self._remove()
 
     def _is_silent(self, now: float) -> bool:
+        if self._no_steps.exists():  # this rank has reported none: perhaps the others wait for it
+            return True
         if self._rank:
             return self._marker.exists()
         newest = _newest_change(self._logs, self._newest)
