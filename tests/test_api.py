@@ -153,7 +153,25 @@ def test_tab_offers_the_public_names() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, True, 0, -3, 1e-05, "plain", "a/b.c", "true", "NULL", "3", "1e3", "two parts", "", "it's", 'a "b"'),
+        *(
+            None,
+            True,
+            0,
+            -3,
+            1e-05,
+            1e22,
+            float("inf"),
+            "plain",
+            "a/b.c",
+            "true",
+            "NULL",
+            "3",
+            "1e3",
+            "two parts",
+            "",
+            "it's",
+            'a "b"',
+        ),
         *(
             "back\\slash",
             "end\\",

@@ -37,7 +37,7 @@ def override_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)  # null, true
     if isinstance(value, Real):  # numpy's too
-        return json.dumps(int(value) if isinstance(value, Integral) else float(value))
+        return repr(int(value) if isinstance(value, Integral) else float(value))
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {override_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -17,6 +17,7 @@ import yaml
 from hpcinit.base import console, safe_files, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.config import compose, keys
+from hpcinit.config.python_arguments import override_value
 from hpcinit.config.request import Prepare, Request, Task
 from hpcinit.observe import resubmitted
 from hpcinit.records import run_folder
@@ -139,18 +140,7 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
 def _split_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the keys of the schema, and overrides that add the user's own keys."""
     own = {key: value for key, value in document.items() if keys.kind(key) is not None}
-    return own, [f"+{key}={_as_override(value)}" for key, value in document.items() if key not in own]
-
-
-def _as_override(value: Any) -> str:
-    """Return a value in the syntax of Hydra's command line."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_as_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_as_override, value)) + "]"
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return json.dumps(value)
+    return own, [f"+{key}={override_value(value)}" for key, value in document.items() if key not in own]
 
 
 def recorded_lines(run: Path) -> Iterator[str]:

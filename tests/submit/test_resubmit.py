@@ -21,7 +21,7 @@ def config(folder: Path) -> dict:
 
 def test_the_same_request_again(hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From any folder, resubmit makes a new run folder with the same config, arguments, own keys and working folder."""
-    words = ["nodes=2", "+mine={a: [1, two]}", "+job.env.A='it is'", "wait=true", "name=x"]
+    words = ["nodes=2", "+mine={a: [1, two], b: 'C:\\\\x'}", "+far=inf", "+job.env.A='it is'", "wait=true", "name=x"]
     first = folder_of(hpcinit("submit", *words, "--", "sh", "-c", 'echo "$A" "$1"; pwd', "-", "${c} 'd'"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
