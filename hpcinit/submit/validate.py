@@ -1,5 +1,8 @@
 """`sbatch --test-only`: check whether Slurm would accept the job, and when it would start. Nothing is submitted.
 
+Slurm computes the start from the time limits of the jobs that run now. It is too late if they end earlier: a job with a
+limit of 10 minutes that ends after a second postpones it by 10 minutes. The message says so.
+
 The answer is on stderr. A refusal is "allocation failure: ..."; its exit status is 1 in Slurm 22.05 and 24.11, and 0 in
 26.05, whose sbatch accepts a job that can never start. The check ignores nodes that are down, drained or reserved,
 although sbatch accepts a job that waits for them.
@@ -52,10 +55,11 @@ NO_ANSWER = (
 # Slurm prints these texts both for nodes that are missing now and for nodes that never exist.
 MAYBE_LATER = ("node configuration is not available", "Required node not available", "nodes are busy", "DOWN, DRAINED")
 LONGEST_NODES = 40  # longer lists are not shown
+EARLIER = ", or earlier if running jobs end before their time limits"
 
 
 def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """Return 'Slurm expects to start the job at about 14:05 (in 3 h) on n[1-2]', or '' without an answer from Slurm.
+    """Return 'Slurm expects to start the job by 14:05 (in 3 h) ...', or '' without an answer from Slurm.
 
     options: further arguments of sbatch. Raise SubmitError for a job that Slurm would never run.
     """
@@ -92,7 +96,7 @@ def start_expectation(start: str, nodes: str, now: datetime) -> str:
     if wait < timedelta(minutes=1):
         return f"Slurm expects to start the job now{where}"
     day = "" if at.date() == now.date() else f"{at:%a %d %b} "
-    return f"Slurm expects to start the job at about {day}{at:%H:%M} (in {_roughly(wait)}){where}"
+    return f"Slurm expects to start the job by {day}{at:%H:%M} (in {_roughly(wait)}){where}{EARLIER}"
 
 
 def _roughly(wait: timedelta) -> str:

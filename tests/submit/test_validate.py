@@ -40,7 +40,8 @@ def test_the_start_is_estimated(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: P
     subprocess.run(busy, env={**os.environ, **idle_slurm.env}, check=True, capture_output=True)
     done = submit(hpcinit, idle_slurm, *TRUE)
     (line,) = done.stdout.splitlines()[3:]
-    assert line.startswith("Slurm expects to start the job at about ") and "(in 20 min) on n" in line
+    assert line.startswith("Slurm expects to start the job by ") and "(in 20 min) on n" in line
+    assert line.endswith(validate.EARLIER), "the running job may end before its time limit"
     assert len(submit(hpcinit, idle_slurm, "validate=false", "again=true", *TRUE).stdout.splitlines()) == 3
 
 
@@ -149,15 +150,16 @@ def test_no_answer(tmp_path: Path, answer: str, status: int) -> None:
     ("start", "said"),
     [
         ("2026-11-20T10:00:30", "Slurm expects to start the job now on n[1-2]"),
-        ("2026-11-20T10:12:00", "Slurm expects to start the job at about 10:12 (in 12 min) on n[1-2]"),
-        ("2026-11-20T14:05:00", "Slurm expects to start the job at about 14:05 (in 4 h) on n[1-2]"),
-        ("2026-11-21T11:00:00", "Slurm expects to start the job at about Sat 21 Nov 11:00 (in 25 h) on n[1-2]"),
-        ("2026-11-25T10:00:00", "Slurm expects to start the job at about Wed 25 Nov 10:00 (in 5 days) on n[1-2]"),
+        ("2026-11-20T10:12:00", "Slurm expects to start the job by 10:12 (in 12 min) on n[1-2]"),
+        ("2026-11-20T14:05:00", "Slurm expects to start the job by 14:05 (in 4 h) on n[1-2]"),
+        ("2026-11-21T11:00:00", "Slurm expects to start the job by Sat 21 Nov 11:00 (in 25 h) on n[1-2]"),
+        ("2026-11-25T10:00:00", "Slurm expects to start the job by Wed 25 Nov 10:00 (in 5 days) on n[1-2]"),
     ],
 )
 def test_the_sentence_for_a_start_time(start: str, said: str) -> None:
     """Slurm's start time is shown as a person would write it, with the time until then."""
-    assert validate.start_expectation(start, "n[1-2]", datetime(2026, 11, 20, 10, 0, 0)) == said
+    later = "" if said.startswith("Slurm expects to start the job now") else validate.EARLIER
+    assert validate.start_expectation(start, "n[1-2]", datetime(2026, 11, 20, 10, 0, 0)) == said + later
 
 
 def test_long_lists_of_nodes_are_not_shown() -> None:
