@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.launch.signal_monitor import SignalMonitor
@@ -55,8 +56,9 @@ def _check_agent_count(spec: Spec, agents: World, path: Path) -> None:
     if agents.world_size != spec.nodes or agents.local_world_size != 1:
         script = path.parent / run_folder.SCRIPT
         raise RequestError(
-            f"{path} is for {spec.nodes} nodes, but {agents.launcher} started {agents.world_size} agents on "
-            f"{agents.nodes} nodes; expected one on each: submit {script}, which starts them"
+            f"{path} is for {counted(spec.nodes, 'node')}, but {agents.launcher} started "
+            f"{counted(agents.world_size, 'agent')} on {counted(agents.nodes, 'node')}; expected one on "
+            f"each: submit {script}, which starts them"
         )
 
 

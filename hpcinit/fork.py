@@ -17,6 +17,7 @@ from hpcinit import run
 from hpcinit.base import processes, signals
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError, RequestError
+from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.launch import fork_server, preload, rank_binding
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     cpus = _cpus_of_ranks(spec)
     if cpus is not None:  # OpenMP and BLAS count CPUs at import, and should count those of one rank
         rank_binding.apply(cpus[0])
-    processes.set_title(f"hpcinit: fork server of {spec.ranks_per_node} ranks, {spec.name}")
+    processes.set_title(f"hpcinit: fork server of {counted(spec.ranks_per_node, 'rank')}, {spec.name}")
     _set_import_path(spec)
     fork_server.announce_prefork(here, spec, folder)
     try:

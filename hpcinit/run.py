@@ -16,6 +16,7 @@ from pathlib import Path
 from hpcinit.base import processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
@@ -122,7 +123,7 @@ def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (
-            f"{world.launcher} started {world.world_size} ranks, but {argv[0]} is for "
+            f"{world.launcher} started {counted(world.world_size, 'rank')}, but {argv[0]} is for "
             f"{shape(spec.parts)} = {spec.world_size}: its layout, timeouts and seed are not used; "
             f"to start all ranks: {script}"
         )

@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from hpcinit.base.errors import RequestError
 
@@ -38,8 +38,12 @@ def plain(text: str) -> str:
 
 
 def colored(text: str) -> str:
-    """Return `text` with control characters written as '\\x1b', except tabs, line feeds and colors. Reset the color."""
-    safe = _CONTROL.sub(lambda found: found[1] or _shown(found[0]), text)
+    """Return `text` with control characters written as '\\x1b', except tabs, line feeds and colors. Reset the color.
+
+    With NO_COLOR, remove the colors.
+    """
+    keep = color_system() is not None
+    safe = _CONTROL.sub(lambda found: (found[1] if keep else "") if found[1] else _shown(found[0]), text)
     return f"{safe}\x1b[0m" if "\x1b" in safe else safe
 
 
@@ -48,9 +52,9 @@ def _shown(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x20 or 0x7F <= code < 0xA0 else character
 
 
-def style(text: str) -> str:
-    """Return a style of rich, as 'bold red'; '' with NO_COLOR, which rich applies to colors only."""
-    return "" if os.environ.get("NO_COLOR") else text
+def color_system() -> Literal["auto"] | None:
+    """Return what every Console of rich gets: None with NO_COLOR, which rich itself applies to colors, but not to bold."""
+    return None if os.environ.get("NO_COLOR") else "auto"
 
 
 # Notes and warnings of a command.

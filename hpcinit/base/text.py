@@ -29,6 +29,11 @@ def numbers(text: str) -> set[int]:
     return found
 
 
+def counted(number: int, noun: str) -> str:
+    """Return '1 node' or '2 nodes'."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def rank_names(ranks: Collection[int]) -> str:
     """Return 'rank 3' or 'ranks 4-6,9'."""
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from hpcinit.base.text import counted
 from hpcinit.config import resources
 from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config, Partition, Qos
@@ -123,7 +124,7 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
         )
     elif there and cluster.gpus_per_node and ranks > there:
         yield (
-            f"ranks_per_node={ranks}, but a node of {_where(config)} has {there} GPUs ({source}), and each "
+            f"ranks_per_node={ranks}, but a node of {_where(config)} has {counted(there, 'GPU')} ({source}), and each "
             f"rank needs one: set ranks_per_node={there} or less"
         )
     kind = own.gpu_type if own else None
@@ -157,7 +158,7 @@ def _requested_gpus(config: Config, requested: int, there: int, source: str) -> 
             nodes = -(-gpus // there)
             too_many = most is not None and nodes > most
             advice = f"expected at most nodes={most} gpus={(most or 0) * there}" if too_many else f"set nodes={nodes}"
-        yield f"{key}, but a node of {where} has {there} GPUs ({source}): {advice}"
+        yield f"{key}, but a node of {where} has {counted(there, 'GPU')} ({source}): {advice}"
     elif requested and ranks > requested:
         yield (
             f"ranks_per_node={ranks}, but {key} requests {requested} GPUs per node, and each rank needs one: "

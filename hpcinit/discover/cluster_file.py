@@ -16,6 +16,7 @@ import yaml
 
 from hpcinit.base import quoting
 from hpcinit.base.errors import Failure, RequestError
+from hpcinit.base.text import counted
 from hpcinit.discover import live_site
 from hpcinit.discover.live_site import MIB_PER_GB, Kind, Partition, Site
 
@@ -39,7 +40,7 @@ def site_facts(site: Site, partition: str | None) -> list[Entry]:
     """
     main = site.main(partition)
     kind, count = main.kinds[0]
-    of = f"most common node of partition {main.name}: {count} of {main.nodes} nodes"
+    of = f"most common node of partition {main.name}: {count} of {counted(main.nodes, 'node')}"
     yes_no = {True: "on", False: "off"}
     return [
         Entry("partitions", partitions(site), _partitions(site)),
@@ -172,16 +173,16 @@ def _nodes(each: Partition) -> Iterator[str]:
     for kind, count in each.kinds[:MOST_KINDS]:
         yield f"{count} x {_described(kind)}"
     if len(each.kinds) > MOST_KINDS:
-        yield f"... and {len(each.kinds) - MOST_KINDS} more kinds"
+        yield f"... and {counted(len(each.kinds) - MOST_KINDS, 'more kind')}"
     if each.away:
-        yield f"{each.away} of {each.nodes} nodes were down or drained at that time"
+        yield f"{each.away} of {counted(each.nodes, 'node')} were down or drained at that time"
 
 
 def _described(kind: Kind) -> str:
-    gpus = f"{kind.gpus} GPUs{_types(kind)}, " if kind.gpus else "no GPU, "
+    gpus = f"{counted(kind.gpus, 'GPU')}{_types(kind)}, " if kind.gpus else "no GPU, "
     features = ",".join(kind.features[:MOST_FEATURES]) + ",..." * (len(kind.features) > MOST_FEATURES)
     return (
-        f"({gpus}{kind.cpus} CPUs, {gb(kind.mem_mib):g} GB{_shares(kind)}{_threads(kind)})"
+        f"({gpus}{counted(kind.cpus, 'CPU')}, {gb(kind.mem_mib):g} GB{_shares(kind)}{_threads(kind)})"
         f"{f'; features {features}' if features else ''}"
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 from hpcinit.config import default_cluster, folders
 from hpcinit.discover import cluster_file, live_site
 from hpcinit.discover.cluster_file import Document
@@ -164,7 +165,8 @@ def _write(path: Path, text: str, seen: Site) -> int:
     cluster_file.write_cluster_file(path, text)
     refused = [each.name for each in seen.partitions if each.refused]
     also = f"; skipped because {seen.user.name} may not use them: {', '.join(refused)}" if refused else ""
-    print(path if console.quiet() else f"wrote {path}: {len(seen.usable)} partitions (Slurm {seen.slurm}){also}")
+    partitions = counted(len(seen.usable), "partition")
+    print(path if console.quiet() else f"wrote {path}: {partitions} (Slurm {seen.slurm}){also}")
     if not console.quiet() and Path(folders.find(f"cluster/{path.stem}")).absolute() == path.absolute():
         print(f"check the file, then run a short test:  hpcinit submit cluster={path.stem} nodes=2 wait=true")
     _gone(cluster_file.parse_document(text), seen)

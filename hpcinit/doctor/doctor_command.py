@@ -22,6 +22,7 @@ from rich.text import Text
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import INTERRUPTED, ConfigError, RequestError
+from hpcinit.base.text import counted
 from hpcinit.config import compose, overrides
 from hpcinit.config.request import Request
 from hpcinit.doctor import check_results, link_diagnosis, login_checks, node_diagnosis
@@ -231,8 +232,8 @@ def _table(checks: Sequence[Check]) -> Table:
     for check in checks:
         detail = Text(check.detail)
         if check.advice and check.status != OK:
-            detail.append(f"\n-> {check.advice}", style=console.style(STYLES[check.status]))
-        table.add_row(Text(check.status, console.style(STYLES[check.status])), Text(check.about), detail)
+            detail.append(f"\n-> {check.advice}", style=STYLES[check.status])
+        table.add_row(Text(check.status, STYLES[check.status]), Text(check.about), detail)
     return table
 
 
@@ -248,14 +249,14 @@ def show_ranks(reports: Sequence[Report]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     rows = [_rank(report) for report in reports[:MOST_ROWS]]
     used = [number for number, name in enumerate(COLUMNS) if any(row[number] for row in rows)]
-    ranks = Table(box=None, pad_edge=False, header_style=console.style("bold"))
+    ranks = Table(box=None, pad_edge=False, header_style="bold")
     for number in used:
         ranks.add_column(COLUMNS[number], no_wrap=True)
     for row in rows:
         ranks.add_row(*(Text(row[number]) for number in used))
     out.print(ranks)
     if len(reports) > MOST_ROWS:
-        out.print(f"and {len(reports) - MOST_ROWS} more ranks: --json shows all", markup=False)
+        out.print(f"and {counted(len(reports) - MOST_ROWS, 'more rank')}: --json shows all", markup=False)
     for one in (one for report in reports for one in report.all_reduce):
         speed = f"{_size(one.size):>9}  {one.seconds * 1e3:10.3f} ms  {one.bus_gb_s:8.3g} GB/s bus bandwidth"
         out.print(f"all-reduce {speed}", markup=False)

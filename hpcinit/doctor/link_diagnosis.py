@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from hpcinit.base.text import counted
 from hpcinit.doctor import check_results
 from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.rank_report import Interface, Link, Report, Rule, slow_links
@@ -111,7 +112,7 @@ def _links_between_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu:
     if healthy:
         trips = sorted(min(link.round_trip_s) for link in links)
         speed = sorted(max(link.gb_s) for link in links)
-        detail = f"{len(links)} links between nodes, round trip {_formatted(trips[0], 'round trip')} to "
+        detail = f"{counted(len(links), 'link')} between nodes, round trip {_formatted(trips[0], 'round trip')} to "
         detail += f"{_formatted(trips[-1], 'round trip')}, {speed[0]:.2f} to {speed[-1]:.2f} GB/s"
         yield Check("network", OK, detail)
 
@@ -136,7 +137,7 @@ def _links_inside_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu: 
             yield Check("inside nodes", FAIL, detail, advice, (name,))
     if healthy:
         speed = sorted(max(link.gb_s) for link in links)
-        detail = f"{len(links)} links inside nodes, {speed[0]:.2f} to {speed[-1]:.2f} GB/s"
+        detail = f"{counted(len(links), 'link')} inside nodes, {speed[0]:.2f} to {speed[-1]:.2f} GB/s"
         yield Check("inside nodes", OK, detail)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hpcinit.base import safe_files, versions
 from hpcinit.base.errors import HpcinitError
-from hpcinit.base.text import expanded, home
+from hpcinit.base.text import counted, expanded, home
 from hpcinit.config import job_spec
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
@@ -195,7 +195,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
     for _, amount, state, _ in rows:
         states[state] += int(amount)
     total = sum(states.values())
-    detail = f"{total} nodes: {', '.join(f'{amount} {state}' for state, amount in states.most_common())}"
+    detail = f"{counted(total, 'node')}: {', '.join(f'{amount} {state}' for state, amount in states.most_common())}"
     usable = sum(
         amount for state, amount in states.items() if state.rstrip("*~#!%$@^-+") in USABLE and not state.endswith("*")
     )
@@ -309,7 +309,8 @@ def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check
             yield Check("config", FAIL, problem)
         return
     per_node = ranks_per_node(config)
-    yield Check("config", OK, f"cluster {config.cluster.name}, {config.nodes} x {per_node} ranks: no problem")
+    shape = f"{counted(config.nodes, 'node')} x {counted(per_node, 'rank')}"
+    yield Check("config", OK, f"cluster {config.cluster.name}, {shape}: no problem")
 
 
 def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:

@@ -23,6 +23,7 @@ import psutil
 from hpcinit.base import processes, safe_files, signals
 from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.base.supervisor import Child, Supervisor
+from hpcinit.base.text import counted
 from hpcinit.local import environment_variables, orphans
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
@@ -183,14 +184,14 @@ def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str
     total_gb = psutil.virtual_memory().total / 1e9
     if world_size * mem_gb_per_rank > total_gb:
         yield (
-            f"{world_size} ranks x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
+            f"{counted(world_size, 'rank')} x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
             f"{world_size * mem_gb_per_rank:g} GB, but this machine has {total_gb:.1f} GB: at most "
-            f"{int(total_gb / mem_gb_per_rank)} ranks fit"
+            f"{counted(int(total_gb / mem_gb_per_rank), 'rank')} fit"
         )
     cores = psutil.cpu_count() or 1
     if world_size > MOST_RANKS_PER_CORE * cores:
         yield (
-            f"{world_size} ranks on {cores} cores: at most {MOST_RANKS_PER_CORE} ranks per core, "
+            f"{counted(world_size, 'rank')} on {counted(cores, 'core')}: at most {MOST_RANKS_PER_CORE} ranks per core, "
             f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import Failure, RequestError
+from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, overview, state
 from hpcinit.records import run_folder
 from hpcinit.slurm import slurm_client, tokens
@@ -124,7 +125,8 @@ def _outcome(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
         return f"was over already: {run.now.name if run.now else find_runs.count_states(run.tasks)}"
     if save:
         waiting = sum(now.name == "PENDING" for _, now in run.parts)
-        rest = f"; {waiting} tasks have not started: `hpcinit cancel` cancels them" * bool(run.tasks and waiting)
+        left = f"; {counted(waiting, 'task')} not started yet: `hpcinit cancel` also cancels what waits"
+        rest = left * bool(run.tasks and waiting)
         return f"will save and exit at its next run.should_stop(); a program that never calls it continues{rest}"
     return _canceled(jobs)
 

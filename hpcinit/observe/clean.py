@@ -19,6 +19,7 @@ from pathlib import Path
 from hpcinit.base import console, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import Failure, RequestError
+from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, outside, overview, state
 from hpcinit.records import heartbeats, run_folder, run_numbers
 
@@ -174,7 +175,7 @@ def _outside(options: argparse.Namespace) -> int:
         kept = f"; kept: {one.kept}" if one.kept else ""
         print(plain(str(one.path) if options.quiet else f"{_size(size):>9}  {one.path}  {one.what}{kept}"))
     removed = set()
-    if options.yes or (free and not options.json and _confirmed(f"remove {len(free)} folders? [y/N] ")):
+    if options.yes or (free and not options.json and _confirmed(f"remove {counted(len(free), 'folder')}? [y/N] ")):
         removed = {path for path in free if _removed_folder(path)}
     elif free:
         console.note("nothing was removed; to remove without a confirmation: hpcinit clean --outside --yes")
@@ -187,7 +188,7 @@ def _outside(options: argparse.Namespace) -> int:
             "your programs, such as Hydra's multirun/ and outputs/"
         )
     if options.yes and len(removed) < len(free):
-        raise Failure(f"{len(free) - len(removed)} folders could not be removed; see the messages above")
+        raise Failure(f"{counted(len(free) - len(removed), 'folder')} could not be removed; see the messages above")
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import Failure, RequestError
-from hpcinit.base.text import rank_names
+from hpcinit.base.text import counted, rank_names
 from hpcinit.observe import find_runs, job_step, logs, stack_collector
 from hpcinit.records import hang_report, heartbeats
 from hpcinit.slurm import nodelist, slurm_client
@@ -374,7 +374,7 @@ def lines(
         for file, line, name in frames[:most]:
             yield f"    {name} ({_short(file)}{f':{line}' if line else ''})"
         if most and len(frames) > most:
-            yield f"    and {len(frames) - most} more frames (--full)"
+            yield f"    and {counted(len(frames) - most, 'more frame')} (--full)"
 
 
 def _short(file: str) -> str:

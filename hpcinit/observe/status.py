@@ -17,6 +17,7 @@ from typing import Any
 from hpcinit.base import console, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, overview, progress, requests, restarts, state
 from hpcinit.observe.overview import Run
 from hpcinit.observe.requests import Submission
@@ -73,7 +74,8 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
         parts = [details(run.path, now), submitted(run.path), combination, about]
         yield f"{run.name:24} {now.job_id:>9}  {now.name:10} {'  '.join(filter(None, parts))}".rstrip()
     elif run.tasks:
-        yield f"{run.path.name:24} {job_of(run):>9}  {len(run.tasks)} tasks: {find_runs.count_states(run.tasks)}"
+        states = f"{counted(len(run.tasks), 'task')}: {find_runs.count_states(run.tasks)}"
+        yield f"{run.path.name:24} {job_of(run):>9}  {states}"
         if each_task:
             for task in run.tasks:
                 about = f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {settings(task)}"

@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpcinit.base.console import plain, style
+from hpcinit.base.console import plain
+from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, progress
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
@@ -56,7 +57,7 @@ class StatusTable:
                 del columns[name]
         beside = _width(columns) <= space
         shown = len(self.rows) if self.most is None or len(self.rows) <= self.most else max(1, self.most - 1)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style("bold"))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for name in columns:
             table.add_column(_title(name), no_wrap=True)
         if beside:
@@ -100,7 +101,7 @@ def _rows(run: Run, each_task: bool, in_order: bool, about: str) -> Iterator[_Ro
         yield _row(run.name, run.path, run.now, run.task, [reasons.explain(run.now.reason), about])
     elif run.tasks:
         over = sum(task.state.over for task in run.tasks)
-        cells = {"run": run.path.name, "job": job_of(run), "state": f"{len(run.tasks)} tasks"}
+        cells = {"run": run.path.name, "job": job_of(run), "state": counted(len(run.tasks), "task")}
         bar = ProgressBar(total=len(run.tasks), completed=over, width=BAR)
         texts = {name: Text(plain(text)) for name, text in cells.items()}
         yield _Row({**texts, BAR_COLUMN: bar}, {}, find_runs.count_states(run.tasks))

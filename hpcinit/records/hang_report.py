@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from hpcinit.base import safe_files
-from hpcinit.base.text import rank_names
+from hpcinit.base.text import counted, rank_names
 from hpcinit.records import plain_files, run_folder, scratch, timeline
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
@@ -255,7 +255,7 @@ class HangReport:
             *found,
             *map(str, self.silent_nodes),
             *map(str, self.stuck[:MOST_STUCK]),
-            *([f"{len(self.stuck) - MOST_STUCK} more ranks like these"] if len(self.stuck) > MOST_STUCK else []),
+            *([f"{counted(more, 'more rank')} like these"] if (more := len(self.stuck) - MOST_STUCK) > 0 else []),
             *([f"CPU time, in percent of a core: {used}"] if used else []),
         )
 

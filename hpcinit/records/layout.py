@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 
 # Outermost first: adjacent ranks differ in the last dimension, so tensor parallel groups stay inside a
 # node. The order is the one of torchtitan's ParallelDims.
@@ -90,7 +91,7 @@ class Layout:
         if ranks_per_node and not full.tp_across_nodes and ranks_per_node % full.tp:
             near = " or ".join(f"parallel.tp={tp}" for tp in divisors_around(ranks_per_node, full.tp))
             raise RequestError(
-                f"tp {full.tp} does not divide the {_count(ranks_per_node, 'rank')} of a node, and tensor parallel "
+                f"tp {full.tp} does not divide the {counted(ranks_per_node, 'rank')} of a node, and tensor parallel "
                 f"groups must stay inside a node: {near}, or parallel.tp_across_nodes=true"
             )
         return full
@@ -113,7 +114,11 @@ class Layout:
         """
         world_size = math.prod(self.degrees().values())
         if self._open() or not 0 <= rank < world_size:
-            have = f"parallel.{self._open()[0]} is -1, use over(world_size)" if self._open() else f"{world_size} ranks"
+            have = (
+                f"parallel.{self._open()[0]} is -1, use over(world_size)"
+                if self._open()
+                else counted(world_size, "rank")
+            )
             raise RequestError(f"rank {rank} is not in {self}: {have}")
         found = {}
         for name, degree in reversed(self.degrees().items()):
@@ -136,13 +141,13 @@ class Layout:
         fixed = {name: degree for name, degree in self.degrees().items() if degree != -1}
         product = math.prod(fixed.values())
         per_node = ranks_per_node if ranks_per_node and world_size % ranks_per_node == 0 else None
-        have = _count(world_size, "rank")
+        have = counted(world_size, "rank")
         if per_node:
-            have = f"{_count(world_size // per_node, 'node')} x {_count(per_node, 'rank')} = {world_size}"
+            have = f"{counted(world_size // per_node, 'node')} x {counted(per_node, 'rank')} = {world_size}"
         relation = f"which does not divide {have}" if self._open() else f"but {have}"
         changes = [*self._other_degrees(world_size, per_node), *self._other_nodes(product, world_size, per_node)]
         changes = changes or self._other_layout(world_size, per_node)
-        return "; ".join([f"{_product(fixed)} = {_count(product, 'rank')}, {relation}", *changes])
+        return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
         """Yield 'with tp 8: dp_replicate 3' for each degree whose change alone makes the layout fit."""
@@ -225,7 +230,3 @@ def _product(degrees: dict[str, int]) -> str:
 
 def _terms(degrees: dict[str, int]) -> str:
     return " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

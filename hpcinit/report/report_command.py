@@ -118,7 +118,7 @@ def terminal_table(report: Report) -> Table:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(box=None, pad_edge=False, header_style=console_module.style("bold"), padding=(0, 1))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for column, name in enumerate(HEAD):
         numbers = 0 < column < len(HEAD) - 1
         table.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
@@ -385,7 +385,7 @@ def _print(found: Sequence[Report]) -> None:
 
     console = Console(highlight=False)
     for report in found:
-        console.print(plain(headline(report)), style=console_module.style("bold"), markup=False)
+        console.print(plain(headline(report)), style="bold", markup=False)
         console.print(terminal_table(report))
         for line in notes(report):
             console.print(plain(line), markup=False)

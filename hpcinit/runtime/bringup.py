@@ -21,6 +21,7 @@ from hpcinit.base import processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.base.processes import end_hard
+from hpcinit.base.text import counted
 from hpcinit.records import program_use, run_folder, safeguards, startup_settings
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Samples, Spec, Training, of_this_run
@@ -250,17 +251,13 @@ def _settle(plan: Plan, keep: bool) -> timedelta:
 
 def _shape(world: World) -> str:
     launcher = launchers.display_name(world, os.environ)
-    return f"{_count(world.world_size, 'rank')} on {_count(world.nodes, 'node')} ({launcher})"
+    return f"{counted(world.world_size, 'rank')} on {counted(world.nodes, 'node')} ({launcher})"
 
 
 def _by_device(plan: Plan) -> str:
     """Return 'nccl on cuda:0 and gloo on cpu'."""
     others = [f"{name} on {kind}" for kind, name in plan.backends.items() if kind != plan.device.type]
     return " and ".join([f"{plan.backend} on {plan.device}", *others])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def shutdown(timeout: timedelta = SHUTDOWN) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hpcinit.base import console
 from hpcinit.base.errors import NOTHING_SUBMITTED, RequestError, SubmitError
+from hpcinit.base.text import counted
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, run_numbers
 
@@ -211,8 +212,9 @@ def _too_large(names: Sequence[str], sizes: Sequence[int], max_mb: float) -> str
     largest = sorted(zip(sizes, names, strict=True), reverse=True)[:LARGEST_SHOWN]
     lines = "\n".join(f"  {size / MB:8.1f} MB  {name!r}" for size, name in largest)
     return (
-        f"snapshot=git: {len(names)} files of {sum(sizes) / MB:.1f} MB, more than snapshot_max_mb={max_mb:g}; the "
-        f"largest:\n{lines}\nadd data files to .gitignore or to snapshot_exclude=[...], or raise snapshot_max_mb"
+        f"snapshot=git: {counted(len(names), 'file')} of {sum(sizes) / MB:.1f} MB, more than "
+        f"snapshot_max_mb={max_mb:g}; the largest:\n{lines}\n"
+        "add data files to .gitignore or to snapshot_exclude=[...], or raise snapshot_max_mb"
     )
 
 

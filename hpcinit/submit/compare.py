@@ -14,6 +14,7 @@ import yaml
 from hpcinit.base import console as console_module
 from hpcinit.base import json_output
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 from hpcinit.config.request import Request
 from hpcinit.observe import find_runs
 from hpcinit.records import run_folder
@@ -62,7 +63,11 @@ def main(argv: Sequence[str]) -> int:
         print(json_output.line("script", fields))
         return int(changed > 0)
     print("\n".join(text))
-    note = f"{changed} lines differ from the submitted script" if changed else "identical to the submitted script"
+    note = (
+        f"{counted(changed, 'line')} different from the submitted script"
+        if changed
+        else "identical to the submitted script"
+    )
     console_module.message(f"{run / run_folder.SCRIPT}: {note}")
     return int(changed > 0)
 

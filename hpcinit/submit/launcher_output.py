@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, state, watch
 from hpcinit.observe.poll import Polls
 from hpcinit.observe.state import State
@@ -42,6 +43,6 @@ def failure(run: Path, now: State) -> str:
 def show_failures(lines: Sequence[str], jobs: int, show: Print) -> None:
     """Show the jobs of a batch of `jobs` that failed. lines: one of each."""
     if lines:
-        show(f"{len(lines)} of {jobs} jobs failed. For the evidence:  hpcinit why RUN")
+        show(f"{len(lines)} of {counted(jobs, 'job')} failed. For the evidence:  hpcinit why RUN")
     for line in lines:
         show(line)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpcinit.base import console, json_output
+from hpcinit.base.text import counted
 from hpcinit.config import checks, hetjob, resources
 from hpcinit.config.request import Request
 from hpcinit.records import components
@@ -124,8 +125,8 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
         at_once = requests[0].config.sweep.at_once or len(submitted)
         nodes = sum(sorted((config.nodes for config in submitted), reverse=True)[:at_once])
         tasks = (
-            f"{len(done.ids)} tasks on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, on up to "
-            f"{nodes} node{'s' * (nodes != 1)} at once"
+            f"{counted(len(done.ids), 'task')} on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, on up to "
+            f"{counted(nodes, 'node')} at once"
         )
         found = {resources.of(request.config).described() for request in requests}
         same = [f"request of each task: {text}" for text in found if text and len(found) == 1]

@@ -311,7 +311,7 @@ def _show(request: Request, found: Estimate, advice: Sequence[str]) -> None:
         if line:
             out.print(line, markup=False)
     out.print(_table(found))
-    out.print(verdict(found), markup=False, style=console.style(STYLES[found.fits]))
+    out.print(verdict(found), markup=False, style=STYLES[found.fits])
     for line in found.unknown:
         out.print(f"not counted: {line}", markup=False)
     if found.fits is False:

@@ -15,6 +15,7 @@ import yaml
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError
+from hpcinit.base.text import counted
 from hpcinit.config.request import Ended, Request
 from hpcinit.observe import state
 from hpcinit.records import results, run_folder, run_numbers
@@ -67,7 +68,7 @@ class Trials:
             raise Failure("the sweeper requested no trials: check its settings, hydra.sweeper.*")
         for file in written.iterdir():
             shutil.move(file, self._folder / file.name)
-        best, about = _best(self._folder / FOUND), f"{self._done} trials: {self._folder}"
+        best, about = _best(self._folder / FOUND), f"{counted(self._done, 'trial')}: {self._folder}"
         if self._as_json:
             print_reliably(
                 json_output.line("search", {"best": best, "trials": self._done, "folder": str(self._folder)})
@@ -81,7 +82,7 @@ class Trials:
         return INTERRUPTED
 
     def _so_far(self) -> str:
-        return f"{self._done} trials" + (f": {self._folder}" if self._done else "")
+        return f"{counted(self._done, 'trial')}" + (f": {self._folder}" if self._done else "")
 
     def _record(
         self, requests: Sequence[Request], runs: dict[int, Path], outcomes: Sequence[Value | HpcinitError]

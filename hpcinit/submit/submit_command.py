@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpcinit.base import console, quoting
 from hpcinit.base.errors import INTERRUPTED, ConfigError, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.base.text import counted
 from hpcinit.config import checks, compose, default_cluster, keys
 from hpcinit.config.overrides import sbatchs_quality
 from hpcinit.config.request import Request, Search
@@ -96,7 +97,7 @@ def submit_all(
         if len(jobs) == 1:
             state = f", but the job is still running: hpcinit status {shlex.quote(str(jobs[0][1].path))}"
         else:
-            state = f"; {len(jobs)} jobs were submitted, the others were not" if jobs else "; nothing was submitted"
+            state = f"; {counted(len(jobs), 'job')} submitted, the others not" if jobs else "; nothing was submitted"
         print(f"hpcinit: interrupted{state}", file=sys.stderr)
         return INTERRUPTED
 

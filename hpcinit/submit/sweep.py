@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from hpcinit.base.errors import MaybeSubmitted, SubmitError
-from hpcinit.base.text import ranges
+from hpcinit.base.text import counted, ranges
 from hpcinit.config.request import Request
 from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import slurm_client
@@ -49,7 +49,7 @@ class Job:
         if not self.is_array:
             return self.requests[0].combination
         first, last = self.requests[0].combination, self.requests[-1].combination
-        return f"an array of {len(self.requests)} tasks, {ranges(self.numbers)}: {first} to {last}"
+        return f"an array of {counted(len(self.requests), 'task')}, {ranges(self.numbers)}: {first} to {last}"
 
     def id_of(self, number: int, job_id: str) -> str:
         """Return '4242_17', Slurm's id of the task with index 17."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpcinit.base import console
 from hpcinit.base.errors import NOTHING_SUBMITTED, SubmitError
+from hpcinit.base.text import counted
 from hpcinit.config.slurm_options import OWNED
 from hpcinit.slurm import sbatch_errors, slurm_client
 from hpcinit.slurm.sbatch import LOST_CONTROLLER, NOT_SENT
@@ -126,4 +127,4 @@ def _missing_nodes(script: str, env: Mapping[str, str]) -> str:
     if not missing or (requested and int(requested[1]) > total):
         return ""
     where = f" of partition {found[1]}" if found else ""
-    return f"{missing} of {total} nodes{where} are down, drained or reserved"
+    return f"{missing} of {counted(total, 'node')}{where} are down, drained or reserved"

@@ -18,6 +18,7 @@ from statistics import median
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError, SpecError
+from hpcinit.base.text import counted
 from hpcinit.config import folders
 from hpcinit.discover import cluster_file
 from hpcinit.observe import find_runs
@@ -168,7 +169,8 @@ def _write(seen: History, formula: StartupTimeout, factor: float) -> str:
         )
     entries = [cluster_file.Entry(key, value, f"{key}: {value}\n") for key, value in _values(formula).items()]
     starts, today = sum(map(len, seen.starts.values())), datetime.date.today().isoformat()
-    heading = f"{starts} starts on {', '.join(map(str, seen.starts))} nodes until {today}: {factor:g} x the longest"
+    nodes = f"{', '.join(map(str, seen.starts))} node{'s' * (list(seen.starts) != [1])}"
+    heading = f"{counted(starts, 'start')} on {nodes} until {today}: {factor:g} x the longest"
     try:
         before = cluster_file.parse_document(text, cluster_file.TIMEOUTS)
         cluster_file.write_cluster_file(path, cluster_file.render_document(before, entries, heading))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcinit.base import json_output
-from hpcinit.base.text import ranges
+from hpcinit.base.text import counted, ranges
 from hpcinit.observe import find_runs
 from hpcinit.observe.find_runs import Task
 from hpcinit.why.evidence import Verdict
@@ -42,7 +42,7 @@ def grouped(tasks: Sequence[Task], explain: Callable[[Task], Verdict]) -> list[G
 def lines(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> list[str]:
     """Return the text for a terminal."""
     failed = sum(len(group.tasks) for group in groups)
-    text = [f"{failed or 'none'} of {len(tasks)} tasks failed ({find_runs.count_states(tasks)})"]
+    text = [f"{failed or 'none'} of {counted(len(tasks), 'task')} failed ({find_runs.count_states(tasks)})"]
     for group in groups:
         plural = "s" * (len(group.tasks) > 1)
         text.append(f"task{plural} {ranges(group.numbers)}: {group.verdict.headline}")

@@ -14,6 +14,7 @@ from typing import Any
 from hpcinit.base import console, failure_kinds, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
+from hpcinit.base.text import counted
 from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
 from hpcinit.observe.continuation import RESTARTS_ALONE
 from hpcinit.records import hang_report, job_log, run_folder, world_size
@@ -112,7 +113,9 @@ def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
 def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
     """Print which ranks cause a hang, from the dumps of a job that hpcinit need not have started."""
     found = hang_verdict.verdict(dumps)
-    first, *rest = found.lines() or (f"the dumps of {len(dumps)} ranks show no rank that waits in a collective",)
+    first, *rest = found.lines() or (
+        f"the dumps of {counted(len(dumps), 'rank')} show no rank that waits in a collective",
+    )
     if options.json:
         kind = found.culprits[0].kind if found.culprits else failure_kinds.UNKNOWN if found else OK
         print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}))

@@ -203,7 +203,7 @@ def test_render_shows_the_script_and_differences(hpcinit: Run, tmp_path: Path) -
     assert "+++ x-0001 with nodes=2/job.sh\n" in now.stdout
     (first / "job.sh").write_text((first / "job.sh").read_text().replace("nodes=1", "nodes=3"))
     edited = hpcinit("render", "x-0001")
-    assert edited.returncode == 1 and "lines differ from the submitted script" in edited.stderr
+    assert edited.returncode == 1 and " different from the submitted script" in edited.stderr
     assert "expected one other run, or key=value for this one" in hpcinit("render", "x-0001", "x-0002", "a=1").stderr
 
 

@@ -328,5 +328,5 @@ def test_a_spec_of_another_size(hpcinit: Run, tmp_path: Path) -> None:
     hpcinit("submit", "nodes=2", "wait=true", "--", "sh", "-c", "echo $RANK/$WORLD_SIZE")
     done = hpcinit("run", "runs/sh-0001/spec.json")
     assert (done.returncode, done.stdout) == (0, "0/1\n")
-    assert "single started 1 ranks, but runs/sh-0001/spec.json is for 2 nodes x 1 rank = 2: its layout" in done.stderr
+    assert "single started 1 rank, but runs/sh-0001/spec.json is for 2 nodes x 1 rank = 2: its layout" in done.stderr
     assert f"to start all ranks: {tmp_path}/runs/sh-0001/job.sh" in done.stderr

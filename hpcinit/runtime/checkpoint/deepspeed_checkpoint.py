@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hpcinit.base.console import say
 from hpcinit.base.errors import CheckpointError, RequestError
+from hpcinit.base.text import counted
 from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
 from hpcinit.runtime.checkpoint import native_checkpoint
 from hpcinit.runtime.checkpoint.checkpoint_folder import Description
@@ -134,7 +135,8 @@ def _convert(path: Path, saved: Description) -> None:
 
 def _converter(path: Path, saved: Description) -> Iterator[bool]:
     """Yield False while it runs, then True. Raise OSError, or CheckpointError with the last lines of its output."""
-    say(f"{path.name} was saved by {saved.world_size} ranks: converting it once, to load it on {dist.get_world_size()}")
+    saved_by = counted(saved.world_size, "rank")
+    say(f"{path.name} was saved by {saved_by}: converting it once, to load it on {dist.get_world_size()}")
     with tempfile.TemporaryDirectory(prefix=".universal-", dir=path) as temporary:
         log, made = Path(temporary, "log"), Path(temporary, UNIVERSAL)
         words = ["--input_folder", str(path / NATIVE), "--output_folder", str(made), "--inject_missing_state"]

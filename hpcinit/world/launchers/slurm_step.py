@@ -16,6 +16,7 @@ from pathlib import Path
 from hpcinit.base import processes
 from hpcinit.base.errors import NodelistError, RequestError, WorldError
 from hpcinit.base.safe_files import read_or_empty
+from hpcinit.base.text import counted
 from hpcinit.slurm import nodelist
 from hpcinit.world import World, number, ports
 
@@ -88,7 +89,8 @@ def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[i
     own = env.get("SLURMD_NODENAME", "")
     if not node_rank < len(hosts):
         raise WorldError(
-            f"SLURM_NODEID is {node_rank}, but the step has {len(hosts)} hosts ({','.join(hosts)}): {USE_SRUN}"
+            f"SLURM_NODEID is {node_rank}, but the step has {counted(len(hosts), 'host')} "
+            f"({','.join(hosts)}): {USE_SRUN}"
         )
     if env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         master = _of_hostfile(env, hosts, own, ranks_here)
@@ -247,7 +249,7 @@ def _doubt_from_counts(env: Mapping[str, str]) -> str:
     if count is None or count == here:
         return ""
     return (
-        f"SLURM_STEP_ID is inherited from another step: that has {count} tasks on {env['SLURMD_NODENAME']} "
+        f"SLURM_STEP_ID is inherited from another step: that has {counted(count, 'task')} on {env['SLURMD_NODENAME']} "
         f"(SLURM_STEP_TASKS_PER_NODE {per_node}), and SLURM_GTIDS is {gtids}"
     )
 
@@ -333,7 +335,7 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]
 def _without_step(env: Mapping[str, str], doubt: str) -> World:
     """Return the world of a batch script or salloc shell with one task. Refuse more: that rank would hang."""
     tasks = _tasks_of_job(env)
-    if tasks != "1 tasks":
+    if tasks != "1 task":
         raise WorldError(
             f"this process has no rank, but the job has {tasks}: {USE_SRUN}, or set HPCINIT_STARTED_BY=single for a "
             f"single process ({doubt})"
@@ -348,9 +350,9 @@ def _tasks_of_job(env: Mapping[str, str]) -> str:
     for kind in ("HET", "PACK"):
         counts = [env.get(f"SLURM_NTASKS_{kind}_GROUP_{i}", "1") for i in range(len(components(env)))]
         if counts and all(count.isdigit() for count in counts):
-            return f"{sum(map(int, counts))} tasks"
+            return counted(sum(map(int, counts)), "task")
     nodes, tasks = env.get("SLURM_JOB_NUM_NODES", "1"), env.get("SLURM_NTASKS", "1")
-    return f"{nodes} nodes" if tasks == "1" != nodes else f"{tasks} tasks"
+    return f"{nodes} nodes" if tasks == "1" != nodes else f"{tasks} task{'s' * (tasks != '1')}"
 
 
 # With launch=fork, the one Slurm task of a node forks its ranks.
