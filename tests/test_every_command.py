@@ -52,7 +52,8 @@ ARGUMENTS = {
 DOCUMENTS = {"render": "script", "export": "script", "resubmit": "submit", "watch": "status"}
 FLAGS = {"--json", "-q", "--quiet", "-v", "--verbose"}
 WITH_TORCH = {"build-ops"}  # runs in another process, because the tests' process must not import torch
-COLOR = re.compile(r"\x1b\[[0-9;]*(?:3[0-7]|9[0-7]|38;[0-9;]+)m")
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+PLURAL = re.compile(r"\b1 (?:more )?(?!ms\b|bus\b|class\b|process\b|pass\b|is\b|was\b|has\b)[a-zA-Z]+s\b")
 TIMEOUT_S = 120
 
 
@@ -101,11 +102,15 @@ BESIDE_RANKS = {"stacks", "exec", "shell"}
 
 @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name not in BESIDE_RANKS])
 def test_json_quiet_and_verbose(here: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    """--json prints only JSON; -q prints at most the usual answer and no notes; -v the same answer and more notes."""
+    """--json prints only JSON; -q prints at most the usual answer and no notes; -v the same answer and more notes.
+
+    A count of one has no plural.
+    """
     undo(here)
     status, plain, beside = answer(capfd, name)
     undo(here)
     assert status in (0, 1) and "hpcinit: error" not in beside, beside
+    assert not PLURAL.search(plain + beside)
     as_json, quiet = answer(capfd, name, "--json"), (undo(here), answer(capfd, name, "-q"))[1]
     undo(here)
     verbose = answer(capfd, name, "-v")
@@ -254,18 +259,29 @@ def test_completion_of_runs_and_keys(here: Path) -> None:
     assert completion.candidates("hpcinit submit -- --multi") == completion.candidates("hpcinit nothing --q") == []
 
 
-COLORED = ("status", "watch", "plan", "doctor", "render")  # their output has colors in a terminal
+COLORED = ("status", "watch", "plan", "doctor", "report", "render")  # their output has colors in a terminal
 
 
 @pytest.mark.parametrize("name", COLORED)
 def test_colors_in_a_terminal_only(folder: Path, name: str) -> None:
-    """A terminal shows colors unless NO_COLOR=1; a pipe gets no escape sequences."""
+    """A terminal shows colors unless NO_COLOR=1, then no bold text either; a pipe gets no escape sequences."""
     words = [*ARGUMENTS[name], "nodes=2"] if name == "render" else ARGUMENTS[name]
     command = [sys.executable, "-m", "hpcinit", name, *words]
-    assert COLOR.search(in_a_terminal(command, folder))
-    assert not COLOR.search(in_a_terminal(command, folder, NO_COLOR="1"))
+    assert STYLE.search(in_a_terminal(command, folder))
+    assert not STYLE.search(in_a_terminal(command, folder, NO_COLOR="1"))
     piped = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert "\x1b" not in piped.stdout + piped.stderr and piped.stdout
+
+
+def test_every_console_applies_no_color() -> None:
+    """No command makes a Console of rich that prints bold text with NO_COLOR."""
+    calls = [
+        (path.name, line.strip())
+        for path in Path(main.__file__).parents[1].rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"\bConsole\(", line)
+    ]
+    assert calls and not [call for call in calls if "color_system=" not in call[1]]
 
 
 def test_a_terminal_shows_the_next_commands(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def _shown(character: str) -> str:
 
 
 def color_system() -> Literal["auto"] | None:
-    """Return what every Console of rich gets: None with NO_COLOR, which rich itself applies to colors, but not to bold."""
+    """Return the color_system of every Console: None with NO_COLOR, which rich itself does not apply to bold text."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 

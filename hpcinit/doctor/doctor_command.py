@@ -135,7 +135,8 @@ def _submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
 
 def wait(path: Path) -> int:
     """Wait until the run has ended. Return 0, or 130 after Ctrl-C."""
-    out = Console(stderr=True, quiet=console.quiet(), highlight=False, soft_wrap=True)
+    colors = console.color_system()
+    out = Console(stderr=True, quiet=console.quiet(), highlight=False, soft_wrap=True, color_system=colors)
     poll, shown, started = Poll(path), "", time.monotonic()
     try:
         with out.status("") as line:
@@ -215,7 +216,7 @@ def _show(
 def show_table(checks: Sequence[Check], quiet: bool) -> None:
     """Print the checks: with colors in a terminal, else as plain lines. quiet: only those that are not ok."""
     shown = [check for check in checks if not quiet or check.status != OK]
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
     if out.is_terminal and shown:
         out.print(_table(shown), soft_wrap=False)
     else:
@@ -246,7 +247,7 @@ def show_ranks(reports: Sequence[Report]) -> None:
     """Print each rank with its host and device, and the speed of the all-reduce by size."""
     if not reports:
         return
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
     rows = [_rank(report) for report in reports[:MOST_ROWS]]
     used = [number for number, name in enumerate(COLUMNS) if any(row[number] for row in rows)]
     ranks = Table(box=None, pad_edge=False, header_style="bold")

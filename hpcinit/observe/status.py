@@ -314,7 +314,8 @@ def _table(runs: Sequence[overview.Run], each_task: bool) -> None:
 
     from hpcinit.observe.status_table import status_table  # noqa: PLC0415 - rich
 
-    Console(highlight=False).print(status_table(runs, each_task, about=_arguments(runs)))
+    out = Console(highlight=False, color_system=console.color_system())
+    out.print(status_table(runs, each_task, about=_arguments(runs)))
     for text in meanings([run for run in runs if run.tasks and each_task]):
         print(plain(text))
 

@@ -72,7 +72,7 @@ def _live(polls: Polls) -> None:
 
     from hpcinit.observe import status_table  # noqa: PLC0415
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, color_system=console_module.color_system())
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         over = False
         while not over:

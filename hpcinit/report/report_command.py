@@ -383,7 +383,7 @@ def _print(found: Sequence[Report]) -> None:
         return
     from rich.console import Console  # noqa: PLC0415 - for a terminal only
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, color_system=console_module.color_system())
     for report in found:
         console.print(plain(headline(report)), style="bold", markup=False)
         console.print(terminal_table(report))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import pwd
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from typing import NamedTuple
 
+from hpcinit.base import safe_files
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
@@ -268,9 +268,9 @@ def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job
 
 
 def _with_name(reason: Sequence[str]) -> str:
-    """Return sacct's text after the state, with the user's name: 'by ada' for ['by', '1000']."""
-    with suppress(IndexError, ValueError, KeyError):  # KeyError: no such user on this machine
-        return f"{reason[0]} {pwd.getpwuid(int(reason[1])).pw_name}"
+    """Return sacct's text after the state, with the user's name: 'by ada' for ['by', '1000'], or 'by user 1000'."""
+    with suppress(IndexError, ValueError):
+        return f"{reason[0]} {safe_files.user(int(reason[1]))}"
     return " ".join(reason)
 
 

@@ -135,6 +135,6 @@ def _print_in_color(lines: Sequence[str]) -> None:
     from rich.console import Console  # noqa: PLC0415 - in a terminal only
     from rich.text import Text  # noqa: PLC0415
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     for line in lines:
         console.print(Text(line, style=COLORS.get(line[:1], "")))

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from hpcinit.base import console as console_module
 from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.base.text import ranges
@@ -24,7 +25,7 @@ LOOK_S = 0.2  # between two reads of the run folder; Slurm is queried less often
 
 def follow(path: Path) -> int:
     """Wait until the run is over and return its exit status. Ctrl-C stops waiting, not the job, and returns 130."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     run = shlex.quote(str(path))
     try:
         end = _watch(path, console)
@@ -92,7 +93,7 @@ def _script(path: Path, end: state.State) -> str:
 
 def follow_sweep(path: Path) -> int:
     """Wait until all tasks of a sweep are over and return their highest exit status. Ctrl-C stops waiting: 130."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     run = shlex.quote(str(path))
     try:
         tasks = _watch_tasks(path, console)

@@ -306,7 +306,7 @@ def _document(config: Config, found: Estimate, advice: Sequence[str]) -> dict[st
 
 
 def _show(request: Request, found: Estimate, advice: Sequence[str]) -> None:
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
     for line in [request.combination, *equations(request.config)]:
         if line:
             out.print(line, markup=False)

@@ -235,7 +235,13 @@ def test_accounting_that_missed_an_end(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("word", "status"),
-    [("COMPLETED|0:0", 0), ("FAILED|3:0", 3), ("CANCELLED by 0|0:15", 143), ("CANCELLED by 0|0:0", None)],
+    [
+        ("COMPLETED|0:0", 0),
+        ("FAILED|3:0", 3),
+        ("CANCELLED by 0|0:15", 143),
+        ("CANCELLED by 0|0:0", None),
+        ("CANCELLED by 54321|0:0", None),
+    ],
 )
 def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, status: int | None) -> None:
     """A job that was cancelled while it waited has no exit status, although sacct prints 0:0. Recorded output."""
@@ -243,7 +249,7 @@ def test_exit_statuses_of_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(queue, "_lines", lambda command, *_: [line] if command[0] == "sacct" else [])
     now = state.read(recorded(tmp_path, "x", "77"))
     assert (now.name, now.exit_status) == (word.split("|", maxsplit=1)[0].split(maxsplit=1)[0], status)
-    assert now.reason == ("by root" if " by 0" in word else "")
+    assert now.reason == ("by root" if " by 0" in word else "by user 54321" if "by" in word else "")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import subprocess
@@ -10,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from hpcinit.observe.status_table import status_table
+from hpcinit.base import console
 from tests.conftest import Run
 
 TITLE = "\x1b]0;owned\x07"
@@ -69,11 +67,7 @@ def test_other_outputs_get_every_byte(hpcinit: Run, tmp_path: Path) -> None:
     assert TITLE.encode() in output and b" 10%\r 50%\r100% done\n" in output and b"\x1b[5;1Hmoved" in output
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_no_color_means_no_style(monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
-    """With NO_COLOR the table of `status` on a terminal has no control sequence, not even for bold text."""
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", "xterm")
-    out = io.StringIO()
-    Console(file=out, force_terminal=True).print(status_table([], False))
-    assert ("\x1b" in out.getvalue()) == (not no_color)
+def test_no_color_applies_to_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NO_COLOR, a terminal shows the lines of a program without the colors and styles that it printed."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert console.colored("\x1b[1;31mbold\x1b[0m \x1b[2J") == "bold \\x1b[2J"
