@@ -1,7 +1,7 @@
 """`sbatch --test-only`: check whether Slurm would accept the job, and when it would start. Nothing is submitted.
 
 Slurm computes the start from the time limits of the jobs that run now. It is too late if they end earlier: a job with a
-limit of 10 minutes that ends after a second postpones it by 10 minutes. The message says so.
+limit of 10 minutes that ends after a second postpones it by 10 minutes. The message shows that.
 
 The answer is on stderr. A refusal is "allocation failure: ..."; its exit status is 1 in Slurm 22.05 and 24.11, and 0 in
 26.05, whose sbatch accepts a job that can never start. The check ignores nodes that are down, drained or reserved,
