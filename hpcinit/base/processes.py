@@ -176,18 +176,18 @@ class Process:
         return _started(self.pid) != self.started
 
 
-def identity() -> dict[str, Any]:
-    """Return the fields of Process for this process."""
+def identity(pid: int | None = None) -> dict[str, Any]:
+    """Return the fields of Process for this process, or for `pid`, a child of it."""
     try:
         namespace = str((PROC / "self/ns/pid").readlink())
     except OSError:
         namespace = ""
     return {
         "host": os.uname().nodename,
-        "pid": os.getpid(),
+        "pid": pid or os.getpid(),
         "boot": read_or_empty(PROC / "sys/kernel/random/boot_id").strip(),
         "namespace": namespace,
-        "started": _started(os.getpid()),
+        "started": _started(pid or os.getpid()),
     }
 
 

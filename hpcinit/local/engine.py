@@ -51,7 +51,8 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     assert process.stdin is not None  # PIPE
     # The state is on disk before the job runs, so that a reader always finds one.
     try:
-        write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time()})
+        engine = processes.identity(process.pid)
+        write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time(), "engine": engine})
         process.stdin.write(GO)
         process.stdin.close()
     except Exception as error:  # without GO the engine runs nothing
@@ -135,18 +136,30 @@ def _end(job: Child) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the last state of the run in `path`; NODE_FAIL if its engine was killed before it recorded the end."""
     state = _read(path)
-    if state.get("state") == "RUNNING" and not is_alive(state):
+    if state.get("state") == "RUNNING" and _has_ended(state):
         state = _read(path)  # the engine may have ended after the first read
         if state.get("state") == "RUNNING":
             return {**state, "state": "NODE_FAIL", "exit_status": 128 + signal.SIGKILL}
     return state
 
 
-def cancel(path: Path) -> None:
-    """Signal the engine of the run in `path` to stop its job."""
+def elsewhere(path: Path) -> str:
+    """Return the host of the run's engine if it may run there, invisible to this host or container; else ''."""
     state = _read(path)
-    if is_alive(state):
+    return state["engine"]["host"] if state.get("state") == "RUNNING" and _has_ended(state) is None else ""
+
+
+def cancel(path: Path) -> None:
+    """Signal the engine of the run in `path` to stop its job. Its id may be another process's on another host."""
+    state = _read(path)
+    if _has_ended(state) is False:
         os.kill(int(state["pid"]), signal.SIGTERM)
+
+
+def _has_ended(state: Mapping[str, Any]) -> bool | None:
+    """Return whether the engine has ended; None if that is not visible from this host or container."""
+    recorded = state.get("engine")
+    return processes.Process(**recorded).has_ended() if recorded else not is_alive(state)
 
 
 def is_alive(state: Mapping[str, Any]) -> bool:

@@ -96,6 +96,11 @@ def _check(run: overview.Run, save: bool) -> None:
         raise RequestError(
             f"{run.path.name} was started manually, as process {now.job_id}: stop it in its terminal with Ctrl-C"
         )
+    if not save and now and now.engine == "local" and (host := _elsewhere(run.path)):
+        raise RequestError(
+            f"{run.path.name} runs on {host}, and its processes are not visible here: type there: hpcinit cancel "
+            f"{run.path.absolute()}"
+        )
     # A controller that lost its state has given the id to another job, which only its reply shows.
     silent = [] if save else [part for _, part in run.parts if part.away and not part.over]
     if silent:
@@ -106,6 +111,12 @@ def _check(run: overview.Run, save: bool) -> None:
             f"{run.path.name} was not canceled: Slurm does not answer ({silent[0].reason}), so it is unknown whether "
             f"job {job} is still its job; try again when `squeue` answers, or type: {scancel}"
         )
+
+
+def _elsewhere(path: Path) -> str:
+    from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
+
+    return engine.elsewhere(path)
 
 
 def _jobs(run: overview.Run) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.base import console, json_output
+from hpcinit.base import console, json_output, safe_files
 from hpcinit.base.console import plain
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
@@ -25,6 +25,7 @@ from hpcinit.records import heartbeats, run_folder, run_numbers
 
 DAY_S = 86_400.0
 ALIVE_S = 120.0  # a rank that wrote a heartbeat within this time is treated as running
+SUBMITTING_S = 3600.0  # a submitter may wait for the controller between two arrays of a sweep
 
 
 @dataclass(frozen=True)
@@ -109,20 +110,33 @@ def _problem(run: overview.Run) -> str:
     """Return why the run must not be removed, or ''."""
     if run.error:
         return str(run.error)
-    name = run.path.name
-    if find_runs.is_sweep(run.path.absolute().parent):
-        return f"{run.path} is one task of a sweep: remove the whole sweep, hpcinit clean {run.path.absolute().parent}"
-    for path, now in run.parts:
+    return next(_problems(run), "")
+
+
+def _problems(run: overview.Run) -> Iterator[str]:
+    name, path = run.path.name, run.path
+    if find_runs.is_sweep(path.absolute().parent):
+        whole = path.absolute().parent
+        yield f"{path} is one task of a sweep: remove the whole sweep, hpcinit clean {whole}"
+    if path.is_symlink():
+        yield f"{path} is a link to {path.readlink()}: remove the folder and the link yourself"
+    if not safe_files.is_own(path):
+        yield f"{path} belongs to {safe_files.user(path.stat().st_uid)}: only its owner removes it"
+    yourself = f"so it may still run. If it does not, remove the folder yourself: rm -r {path}"
+    written = (path / run_folder.SUBMISSION).stat().st_mtime
+    if len(run.parts) < len(run.tasks) and time.time() - written < SUBMITTING_S:
+        yield f"{name} has tasks that are not submitted yet, {yourself}"
+    for part, now in run.parts:
         if now.name == "UNKNOWN":
-            return (
-                f"the state of {name} is UNKNOWN ({now.reason}), so it may still run. If it does not, remove the "
-                f"folder yourself: rm -r {run.path}"
-            )
-        if not now.over or now.others or _is_alive(path):
+            yield f"the state of {name} is UNKNOWN ({now.reason}), {yourself}"
+        if now.away and now.exit_status != 0:
+            yield f"Slurm does not answer ({now.reason}) and may restart {name}, {yourself}"
+        if now.by_hand and now.name == "NODE_FAIL":
+            yield f"{name} was started manually, perhaps on another host, {yourself}"
+        if not now.over or now.others or _is_alive(part):
             about = "has jobs in the queue" if now.over and now.others else f"is {now.name}" if not now.over else ""
             about = about or "still writes heartbeats"
-            return f"{name} {about}: only finished runs are removed. Cancel it first: hpcinit cancel {name}"
-    return ""
+            yield f"{name} {about}: only finished runs are removed. Cancel it first: hpcinit cancel {name}"
 
 
 def _is_alive(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """What hpcinit wrote outside of run folders, for `hpcinit clean --outside`.
 
-Invariant: nothing that a job or a process of this user may use is removed. A job in the queue may load an op from the
+Invariant: nothing that a job or a process of this user may use is removed, and nothing that hpcinit did not write: with
+XDG_CACHE_HOME=/scratch/me, ~/.cache/hpcinit may be a checkout. A job in the queue may load an op from the
 cache, and a process may use a folder on this machine's disk. So the cache stays while this user has a job in the queue,
 and while Slurm does not answer. This machine's folder stays while any folder in it is locked.
 """
@@ -48,9 +49,9 @@ def _node_disks(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _homes(env: Mapping[str, str]) -> Iterator[Place]:
-    cache = Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "hpcinit"
-    if cache.is_dir():
-        yield Place(cache, "compiled DeepSpeed ops, secrets of ranks started without submit", _why_in_use())
+    ops = Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "hpcinit/ops"
+    if ops.is_dir():
+        yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", _why_in_use())
     yield Place(node_records.folder(env), "nodes that failed, and those added with hpcinit nodes --add")
 
 

@@ -268,6 +268,8 @@ def _local(path: Path, job_id: str) -> State:
     reason = "the local engine ended without a record: it was killed, or the disk is full" * (
         left.get("state") == "NODE_FAIL"
     )
+    if host := engine.elsewhere(path):
+        reason = f"as recorded on {host}: its processes are not visible here"
     return State(left.get("state", "UNKNOWN"), job_id, "local", reason, left.get("exit_status"), engine.STATE)
 
 

@@ -51,7 +51,7 @@ def own(tmp_path: Path) -> str:
 
 def test_all_places_are_shown(hpcinit: Run, tmp_path: Path, wrote: dict[str, str]) -> None:
     """Without --yes each place is listed with its size, and nothing is removed."""
-    expected = {own(tmp_path), "cache/hpcinit", "state/hpcinit/nodes", "runs/.x-0001.removed-7"}
+    expected = {own(tmp_path), "cache/hpcinit/ops", "state/hpcinit/nodes", "runs/.x-0001.removed-7"}
     found = listed(hpcinit, wrote)
     assert set(found) == expected
     assert not any(one["removed"] for one in found.values())
@@ -76,11 +76,11 @@ def test_removed_unless_a_job_may_use_it(
     env = {**idle_slurm.env, **wrote, "TMPDIR": str(tmp_path / "disk")}
     idle_slurm.run("sbatch", "--begin=now+1hour", "--wrap=true")
     found = listed(hpcinit, env)
-    assert str(found["cache/hpcinit"]["kept"]).endswith("is in the queue and may use it")
+    assert str(found["cache/hpcinit/ops"]["kept"]).endswith("is in the queue and may use it")
     idle_slurm.run("scancel", "--me")
     found = listed(hpcinit, env)
-    assert not found["cache/hpcinit"]["kept"]
-    for path in (own(tmp_path), "cache/hpcinit", "state/hpcinit/nodes", "runs/.x-0001.removed-7"):
+    assert not found["cache/hpcinit/ops"]["kept"]
+    for path in (own(tmp_path), "cache/hpcinit/ops", "state/hpcinit/nodes", "runs/.x-0001.removed-7"):
         assert path in found
 
 
