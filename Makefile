@@ -190,6 +190,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.prose
+	$(BIN)/python -m tests.links
 	$(BIN)/shellcheck sbatch/*.sbatch examples/*/submit.sh hpcinit/submit/lib/*.sh tests/runtime/*.sh .ci/run
 
 # A table of the lines that all tests, or a part, execute. A failing test is shown but is not an error here. There are few

@@ -38,8 +38,8 @@ class Request:
     """A Config and its origin.
 
     document: the config as plain containers. combination: in a sweep, the overrides that differ, else ''. parameters:
-    the same as separate words. warnings: one sentence each. number: its position in the sweep, from 0. typed: the text
-    that the user typed for each key with a single value. words: what the user typed before `--`, for `hpcinit status`.
+    the same overrides, one by one. warnings: one sentence each. number: its position in the sweep, from 0. typed: the
+    text that the user typed for each key with a single value. given: what the user typed before `--`.
     """
 
     config: Config
@@ -49,7 +49,7 @@ class Request:
     number: int = 0
     typed: Mapping[str, str] = field(default_factory=dict)
     parameters: Sequence[str] = ()
-    words: Sequence[str] = ()
+    given: Sequence[str] = ()
     unread: dict[str, str] = field(default_factory=dict)  # keys that nothing reads so far, and a warning for each
 
 

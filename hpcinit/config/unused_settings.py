@@ -38,7 +38,7 @@ def warnings(config: Config) -> Iterator[str]:
 
 @cache
 def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
-    """Return whether the script, or a module or package of its own that it imports, contains the word hpcinit."""
+    """Return whether the script, or a module beside it that it imports, mentions hpcinit; True if it cannot be read."""
     seen, new = set[Path](), {script}
     while new and len(seen) <= MOST_FILES:
         path = new.pop()
@@ -49,7 +49,7 @@ def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
                 return True
             names = _imported(ast.parse(content))
         except (OSError, SyntaxError, ValueError):
-            return True  # nothing is known
+            return True
         for folder in {script.parent, workdir, path.parent}:
             for name in names:
                 new |= {folder / f"{name}.py", *islice((folder / name).rglob("*.py"), MOST_FILES)} - seen

@@ -26,13 +26,13 @@ NOT_SUBMITTED = "NOT_SUBMITTED"
 class Task:
     """One combination of a sweep. The state is NOT_SUBMITTED if sbatch refused the job of this task.
 
-    sweep: its folder. words: the overrides that differ. path: the run folder; that of another run if the task was
+    sweep: its folder. given: the overrides that differ. path: the run folder; that of another run if the task was
     submitted again.
     """
 
     number: int
     sweep: Path
-    words: tuple[str, ...]
+    given: tuple[str, ...]
     path: Path
     state: state.State
 
@@ -43,7 +43,7 @@ class Task:
 
     @property
     def combination(self) -> str:
-        return " ".join(self.words)
+        return " ".join(self.given)
 
     @property
     def resubmitted(self) -> str:

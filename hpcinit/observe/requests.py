@@ -12,7 +12,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.observe import state
 
 MOST_CHARACTERS = 300  # of what distinguishes a run
-NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the others say nothing about the run
+NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the others do not describe the run
 
 
 class Submission(NamedTuple):
@@ -71,17 +71,17 @@ def typed(submission: Submission) -> str:
     return f"{before} -- {program}" if before and program else before or program
 
 
-def parameters(words: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
     """Return the values of one task of a sweep by their names, {"lr": "0.1"}.
 
-    words: what differs between the tasks, "+lr=0.1". arguments: of the task's program. The Hydra launcher varies only
+    given: what differs between the tasks, "+lr=0.1". arguments: of the task's program. The Hydra launcher varies only
     these, as key=value, and adds keys of Hydra that no user typed.
     """
-    pairs = [word.lstrip("+~").partition("=") for word in words if "=" in word]
+    pairs = [word.lstrip("+~").partition("=") for word in given if "=" in word]
     found = {name: value for name, _, value in pairs if name != "job.args"}
     if len(found) < len(pairs):
-        given = [one.lstrip("+~").partition("=") for one in arguments if "=" in one and not one.startswith("-")]
-        found |= {name: value for name, _, value in given if not name.startswith(("hydra.", "hydra/"))}
+        pairs = [one.lstrip("+~").partition("=") for one in arguments if "=" in one and not one.startswith("-")]
+        found |= {name: value for name, _, value in pairs if not name.startswith(("hydra.", "hydra/"))}
     return found
 
 

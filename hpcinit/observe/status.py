@@ -84,7 +84,7 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
 
 def parameters(task: find_runs.Task) -> dict[str, str]:
     """Return the values that this task of a sweep has, by their names."""
-    return requests.parameters(task.words, requests.read(task.path).arguments)
+    return requests.parameters(task.given, requests.read(task.path).arguments)
 
 
 def settings(task: find_runs.Task) -> str:

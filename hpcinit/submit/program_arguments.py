@@ -26,10 +26,10 @@ def given_keys(arguments: Sequence[str]) -> set[str]:
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
 
 
-def typed_words(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
+def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
     """Return what the user typed before `--` for one run, for `hpcinit status`.
 
-    arguments: the command line before `--`. parameters: the words of this combination of a sweep.
+    arguments: the command line before `--`. parameters: what this combination of a sweep adds to it.
     """
     elsewhere = given_keys(parameters) | {"job.script", "job.module", "job.command", "job.args"}
     flags = (*MULTIRUN, "job=program")

@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
         _show_other_variables(run, request)
 
     def submit_all(requests: Sequence[Request]) -> int:
-        words = _words(run, options.overrides)
-        return _submit_all([(run, replace(request, words=words)) for request in requests], command, options.json)
+        given = _given(run, options.overrides)
+        return _submit_all([(run, replace(request, given=given)) for request in requests], command, options.json)
 
     return provenance.recorded_request(document, options.overrides, check, submit_all)
 
@@ -91,7 +91,7 @@ def _submit_all(requests: Sequence[tuple[Path, Request]], command: Sequence[str]
                 resubmitted.note(replaced, again)
 
 
-def _words(run: Path, overrides: Sequence[str]) -> list[str]:
+def _given(run: Path, overrides: Sequence[str]) -> list[str]:
     """Return what the user typed before `--`, for the first submission of `run` and for this one."""
     changed = program_arguments.given_keys(overrides)
     typed = requests_of_runs.read(run).typed
@@ -103,9 +103,9 @@ def _failed(run: Path, overrides: Sequence[str]) -> list[tuple[Path, Request]]:
     failed: list[tuple[Path, Request]] = []
 
     def keep(task: find_runs.Task, composed: Sequence[Request]) -> int:
-        request = replace(composed[0], number=len(failed), combination=task.combination, parameters=task.words)
+        request = replace(composed[0], number=len(failed), combination=task.combination, parameters=task.given)
         original = run / str(task.number)
-        failed.append((original, replace(request, words=_words(original, overrides))))
+        failed.append((original, replace(request, given=_given(original, overrides))))
         return 0
 
     for task in find_runs.failed_tasks(run):

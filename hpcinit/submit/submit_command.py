@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
                 f"no program: this is the smoke test, whose time limit is {requests[0].config.time_min} min. To submit "
                 f"your program: hpcinit submit {shlex.join([*arguments, '--', 'train.py'])}"
             )
-        words = program_arguments.typed_words
-        requests = [replace(request, words=words(arguments, request.parameters)) for request in requests]
+        typed = program_arguments.typed
+        requests = [replace(request, given=typed(arguments, request.parameters)) for request in requests]
         if any(flag in arguments for flag in program_arguments.MULTIRUN):
             program_arguments.check_lists(program, arguments, len(requests))
             program_arguments.check_distinct(requests, program)

@@ -106,7 +106,7 @@ def fill_sweep_folder(
             task = f"{path}/{request.number}"
             folder.make(task)
             spec = job_environment.make_spec(request.config, job_environment.workdir_of(request.config))
-            typed = secret_names.masked(request.words, request.config.secret_names)
+            typed = secret_names.masked(request.given, request.config.secret_names)
             summaries[request.number] = {"program": spec.command(), "typed": typed}
             folder.write(f"{task}/{run_folder.SPEC}", spec.to_json())
             folder.write(f"{task}/{run_folder.CONFIG}", _yaml(request.document, sections))

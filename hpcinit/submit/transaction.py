@@ -360,7 +360,7 @@ def submit(asked: Request, argv: Sequence[str]) -> Submitted:
             return job_id, command
 
         links = restart.hand_over(hand_over, config)
-        shown = {"program": spec.command(), "typed": secret_names.masked(asked.words, config.secret_names)}
+        shown = {"program": spec.command(), "typed": secret_names.masked(asked.given, config.secret_names)}
         chain = {"jobs": list(links.jobs), "tokens": [record["token"] for record in records]}
         mark(path, records[0] | shown | (chain if config.chain > 1 else {}))
     return Submitted(links.jobs[0], path, one.dropped, one.interrupted, links.jobs, links.missing, expected)

@@ -29,7 +29,7 @@ json.dump({"value": loss + 1}, open(run + "/result.json", "w"))
 
 
 def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) -> None:
-    """Runs of one program show the typed words that differ; a single run shows all that the user typed."""
+    """Runs of one program show what the user typed that differs; a single run shows all that the user typed."""
     (tmp_path / "train.py").write_text(PROGRAM)
     for lr, seed in (("0.3", 1), ("0.1", 1), ("0.2", 2)):
         done = hpcinit("submit", "wait=true", f"seed={seed}", "--", "train.py", "--data", "/x", "--lr", lr)

@@ -171,8 +171,8 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_no_word_is_broken(tmp_path: Path, width: int) -> None:
-    """On a narrow terminal the parameters of a sweep stay columns, and no word of a row is broken or cut off."""
+def test_nothing_is_broken_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    """On a narrow terminal the parameters of a sweep stay columns, and no text of a row is broken inside a name or cut off."""
     words = [("lr=0.003", "model.width=2048"), ("lr=0.001", "model.width=512")]
     state = State("COMPLETED", "12345_1", "slurm", exit_status=0, reason="NonZeroExitCode of the prolog")
     runs = [

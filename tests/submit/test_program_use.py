@@ -50,7 +50,7 @@ def test_a_program_without_init(hpcinit: Run, idle_slurm: MiniSlurm, launch: str
 
 
 def test_the_submission_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The submission warns about such settings, unless the script or a module of its own mentions hpcinit."""
+    """The submission warns about such settings, unless the script or a module beside it mentions hpcinit."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import os, pkg.inner\nfrom helper import f\n")
     (tmp_path / "helper.py").write_text("from . import other\nf = 1\n")
