@@ -16,7 +16,7 @@ from hpcinit.base import json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.config.request import Request
-from hpcinit.observe import find_runs
+from hpcinit.observe import find_runs, resubmitted
 from hpcinit.records import run_folder
 from hpcinit.submit import code_snapshot, provenance, script
 
@@ -39,12 +39,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     options = console_module.parse_arguments(parser(), list(argv), intermixed=True)
-    run = find_runs.find_run(options.run, options.runs_dir).absolute()
+    run = _single(find_runs.find_run(options.run, options.runs_dir).absolute())
     runs = [argument for argument in options.other if "=" not in argument]
     if len(runs) > 1 or (runs and len(options.other) > 1):
         raise RequestError(f"{' '.join(options.other)}: expected one other run, or key=value for this one")
     if runs:
-        other = find_runs.find_run(runs[0], options.runs_dir).absolute()
+        other = _single(find_runs.find_run(runs[0], options.runs_dir).absolute())
         return _differ(run, _written(run), other.name, _written(other), options.json)
     config, text = _rendered(run, options.other)
     if options.other:
@@ -70,6 +70,17 @@ def main(argv: Sequence[str]) -> int:
     )
     console_module.message(f"{run / run_folder.SCRIPT}: {note}")
     return int(changed > 0)
+
+
+def _single(run: Path) -> Path:
+    """Return `run`. Raise RequestError for a sweep and for its tasks, which share a script."""
+    sweep = run if find_runs.is_sweep(run) else resubmitted.sweep_of(run)
+    if sweep:
+        raise RequestError(
+            f"{find_runs.name_of(run)} is {'a sweep' if run == sweep else 'a task of a sweep'}, whose tasks share a "
+            f"script: read {sweep / run_folder.SCRIPT}, and config.yaml in the folder of each task"
+        )
+    return run
 
 
 def _changed(run: Path, text: Sequence[str]) -> int:

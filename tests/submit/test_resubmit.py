@@ -246,6 +246,9 @@ def test_only_the_failed_tasks_of_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -
     assert [config(Path(f"runs/x-0002/{number}"))["seed"] for number in (0, 1)] == [2, 3]
     recorded_command = json.loads(Path("runs/x-0002/provenance.json").read_text())["command"]
     assert recorded_command == ["hpcinit", "resubmit", "x-0001"]
+    for name, what in (("x-0002", "x-0002 is a sweep"), ("x-0002/1", "x-0002/1 is a task of a sweep")):
+        refused = hpcinit("render", name)
+        assert refused.returncode == 2 and f"{what}, whose tasks share a script: read " in refused.stderr
     done = hpcinit("resubmit", "x-0002", env=slurm.env)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no task of the sweep x-0002 has failed, so there is nothing to submit again" in done.stderr
