@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ DEVICES = {
 # Clients need these to find Slurm: without SLURM_CONF, sbatch looks in DNS
 # (https://github.com/facebookincubator/submitit/issues/1814).
 KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER"}
+# A site's proxy may have a user's name and password in its URL. Without the variable the job would reach no network.
+PROXY = re.compile(r"(https?|ftp|all)_proxy", re.IGNORECASE)
 # Variables that people set on purpose in a profile, and the equivalent keys.
 INSTEAD = {
     "SBATCH_ACCOUNT": "account",
@@ -120,10 +123,13 @@ def job_environment(
 ) -> tuple[dict[str, str], DroppedVariables]:
     """Return the environment of sbatch, and what was dropped: other jobs' variables and secrets.
 
-    secrets: the job reads these from files itself. patterns: further names of secrets.
+    secrets: the job reads these from files itself. patterns: further names of secrets. A proxy is passed on, even with
+    a password, unless one of them names it.
     """
     kept, foreign = clean_environment(env, devices)
-    found = sorted(k for k in kept if k in secrets or (k not in KEPT and secret_names.is_secret(k, env[k], patterns)))
+    passed = {k for k in kept if k in KEPT or (PROXY.fullmatch(k) and not secret_names.named(k, patterns))}
+    hidden = {k for k in kept if k not in passed and secret_names.is_secret(k, env[k], patterns)}
+    found = sorted(k for k in kept if k in secrets or k in hidden)
     instead = [f"{key}={env[name]}" for name, key in INSTEAD.items() if name in foreign]
     kept = {k: v for k, v in kept.items() if k not in found}
     return kept, DroppedVariables(foreign, [k for k in found if k not in secrets], instead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_a_name_that_is_no_secret_is_passed_on(hpcinit: Run) -> None:
     done = hpcinit("submit", "secret_names=[-HF_TOKEN]", "wait=true", *SHOW, env={"HF_TOKEN": "public"})
     assert printed(folder_of(done), 0) == "6 public\n"
     assert "not passed on" not in done.stderr
+
+
+def test_a_proxy_with_a_password_reaches_the_job(hpcinit: Run) -> None:
+    """The job gets the shell's proxy, and no file of the run has its password. secret_names=[http_proxy] keeps it back."""
+    env, password = {"http_proxy": "http://me:correct-horse@proxy:3128"}, "correct-horse"
+    program = ["--", "sh", "-c", 'printf "%s" "${http_proxy#http://me:}" | sha256sum']
+    done = hpcinit("submit", "wait=true", *program, env=env)
+    expected = hashlib.sha256(f"{password}@proxy:3128".encode()).hexdigest()
+    assert expected in printed(folder_of(done), 0) and password not in done.stdout + done.stderr
+    held = hpcinit("submit", "wait=true", "secret_names=[http_proxy]", *program, env=env)
+    assert "not passed on to the job: http_proxy; " in held.stderr
+    assert expected not in printed(folder_of(held), 0)
+    for path in Path("runs").rglob("*"):
+        assert not path.is_file() or password.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize(
