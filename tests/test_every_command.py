@@ -10,6 +10,7 @@ import math
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,12 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base import console, json_output
+from hpcinit.base.errors import INTERRUPTED
 from hpcinit.cli import completion, main
 from hpcinit.cli.commands import COMMANDS
 from hpcinit.discover import live_site
 from tests import json_documents
+from tests.conftest import Run
 from tests.discover import recorded
 
 # The arguments for each command, in a folder with the finished run train-0001. `run` is a rank and has its own tests.
@@ -147,6 +150,33 @@ def test_other_documents(here: Path, capfd: pytest.CaptureFixture[str], line: st
     assert main.main(line.split()) == status
     found = json_documents.parse(capfd.readouterr().out, document)
     assert found and (document != "error" or [one["kind"] for one in found] == ["request"])
+
+
+def test_an_error_of_the_file_system_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With --json, an error of the file system prints a document of kind `file`."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main.main(["status", "--json"]) == 1
+    (found,) = json_documents.parse(capfd.readouterr().out, "error")
+    assert (found["kind"], found["error"]) == ("file", "the current folder was deleted: cd to a folder that exists")
+
+
+def test_ctrl_c_in_json(tmp_path: Path, hpcinit: Run) -> None:
+    """With --json, a command that Ctrl-C ends prints a document of kind `interrupted`, and exits with 130."""
+    assert hpcinit("submit", "name=long", "--", "sh", "-c", "echo started; exec sleep 600").returncode == 0
+    command = [sys.executable, "-m", "hpcinit", "logs", "--json", "-f", "long-0001"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=TIMEOUT_S)
+    hpcinit("cancel", "long-0001")
+    assert json_documents.parse(first, "logs") and process.returncode == INTERRUPTED
+    (found,) = json_documents.parse(rest, "error")
+    assert (found["kind"], found["error"], found["type"]) == ("interrupted", "interrupted", "Interrupted")
 
 
 def test_one_place_prints_json() -> None:

@@ -100,6 +100,13 @@ class Failure(HpcinitError):
     """The request was valid, but failed."""
 
 
+class Interrupted(HpcinitError):
+    """Ctrl-C ended the command."""
+
+    exit_status = INTERRUPTED
+    kind = failure_kinds.INTERRUPTED
+
+
 class SubmitError(Failure):
     """A failed submission. problem: the message without its last clause. outcome: that clause, the submission's state.
 

@@ -14,6 +14,7 @@ PEER_LOST = "peer-lost"  # another rank failed during the rendezvous, and this r
 # Only of a command that ends with an error: nothing was started, or there is no job.
 REQUEST = "request"  # the request is wrong: a key, a value, an option or the name of a run
 SUBMISSION = "submission"  # Slurm or the local engine refused the job, or did not reply
+INTERRUPTED = "interrupted"  # by Ctrl-C
 
 # Recognized in the output of other programs, by records/causes.py.
 CUDA_MEMORY = "cuda-memory"

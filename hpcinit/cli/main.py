@@ -13,9 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from hpcinit.base import console, json_output
+from hpcinit.base import console, failure_kinds, json_output
 from hpcinit.base.console import say
-from hpcinit.base.errors import INTERRUPTED, ConfigError, HpcinitError
+from hpcinit.base.errors import ConfigError, Failure, HpcinitError, Interrupted
 from hpcinit.base.processes import PROC
 from hpcinit.base.safe_files import read_or_empty
 from hpcinit.cli.commands import COMMANDS
@@ -175,17 +175,22 @@ def guarded(module: str, argv: Sequence[str]) -> int:
     except HpcinitError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [error]:
             say(f"error: {problem}")
-        if "--json" in argv[: argv.index("--") if "--" in argv else None]:
-            print(json_output.line("error", error.document()), flush=True)
-        return error.exit_status
+        return _as_json(error, argv)
     except BrokenPipeError:
         return _ignore_closed_pipe()
     except OSError as error:
         say(f"error: {_system_error(error)}")
-        return 1
+        return _as_json(Failure(_system_error(error), kind=failure_kinds.FILE), argv)
     except KeyboardInterrupt:
         say("interrupted")
-        return INTERRUPTED
+        return _as_json(Interrupted("interrupted"), argv)
+
+
+def _as_json(error: HpcinitError, argv: Sequence[str]) -> int:
+    """Print the error as JSON if --json was given, and return its exit status."""
+    if "--json" in argv[: argv.index("--") if "--" in argv else None]:
+        print(json_output.line("error", error.document()), flush=True)
+    return error.exit_status
 
 
 def _ignore_closed_pipe(status: int = 0) -> int:

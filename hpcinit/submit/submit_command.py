@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpcinit.base import console, quoting
-from hpcinit.base.errors import INTERRUPTED, ConfigError, MaybeSubmitted, RequestError, SubmitError
+from hpcinit.base import console, json_output, quoting
+from hpcinit.base.errors import INTERRUPTED, ConfigError, Interrupted, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.base.text import counted
 from hpcinit.config import checks, compose, default_cluster, keys
 from hpcinit.config.overrides import sbatchs_quality
@@ -99,6 +99,8 @@ def submit_all(
         else:
             state = f"; {counted(len(jobs), 'job')} submitted, the others not" if jobs else "; nothing was submitted"
         print(f"hpcinit: interrupted{state}", file=sys.stderr)
+        if as_json:
+            print(json_output.line("error", Interrupted(f"interrupted{state}").document()), flush=True)
         return INTERRUPTED
 
 
