@@ -204,3 +204,17 @@ def test_a_line_of_the_setup_that_fails_before_the_ranks_do(
     text = hpcinit("why", folder_of(submit(hpcinit, idle_slurm, *words)).name, env=idle_slurm.env).stdout
     assert "/nowhere/data" in text.splitlines()[0]
     assert "a line of the setup failed: . /nowhere/env.sh: exit status 1: /nowhere/env.sh: No such file" in text
+
+
+@pytest.mark.parametrize("command", ["requeue", "requeuehold"])
+def test_a_job_that_waits_for_its_restart(hpcinit: Run, idle_slurm: MiniSlurm, command: str) -> None:
+    """While a requeued job is pending or held in the queue, `why` never advises a second job on its checkpoints."""
+    done = submit(hpcinit, idle_slurm, *SHAPE, "restart.max_restarts=2", "--", "sh", "-c", "echo up; sleep 600")
+    folder, job = folder_of(done), job_id_of(done)
+    until(lambda: (folder / "logs/rank-0.log").exists() and "up" in (folder / "logs/rank-0.log").read_text())
+    idle_slurm.run("scontrol", command, job)
+    until(lambda: " PENDING " in hpcinit("status", folder.name, env=idle_slurm.env).stdout)
+    lines = hpcinit("why", folder.name, env=idle_slurm.env).stdout.splitlines()
+    assert re.match(rf"job {job} waits \(.*\) to restart: the job was requeued, ", lines[0]), lines
+    assert not any("submit it again" in line or "hpcinit resubmit" in line for line in lines), lines
+    idle_slurm.run("scancel", job)
