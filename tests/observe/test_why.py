@@ -208,7 +208,7 @@ def test_a_line_of_the_setup_that_fails_before_the_ranks_do(
 
 @pytest.mark.parametrize("command", ["requeue", "requeuehold"])
 def test_a_job_that_waits_for_its_restart(hpcinit: Run, idle_slurm: MiniSlurm, command: str) -> None:
-    """While a requeued job is pending or held in the queue, `why` never advises a second job on its checkpoints."""
+    """While a requeued job waits in the queue, `why` never advises a second job on its checkpoints."""
     done = submit(hpcinit, idle_slurm, *SHAPE, "restart.max_restarts=2", "--", "sh", "-c", "echo up; sleep 600")
     folder, job = folder_of(done), job_id_of(done)
     until(lambda: (folder / "logs/rank-0.log").exists() and "up" in (folder / "logs/rank-0.log").read_text())
