@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -174,3 +175,117 @@ def test_what_proves_the_end_of_a_job(cluster: MiniSlurm, user: User, monkeypatc
     cluster.run("scancel", job)
     until(lambda: queue.has_ended(job, limit))
     assert queue.has_ended("4000000", limit) is None
+
+
+# Leaves a process behind that has the job's environment, and ends.
+DAEMON = (
+    "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+    "[os.close(n) for n in (0, 1, 2)]; os.execvp('sleep', ['sleep', '600'])"
+)
+
+
+def test_a_process_that_outlived_its_step_in_a_running_allocation(cluster: MiniSlurm, user: User) -> None:
+    """In an allocation of salloc without a step, what a step left behind is not reported: the allocation runs."""
+    done = user.run("salloc", "--no-shell", "-wn1", "--ntasks=1", env=cluster.env)
+    (job,) = re.findall(r"Granted job allocation (\d+)", done.stderr)
+    step = user.run("srun", f"--jobid={job}", "--output=none", user.python(), "-c", DAEMON, env=cluster.env)
+    assert step.returncode == 0, step.stderr
+    until(lambda: sleepers(job))
+    (pid,) = sleepers(job)
+    try:
+        assert found_by_check(cluster, user) == []
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+
+
+def queue_state(cluster: MiniSlurm, job: str) -> str:
+    return re.findall(r"JobState=(\w+)", cluster.run("scontrol", "show", "job", job))[0]
+
+
+def test_an_array_with_one_ended_and_one_running_task(cluster: MiniSlurm, user: User) -> None:
+    """Only what the ended task left behind is reported, if at all; ranks of the running task are not."""
+    script = user.home / "array.sh"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --array=0-1 -wn1 -n1\n"
+        f'[ $SLURM_ARRAY_TASK_ID = 1 ] && exec srun sleep 600\nsrun --output=none {user.python()} -c "{DAEMON}"\n'
+    )
+    array = sbatch(cluster, user, str(script))
+    ids = [array, str(int(array) + 1)]
+    until(lambda: {"COMPLETED", "RUNNING"} == {queue_state_of_task(cluster, array, number) for number in (0, 1)})
+    until(lambda: sum(len(sleepers(job)) for job in ids) == 2)
+    before = {pid: job for job in ids for pid in sleepers(job)}
+    try:
+        lines = found_by_check(cluster, user)
+        ended, *_ = re.findall(r"JobId=(\d+)", cluster.run("scontrol", "show", "job", f"{array}_0"))
+        certain = {int(pid) for line in lines for pid in re.findall(r"process (\d+) .* which has ended", line)}
+        assert certain <= {pid for pid, job in before.items() if job == ended}
+        assert all(Path(f"/proc/{pid}").exists() for pid in before)
+    finally:
+        for pid in before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+
+def queue_state_of_task(cluster: MiniSlurm, array: str, number: int) -> str:
+    return re.findall(r"JobState=(\w+)", cluster.run("scontrol", "show", "job", f"{array}_{number}"))[0]
+
+
+def test_a_step_that_was_started_from_an_ended_job(cluster: MiniSlurm, user: User) -> None:
+    """`srun --overlap --jobid` of a running job, from the shell of a job that has ended since, is no leftover."""
+    running = sbatch(cluster, user, "-wn1", "--ntasks=1", "--wrap=sleep 600")
+    until(lambda: sleepers(running))
+    inner = f"setsid srun --jobid={running} --overlap --ntasks=1 sleep 601 > /dev/null 2>&1 < /dev/null & sleep 2"
+    ended = sbatch(cluster, user, "-wn2", "--ntasks=1", f"--wrap={inner}; exit 0")
+    until(lambda: len(sleepers(running)) == 2)
+    until(lambda: queue_state(cluster, ended) == "COMPLETED")
+    assert found_by_check(cluster, user) == []
+
+
+def test_a_job_of_another_cluster_on_this_node(cluster: MiniSlurm, user: User) -> None:
+    """A node may run slurmd of two clusters, and an id that has ended in one may run in the other. (Its environment is a
+    recorded one of this cluster, with another name: a second slurmd on this node is not started.)"""
+    ended = sbatch(cluster, user, "-wn1", "--ntasks=1", "--wrap=srun env -0 > other.env")
+    assert finish(cluster, ended, 150) == "COMPLETED"
+    env = dict(line.split("=", 1) for line in (user.home / "other.env").read_text().split("\0") if "=" in line)
+    assert env["SLURM_JOB_ID"] == ended
+    for change in ({"SLURM_CLUSTER_NAME": "other"}, {"SLURM_CONF": "/etc/other/slurm.conf"}):
+        other = subprocess.Popen(cluster.inside("n1", user.command("sleep", "600")), env=env | change)
+        try:
+            until(lambda: sleepers(ended))
+            assert found_by_check(cluster, user) == []
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.parametrize("down", ["stopped", "silent"])
+def test_slurm_that_does_not_answer_the_check(cluster: MiniSlurm, user: User, down: str) -> None:
+    """If the controller is down or silent while the check runs, it reports no process, not even a certain leftover."""
+    ended = sbatch(
+        cluster, user, "-wn1", "--ntasks=1", f'--wrap=srun --output=none {user.python()} -c "{DAEMON}" < /dev/null'
+    )
+    assert finish(cluster, ended, 150) == "COMPLETED"
+    until(lambda: sleepers(ended))
+    (pid,) = sleepers(ended)
+    go, waits = user.home / "go", user.home / "waits"
+    (user.home / "check.py").write_text(
+        f"import time, pathlib\npathlib.Path('{waits}').touch()\n"
+        f"while not pathlib.Path('{go}').exists(): time.sleep(0.1)\n" + CHECK.replace("120", "8")
+    )
+    try:
+        job = sbatch(cluster, user, "-wn1", "--ntasks=1", f"--wrap=srun {user.python()} check.py")
+        until(waits.exists)
+        cluster.stop_controller() if down == "stopped" else cluster.pause_controller()
+        go.touch()
+        log = user.home / f"job-{job}.log"
+        until(lambda: "[" in log.read_text())
+        assert json.loads(next(line for line in log.read_text().splitlines() if line.startswith("[")))[1] == []
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        cluster.resume_controller() if down == "silent" else cluster.start_controller()
+        go.unlink(missing_ok=True)
+        waits.unlink(missing_ok=True)
+        os.kill(pid, 9)
