@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hpcinit.runtime.bringup import init, session, shutdown
     from hpcinit.runtime.runtime import Runtime
     from hpcinit.runtime.side_groups import side_group
+    from hpcinit.submit.function_executor import FunctionExecutor as Executor
     from hpcinit.world import World
 
 _PUBLIC = {
@@ -31,6 +32,7 @@ _PUBLIC = {
     "shutdown": "hpcinit.runtime.bringup",
     "session": "hpcinit.runtime.bringup",
     "side_group": "hpcinit.runtime.side_groups",
+    "Executor": "hpcinit.submit.function_executor",
     "Runtime": "hpcinit.runtime.runtime",
     "Layout": "hpcinit.records.layout",
     "Precision": "hpcinit.records.spec",
@@ -40,7 +42,10 @@ _PUBLIC = {
     "HpcinitError": "hpcinit.base.errors",
 }
 
+_OTHER_NAMES = {"Executor": "FunctionExecutor"}  # inside their modules
+
 __all__ = [
+    "Executor",
     "HpcinitError",
     "Layout",
     "Precision",
@@ -57,7 +62,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        return getattr(import_module(_PUBLIC[name]), _OTHER_NAMES.get(name, name))
     if name == "api":
         return import_module("hpcinit.api")
     raise AttributeError(f"module 'hpcinit' has no attribute {name!r}")

@@ -52,7 +52,7 @@ PACKAGES = {
     "report": Package("the start-up report", (*LOGIN, "observe"), ("rich",)),
     "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
     "submit": Package(
-        "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan",
+        "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan, functions",
         (*LOGIN, "config", "local", "observe", "why", "world"),
         ("submitit", "yaml", "rich"),
     ),
@@ -82,7 +82,11 @@ PACKAGES = {
         (*JOB, "deepspeed", "rendezvous", "runtime"),
         ("torch",),
     ),
-    "jobs": Package("programs that ship: smoke, measure, doctor, train_gpt, the check of a node", JOB, ("torch",)),
+    "jobs": Package(
+        "programs that ship: smoke, measure, doctor, train_gpt, the check of a node, pickled functions",
+        JOB,
+        ("torch", "submitit"),
+    ),
     "cli": Package(
         "the table of commands, completion, how every command ends", ("base", "config", "observe", "submit")
     ),

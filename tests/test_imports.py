@@ -16,9 +16,10 @@ from tests.packages import PACKAGES, PAGE, page
 PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
 ONLY_IN = {
-    "submitit": {"submit/executor.py"},
+    "submitit": {"submit/executor.py", "submit/function_executor.py", "jobs/function.py"},
     "hydra": {
         "config/hydra_compose.py",
+        "config/hydra_state.py",
         "config/combinations.py",
         "config/variations.py",
         "config/search_space.py",

@@ -73,6 +73,7 @@ COMMANDS = "hpcinit.api"  # a module: submit and follow runs from Python
 OBJECTS = {
     "hpcinit.session": "hpcinit.runtime.bringup.session",
     "hpcinit.init": "hpcinit.runtime.bringup.init",
+    "hpcinit.Executor": "hpcinit.submit.function_executor.FunctionExecutor",
     "hpcinit.shutdown": "hpcinit.runtime.bringup.shutdown",
     "hpcinit.Runtime": "hpcinit.runtime.runtime.Runtime",
     "hpcinit.side_group": "hpcinit.runtime.side_groups.side_group",

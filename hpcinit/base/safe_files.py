@@ -179,6 +179,18 @@ def path_ownership_problems(path: Path, advice: str, *, owners: Container[int] =
     return ownership_problem(path, path.stat(), advice, owners=owners, named=named)
 
 
+def pickle_problem(path: Path) -> str:
+    """Return why the pickle in `path` cannot be loaded, or ''. Loading runs whatever its author put into it.
+
+    Raise OSError if its folder does not exist. A pickle that does not exist is no problem.
+    """
+    if problem := path_ownership_problems(path.parent, "submit again"):
+        return problem
+    if not path.exists() or (is_own(path) and is_own(path.resolve())):
+        return ""
+    return f"{path} belongs to {user(path.lstat().st_uid)}, expected {user(os.geteuid())}, so it is not loaded"
+
+
 def runs_dir_ownership_problems(path: Path) -> str:
     """Return why another user could replace a run folder in `path`, or ''. Raise OSError if it does not exist."""
     name = user(os.geteuid()).rpartition(" ")[2]  # '4242' for a user without a name

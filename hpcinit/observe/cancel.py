@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{path.name}: {_canceled(jobs)}; hpcinit was killed before it recorded the submission")
     open_jobs = {run.path: _jobs(run) for run in runs}
     if not options.save:
-        _cancel(runs, open_jobs)
+        cancel(runs, open_jobs)
     for run in runs:
         if options.save and open_jobs[run.path]:
             _request_save(run)
@@ -161,7 +161,8 @@ def _request_save(run: overview.Run) -> None:
             (path / run_folder.STOP).touch()
 
 
-def _cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
+def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
+    """Cancel these jobs of the runs, and record it in their folders. Raise Failure."""
     from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
 
     local = [run for run in runs if run.now and run.now.engine == "local"]

@@ -10,6 +10,7 @@ SPEC = "spec.json"  # login node writes, ranks read
 CONFIG = "config.yaml"  # the composed config, to read and to run again
 SCRIPT = "job.sh"  # the script as submitted
 PROVENANCE = "provenance.json"  # versions, git commit, command line, names of variables
+PICKLE = "submitted.pkl"  # of a function: submitit's, under a name without the job id
 SUBMISSION = "submission.json"  # the job id; its presence means: submitted
 EXIT = "exit.json"  # by the batch script: its start, replaced by its end
 SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, which runs in the folder with its number

@@ -18,6 +18,9 @@ import submitit
 from submitit.core import core, utils
 from submitit.slurm import slurm
 
+from hpcinit.base import safe_files
+from hpcinit.base.errors import RequestError
+from hpcinit.base.quoting import shell
 from hpcinit.slurm import exactly_once, queue, sbatch, tokens
 from hpcinit.slurm.queue import JobQuery
 from hpcinit.submit.job_environment import clean_environment
@@ -43,16 +46,22 @@ class Watcher(slurm.SlurmInfoWatcher):
         if not open_:
             return
         self._num_calls += 1
-        reply = queue.query([JobQuery([job_id], job_id) for job_id in sorted(open_)])
+        states = self._states(sorted(open_))
         self._last_status_check = time.time()
-        for job_id in open_:
-            if job := reply.jobs.get(job_id):
-                self._info_dict[job_id] = {"JobID": job_id, "State": job.state}
+        for job_id, state in states.items():
+            if state:
+                self._info_dict[job_id] = {"JobID": job_id, "State": state}
                 self._unknown_since.pop(job_id, None)
-            elif not reply.unreachable:
+            else:
                 self._unknown_since.setdefault(job_id, time.monotonic())
             if self.is_done(job_id, mode="cache"):
                 self._finished.add(job_id)
+
+    def _states(self, ids: Sequence[str]) -> dict[str, str]:
+        """Return the state of each job, '' if Slurm does not know it; nothing for a job without a reply."""
+        reply = queue.query([JobQuery([job_id], job_id) for job_id in ids])
+        known = {job_id: reply.jobs[job_id].state for job_id in ids if job_id in reply.jobs}
+        return known if reply.unreachable else dict.fromkeys(ids, "") | known
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         """Return whether the job is over. Only a final state counts: submitit takes SUSPENDED for the end."""
@@ -67,9 +76,17 @@ class Watcher(slurm.SlurmInfoWatcher):
 
 
 class Job(slurm.SlurmJob[core.R]):
-    """submitit's job, with our watcher."""
+    """submitit's job, with our watcher. It loads only pickles that another user cannot have written."""
 
     watcher = Watcher()
+
+    def submission(self) -> utils.DelayedSubmission:
+        _require_trusted(self.paths.submitted_pickle)
+        return super().submission()
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        _require_trusted(self.paths.result_pickle)
+        return super()._get_outcome_and_result()
 
 
 class Executor(submitit.SlurmExecutor):
@@ -110,6 +127,10 @@ class Executor(submitit.SlurmExecutor):
         command = self._make_submission_command(script)
         return self._get_job_id_from_submission_command(sbatch.reply(command, env)), command
 
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"{self.python} -u -m hpcinit.jobs.function --folder {shell(str(self.folder))}"
+
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
         if self._program:
@@ -138,7 +159,12 @@ class Executor(submitit.SlurmExecutor):
         job_id, _ = self.submit_script(script, env, tokens.new(), comment=comment)
         job: core.Job[Any] = self.job_class(self.folder, job_id, list(range(self._num_tasks())))
         job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        self._set_job_permissions(job.paths.folder)
         return job
+
+    @staticmethod
+    def _set_job_permissions(folder: Path) -> None:
+        folder.chmod(PRIVATE)
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
         """Submit one function, or several as an array. submitit submits arrays with a plain SlurmExecutor."""
@@ -159,6 +185,11 @@ class Executor(submitit.SlurmExecutor):
         for job, pickle in zip(jobs, pickles, strict=True):
             job.paths.move_temporary_file(pickle, "submitted_pickle")
         return jobs
+
+
+def _require_trusted(pickle: Path) -> None:
+    if problem := safe_files.pickle_problem(pickle):
+        raise RequestError(problem)
 
 
 def _folder(folder: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,9 +181,14 @@ def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[
         yield job.about, script.with_restart_file(job.text, job.restart)
 
 
-def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
+def submit_all(
+    requests: Sequence[Request],
+    argv: Sequence[str],
+    write_more: Callable[[Path, int], None] = lambda path, number: None,
+) -> Submitted:
     """Write the sweep's folder and submit its jobs. The requests have passed their checks.
 
+    write_more: writes further files into the run folder of the request with this number.
     Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted; then remove the
     folder, except with MaybeSubmitted.
     """
@@ -204,6 +209,8 @@ def submit_all(requests: Sequence[Request], argv: Sequence[str]) -> Submitted:
             one.refuse_duplicates(request, len(jobs))
             one.parts = [path / str(request.number) for request in requests]
             summaries = fill_sweep_folder(path, requests, jobs, one.provenance)
+            for each in requests:
+                write_more(path / str(each.number), each.number)
             one.check_duplicates()
             if config.validate:  # all of them before the first is submitted
                 expected = _expected(jobs, [validate.sbatch_test_only(path / job.file, one.env) for job in jobs])

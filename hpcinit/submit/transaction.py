@@ -319,11 +319,14 @@ def dry_run(config: Config, argv: Sequence[str]) -> str:
     return script.with_restart_file(text, script.restart_file(config, RunPath(path)))
 
 
-def submit(asked: Request, argv: Sequence[str]) -> Submitted:
+def submit(
+    asked: Request, argv: Sequence[str], write_more: Callable[[Path, int], None] = lambda path, number: None
+) -> Submitted:
     """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed check().
 
-    argv: the command line, for the record. Raise RequestError if the same request is already queued, or SubmitError.
-    Then there is no job and no folder, except with MaybeSubmitted.
+    argv: the command line, for the record. write_more: writes further files into the run folder of the request with
+    this number. Raise RequestError if the same request is already queued, or SubmitError. Then there is no job and no
+    folder, except with MaybeSubmitted.
     """
     config, document = asked.config, asked.document
     workdir = workdir_of(config)
@@ -347,6 +350,7 @@ def submit(asked: Request, argv: Sequence[str]) -> Submitted:
         folder.fill(path, files)
         for number, each in enumerate(others, 1):
             folder.make_component(path, number, make_spec(each, workdir, code, path).to_json())
+        write_more(path, asked.number)
         one.check_duplicates()
         asks_slurm = config.validate and config.cluster.engine == "slurm"
         expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asks_slurm else ""

@@ -1,0 +1,54 @@
+"""Runs a pickled function on each rank, for hpcinit.Executor: `python -m hpcinit.jobs.function NAME`.
+
+The pickle and the result are in the run folder, or in the folder of `--folder FOLDER` if there is no run. submitit
+loads the function, handles the signals that requeue it, and writes the result.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from submitit.core import submission
+from submitit.core.utils import JobPaths
+from submitit.slurm.slurm import SlurmJobEnvironment
+
+from hpcinit.base import safe_files
+from hpcinit.base.errors import RequestError
+from hpcinit.records import run_folder
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the function of this job. Raise what it raises, and RequestError for another user's pickle."""
+    folder = argv[1] if argv[:1] == ["--folder"] else os.environ.get(run_folder.ENV_FOLDER)
+    if folder is None:
+        raise RequestError(
+            "this runs a function inside a job: submit it with hpcinit.Executor(folder).submit(function)"
+        )
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for submitit.JobEnvironment, which reads Slurm's variables
+    here = SlurmJobEnvironment()
+    paths = JobPaths(folder, job_id=here.job_id, task_id=here.global_rank)
+    if argv[:1] != ["--folder"]:
+        _name_as_submitit(paths)
+    if problem := safe_files.pickle_problem(paths.submitted_pickle):
+        raise RequestError(problem)
+    submission.process_job(folder)
+
+
+def _name_as_submitit(paths: JobPaths) -> None:
+    """Link the pickle and this rank's log to the names that submitit gives them, which contain the job id."""
+    if not (paths.folder / run_folder.PICKLE).exists():
+        raise RequestError(
+            f"{paths.folder} has no {run_folder.PICKLE}: only hpcinit.Executor can submit a function; submit it again "
+            "from Python"
+        )
+    names = {paths.submitted_pickle: run_folder.PICKLE, paths.stdout: run_folder.RANK_LOG.format(rank=paths.task_id)}
+    for link, name in names.items():
+        with suppress(FileExistsError):  # by another rank, or by an earlier attempt, whose checkpoint it is
+            link.symlink_to(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,271 @@
+"""`hpcinit.Executor`: submit Python functions as submitit does, as runs of hpcinit.
+
+executor = hpcinit.Executor("jobs", cluster="x")
+executor.update_parameters(nodes=2, tasks_per_node=4, timeout_min=60)
+job = executor.submit(train, 3e-4)
+print(job.result())
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from submitit.core import core, utils
+
+from hpcinit.base import console, quoting
+from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmitError
+from hpcinit.config import checks, compose, hydra_state
+from hpcinit.config.python_arguments import override_value
+from hpcinit.config.request import Request
+from hpcinit.observe import cancel, overview, state
+from hpcinit.records import run_folder
+from hpcinit.submit import excluded_nodes, sweep, transaction
+from hpcinit.submit.executor import Executor, Job, Watcher
+
+MODULE = "hpcinit.jobs.function"  # what each rank runs
+REQUEUE_SIGNAL = "USR2"  # submitit's handler saves the callable with its checkpoint() and requeues the job
+# submitit's names of parameters, without the prefix slurm_, and our keys. Other options of sbatch are in SBATCH.
+KEYS = {
+    "job_name": "name",
+    "timeout_min": "time_min",
+    "time": "time_min",
+    "tasks_per_node": "ranks_per_node",
+    "ntasks_per_node": "ranks_per_node",
+    "cpus_per_task": "cpus_per_rank",
+    "array_parallelism": "sweep.at_once",
+    "signal_delay_s": "stop.signal_before_s",
+    "setup": "cluster.setup",
+    "exclusive": "cluster.exclusive",
+}
+SBATCH = ("constraint", "exclude", "gres", "mail_type", "mail_user", "nodelist", "wckey", "mem_per_gpu", "mem_per_cpu")
+# Parameters of submitit that a run cannot follow, and why.
+REFUSED = {
+    "teardown": "a run has no lines after its ranks",
+    "srun_args": "use **{'++cluster.srun.OPTION': VALUE}",
+    "use_srun": "srun starts the ranks",
+    "stderr_to_stdout": "a rank has one log for both",
+    "num_gpus": "use gpus_per_node",
+    "gpus_per_task": "use gpus_per_node",
+    "cpus_per_gpu": "use cpus_per_task",
+    "mem": "use mem_gb",
+}
+
+
+class RunWatcher(Watcher):
+    """Query the states of runs as `hpcinit status` does: from Slurm and the run folder, and without Slurm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: dict[str, Path] = {}  # the run folder of each job
+
+    def _states(self, ids: Sequence[str]) -> dict[str, str]:
+        found = state.read_all([self.folders[job_id] for job_id in ids])
+        known = {job_id: now for job_id, now in zip(ids, found, strict=True) if isinstance(now, state.State)}
+        return {job_id: "" if now.purged else now.name for job_id, now in known.items() if not now.away or now.over}
+
+
+class RunPaths(utils.JobPaths):
+    """submitit's files of a run, and the logs of its ranks under hpcinit's names."""
+
+    @property
+    def stdout(self) -> Path:
+        return self.folder / run_folder.RANK_LOG.format(rank=self.task_id)
+
+    @property
+    def submission_file(self) -> Path:
+        return self.folder / run_folder.SCRIPT
+
+
+class RunJob(Job[core.R]):
+    """The job of a function. `job.paths.folder` is its run folder, for `hpcinit why`, `status` and `logs`."""
+
+    watcher = RunWatcher()
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+        super().__init__(folder, job_id, tasks)
+        self._paths = RunPaths(folder, job_id=job_id, task_id=self.task_id)
+
+    def _register_in_watcher(self) -> None:
+        self.watcher.folders[self.job_id] = self.paths.folder
+        super()._register_in_watcher()
+
+    def cancel(self, check: bool = True) -> None:
+        """Cancel the job as `hpcinit cancel` does. check: raise Failure if Slurm refuses."""
+        path = self.paths.folder
+        try:
+            cancel.cancel(overview.read([path]), {path: [self.job_id]})
+        except Failure:
+            if check:
+                raise
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        try:
+            return super()._get_outcome_and_result()
+        except utils.UncompletedJobError as error:
+            why = f"to see why: hpcinit why {quoting.shell(str(self.paths.folder))}"
+            raise type(error)(f"{error}\n{why}") from error
+
+
+class FunctionExecutor(Executor):
+    """Submit functions to Slurm with submitit's interface: `submit`, `map_array`, `batch`, `update_parameters`.
+
+    With a cluster, each function is a run of hpcinit, in a run folder below `folder`. Each rank calls the function, and
+    its world is set up, so that hpcinit.init() and submitit.JobEnvironment() agree.
+
+    Args:
+        folder: where the run folders are made; a folder that the nodes share.
+        args: as those of submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
+        cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
+        more: as `args`, by name.
+    """
+
+    def __init__(self, folder: Path | str, *args: Any, cluster: str | None = None, **more: Any) -> None:
+        super().__init__(folder, *args, **more)
+        self._cluster = cluster
+        if cluster is not None:
+            if self.python != quoting.shell(sys.executable):
+                raise RequestError(f"python is {self.python!r}: with cluster=..., use the key cluster.python")
+            self._requests(["function"])  # an unknown cluster is refused here
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError with every wrong one."""
+        if self._cluster is None:
+            super()._internal_update_parameters(**kwargs)
+            return
+        before = self.parameters
+        self.parameters = {**before, **kwargs}
+        try:
+            self._requests(["function"])
+        except BaseException:
+            self.parameters = before
+            raise
+
+    def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
+        if self._cluster is None:
+            return super()._internal_process_submissions(delayed_submissions)
+        requests = self._requests([_name(each.function) for each in delayed_submissions])
+        config = requests[0].config
+        for each in delayed_submissions:
+            each.set_timeout(config.time_min, self.max_num_timeout)
+
+        def write(path: Path, number: int) -> None:
+            pickle = path / run_folder.PICKLE
+            delayed_submissions[number].dump(pickle)
+            if number == 0:
+                self._check_size(pickle, len(requests))
+
+        world_size = config.nodes * checks.ranks_per_node(config)
+        submitted = _submitted(requests, ["hpcinit.Executor", *config.job.args], write)
+        return [RunJob(path, job_id, list(range(world_size))) for path, job_id in submitted]
+
+    def _check_size(self, pickle: Path, number: int) -> None:
+        total_gb = number * pickle.stat().st_size / 2**30
+        if total_gb > self.max_pickle_size_gb:
+            raise RequestError(
+                f"the functions and their arguments are about {total_gb:.2g} GB of pickles, expected at most "
+                f"{self.max_pickle_size_gb:g}: pass the names of files, or set executor.max_pickle_size_gb"
+            )
+
+    def _requests(self, names: Sequence[str]) -> list[Request]:
+        """Return a checked request for each function. Raise ConfigError."""
+        found: list[Request] = []
+
+        def prepare(request: Request) -> None:
+            config = request.config
+            config.job.module, config.job.args = MODULE, [names[0]]
+            config.name = names[0] if config.name == "program" else config.name
+            if problems := list(_problems(config)):
+                raise ConfigError(*problems)
+            request.document["name"] = config.name
+            request.document["job"] |= {"module": MODULE, "args": [names[0]]}
+            transaction.check(config, request.document)
+
+        def keep(requests: Sequence[Request]) -> int:
+            found.extend(requests)
+            return 0
+
+        with hydra_state.kept():
+            compose.main(self._overrides(), prepare, keep)
+        several = len(names) > 1
+        return [
+            replace(found[0], number=number, combination=f"{name} {number}" if several else "")
+            for number, name in enumerate(names)
+        ]
+
+    def _overrides(self) -> list[str]:
+        values: dict[str, Any] = {
+            "cluster": self._cluster,
+            "job": "program",
+            "runs_dir": utils.JobPaths.get_first_id_independent_folder(self.folder),
+            "ranks_per_node": 1,  # as submitit: a function runs once
+            "stop.signal": REQUEUE_SIGNAL,
+            "stop.signal_before_s": 90,
+            "again": True,  # calling submit() twice means two jobs
+        }
+        refused = []
+        for given, value in self.parameters.items():
+            name = given.removeprefix("slurm_")
+            if name in REFUSED:
+                refused.append(f"{given} is a parameter of submitit that does not apply to a run: {REFUSED[name]}")
+            elif name == "additional_parameters":
+                values |= {_of_sbatch(option): each for option, each in (value or {}).items()}
+            elif value is not None:
+                values[_of_sbatch(name) if name in SBATCH else KEYS.get(name, name)] = value
+        if refused:
+            raise ConfigError(*refused)
+        return [f"{key}={override_value(value)}" for key, value in values.items()]
+
+
+def _of_sbatch(option: str) -> str:
+    return f"++cluster.sbatch.{option.replace('_', '-')}"
+
+
+def _problems(config: Any) -> Sequence[str]:
+    """Return what a function cannot do, although a program can."""
+    reasons = {
+        f"chain={config.chain}": (config.chain > 1, "a checkpointable function requeues its own job"),
+        f"restart.max_restarts={config.restart.max_restarts}": (
+            bool(config.restart.max_restarts),
+            "a checkpointable function requeues its own job, at most max_num_timeout times after the time limit",
+        ),
+        "launch=torchrun": (
+            config.launch.kind == "torchrun",
+            "submitit.JobEnvironment would read the rank of torchrun's agent; use launch=srun or launch=fork",
+        ),
+        "hetjob": (bool(config.hetjob), "submitit numbers the tasks of one component"),
+    }
+    return [f"{key} is for programs, not for functions: {why}" for key, (wrong, why) in reasons.items() if wrong]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Return the function's name, for the run folder and for `status`."""
+    inner = getattr(function, "func", function)  # of functools.partial
+    name = str(getattr(inner, "__name__", type(inner).__name__))
+    return name if quoting.PLAIN_NAME.fullmatch(name) else "function"
+
+
+def _submitted(
+    requests: Sequence[Request], argv: Sequence[str], write: Callable[[Path, int], None]
+) -> list[tuple[Path, str]]:
+    """Submit the requests and return the run folder and job id of each. Raise SubmitError if Slurm refuses one."""
+    requests, notes = excluded_nodes.excluded(requests)
+    for line in notes:
+        console.always(line)
+    for warning in dict.fromkeys([*requests[0].warnings, *checks.warnings(requests[0].config)]):
+        console.warning(warning)
+    if sweep.is_one(requests):
+        done = sweep.submit_all(requests, argv, write)
+        if done.refused:
+            raise SubmitError(done.refused, f"{len(done.ids)} of {len(requests)} functions were submitted: {done.path}")
+        return [(done.path / str(number), job_id) for number, job_id in done.ids.items()]
+    found: list[tuple[Path, str]] = []
+    for request in requests:
+        each = transaction.submit(request, argv, write)
+        found.append((each.path, each.job_id))
+        if each.interrupted:
+            raise KeyboardInterrupt(f"submitted before the interruption: {', '.join(str(path) for path, _ in found)}")
+    return found
