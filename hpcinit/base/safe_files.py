@@ -115,12 +115,16 @@ def read_json(path: str | Path) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def is_own(path: str | Path) -> bool:
-    """Return whether this user owns the file or folder. In a shared folder, those of others do not count."""
+def is_own(path: str | Path, *, folder: bool = False) -> bool:
+    """Return whether this user owns the file or folder. In a shared folder, those of others do not count.
+
+    folder: whether it must be a folder, and not a link to one.
+    """
     try:
-        return os.lstat(path).st_uid == os.geteuid()
+        found = os.lstat(path)
     except OSError:
         return False
+    return found.st_uid == os.geteuid() and (not folder or stat.S_ISDIR(found.st_mode))
 
 
 def file_system(path: Path) -> str:

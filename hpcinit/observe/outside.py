@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.text import home
 from hpcinit.records import node_records, scratch
 from hpcinit.slurm import tokens
@@ -36,13 +36,13 @@ class Place:
 def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
     """Return the existing places with this user's files, from this machine's view."""
     found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir)]
-    return [one for one in dict.fromkeys(found) if _is_own_folder(one.path)]
+    return [one for one in dict.fromkeys(found) if safe_files.is_own(one.path, folder=True)]
 
 
 def _node_disks(env: Mapping[str, str]) -> Iterator[Place]:
     for parent in scratch.parents(env):
         path = scratch.of_user(parent)
-        if path.is_absolute() and _is_own_folder(path):
+        if path.is_absolute() and safe_files.is_own(path, folder=True):
             used = next((one for one in path.iterdir() if scratch.in_use(one)), None)
             kept = f"a process uses {used}" if used else ""
             yield Place(path, "caches of jobs on this machine, compiled kernels", kept)
@@ -72,11 +72,3 @@ def _interrupted(runs_dir: Path) -> Iterator[Place]:
         for name in sorted(os.listdir(runs_dir)):  # noqa: PTH208 - names of a thousand folders
             if REMOVED.fullmatch(name):
                 yield Place(runs_dir.absolute() / name, "a run whose removal was interrupted")
-
-
-def _is_own_folder(path: Path) -> bool:
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

@@ -141,17 +141,24 @@ class Mesh(DeviceMesh):
     """
 
     completed: DeviceMesh | None = None
+    of_one: ProcessGroup | None = None
 
-    def complete(self) -> DeviceMesh:
-        """Return a mesh of the same dimensions, in which those of size 1 have the group of this rank alone.
+    def group_of_one(self) -> ProcessGroup:
+        """Return the group of this rank alone.
 
         It is made at the first use, and not by init(): making it connects to rank 0's store, which may have ended if
         rank 0 returned from init() earlier and failed. No other rank takes part, so each may do it at any time.
         """
-        if self.completed is None:
+        if self.of_one is None:
             one = get_world_size() == 1
-            alone = default.WORLD if one else new_group([get_rank()], use_local_synchronization=True)
-            assert alone is not None, "the process group was destroyed"
+            self.of_one = default.WORLD if one else new_group([get_rank()], use_local_synchronization=True)
+            assert self.of_one is not None, "the process group was destroyed"
+        return self.of_one
+
+    def complete(self) -> DeviceMesh:
+        """Return a mesh of the same dimensions, in which those of size 1 have the group of this rank alone."""
+        if self.completed is None:
+            alone = self.group_of_one()
             groups = [alone if n == 1 else super(Mesh, self).get_group(name) for name, n in _sizes(self).items()]
             names = self.mesh_dim_names
             self.completed = DeviceMesh.from_group(groups, self.device_type, mesh=self.mesh, mesh_dim_names=names)
@@ -162,9 +169,8 @@ class Mesh(DeviceMesh):
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
         sizes = _sizes(self)
         if len(names) == 1 and names[0] in MEANING and names[0] not in sizes:
-            # Without a dimension above size 1, every dimension of size 1 has the right group.
             found = mesh_part(self, *names)
-            return found or self.complete()[next(name for name, size in sizes.items() if size == 1)]
+            return found or DeviceMesh.from_group(self.group_of_one(), self.device_type, mesh_dim_names=names)
         return self.complete()[mesh_dim_names] if any(sizes.get(name) == 1 for name in names) else self.part(names)
 
     def part(self, names: tuple[str, ...]) -> DeviceMesh:
@@ -228,12 +234,6 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
         return _flattened(mesh, found[0])
     # fully_shard does the same (torch/distributed/fsdp/_fully_shard/_fsdp_init.py)
     return DeviceMesh._concatenate([_flattened(mesh, name) if name in flat else mesh[name] for name in found])
-
-
-def mesh_group(mesh: DeviceMesh, name: str) -> ProcessGroup | None:
-    """Return this rank's group, or None if its size is 1. Raise RequestError if MEANING lacks the name."""
-    found = mesh_part(mesh, name)
-    return None if found is None else found.get_group()
 
 
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup:

@@ -19,7 +19,7 @@ from torch import Tensor
 import hpcinit
 from hpcinit import Layout, Samples, Training
 from hpcinit.jobs.train_gpt import GPT, TENSOR_PARALLEL
-from hpcinit.runtime import mesh, process_group
+from hpcinit.runtime import process_group
 
 CONTEXT, LR = 8, 0.5
 
@@ -62,8 +62,7 @@ def alone(total: int) -> list[float]:
 
 def around(run: hpcinit.Runtime) -> dict[str, list[int]]:
     """Return the ranks that share each dimension with this one."""
-    groups = {name: mesh.mesh_group(run.mesh, name) for name in ("dp", "cp", "tp")}
-    return {name: dist.get_process_group_ranks(group) if group else [run.rank] for name, group in groups.items()}
+    return {name: dist.get_process_group_ranks(run.group(name)) for name in ("dp", "cp", "tp")}
 
 
 def main() -> None:
