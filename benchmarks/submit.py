@@ -7,7 +7,7 @@ The first round does not count. All submit `true` on 2 nodes. The partition is D
 uses CPU time during the next submission. After each submission, the job must be in the queue; it is then cancelled.
 
 The other programs run in a separate virtual environment, created on first use, with the same versions of Hydra and
-submitit as hpcinit.
+submitit as hpcinit. Only the program that composes hpcinit's own config runs in hpcinit's environment.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tests.minislurm import MiniSlurm, MiniSlurmError
 PEERS = Path(__file__).parent / "peers"
 TORCHX = "0.7.0"
 BASELINE = "bare `@hydra.main` program"
+SAME_CONFIG = "the same config with Hydra and submitit, 20 lines"
 
 
 @dataclass
@@ -94,7 +95,8 @@ def _contenders(peers_venv: Path) -> tuple[list[Contender], dict[str, str]]:
         (BASELINE, "hydra-core", [python, "hydra_program.py"]),
         ("submitit `AutoExecutor`", "submitit", [python, "submitit_program.py"]),
         ("torchx, Slurm scheduler", "torchx", [python, "torchx_program.py"]),
-        ("`hpcinit.submit`", "", [sys.executable, "-m", "hpcinit.submit", *overrides, "--", "true"]),
+        (SAME_CONFIG, "", [sys.executable, "hydra_submitit_program.py", *overrides]),
+        ("`hpcinit submit`", "", [str(Path(sys.executable).parent / "hpcinit"), "submit", *overrides, "--", "true"]),
     )
     present = _install(peers_venv)
     lacking = [(name, needs) for name, needs, _ in table if needs and needs not in present]
@@ -163,29 +165,30 @@ def _children_cpu_s() -> float:
 
 
 def _report(contenders: Sequence[Contender], missing: Mapping[str, str], slurm_version: str, rounds: int) -> str:
-    base = next((c for c in contenders if c.name == BASELINE), None)
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()} cores {platform.machine()}, {_system()}, Python "
         f"{platform.python_version()}, Slurm {slurm_version}, "
         + ", ".join(f"{k} {v}" for k, v in _requirements().items())
         + f"; {rounds} rounds, load average at the end {os.getloadavg()[0]:.1f}",
         "",
-        "| submitting with | median ms | min | max | CPU ms | x bare Hydra | x bare Hydra, per round |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| submitting with | median ms | min | max | CPU ms | x bare Hydra | its CPU | x the same config | its CPU |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for c in contenders:
         numbers = [f"{1000 * s:.0f}" for s in (median(c.wall), min(c.wall), max(c.wall), median(c.cpu))]
-        lines.append(f"| {' | '.join([c.name, *numbers, *_ratios(c, base)])} |")
-    lines += [f"| {name} | missing: {why} | | | | | |" for name, why in missing.items()]
+        ratios = [text for name in (BASELINE, SAME_CONFIG) for text in _ratios(c, contenders, name)]
+        lines.append(f"| {' | '.join([c.name, *numbers, *ratios])} |")
+    lines += [f"| {name} | missing: {why} | | | | | | | |" for name, why in missing.items()]
     return "\n".join(lines)
 
 
-def _ratios(contender: Contender, base: Contender | None) -> list[str]:
-    """Return the ratio of the medians, and the median of the ratios per round, which depends less on other load."""
-    if base is None:
-        return ["", ""]
-    per_round = median(mine / its for mine, its in zip(contender.wall, base.wall, strict=True))
-    return [f"{median(contender.wall) / median(base.wall):.2f}", f"{per_round:.2f}"]
+def _ratios(contender: Contender, contenders: Sequence[Contender], base: str) -> list[str]:
+    """Return the ratios of the median wall and CPU times to those of `base`; empty texts if it is missing."""
+    for other in contenders:
+        if other.name == base:
+            wall, cpu = median(contender.wall) / median(other.wall), median(contender.cpu) / median(other.cpu)
+            return [f"{wall:.2f}", f"{cpu:.2f}"]
+    return ["", ""]
 
 
 def _system() -> str:

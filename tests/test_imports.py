@@ -22,10 +22,17 @@ ONLY_IN = {
         "config/hydra_state.py",
         "config/combinations.py",
         "config/variations.py",
+        "config/search_path.py",
         "config/search_space.py",
         "config/typed_text.py",
     },
-    "omegaconf": {"config/hydra_compose.py", "config/variations.py", "config/search_space.py", "config/typed_text.py"},
+    "omegaconf": {
+        "config/hydra_compose.py",
+        "config/variations.py",
+        "config/search_path.py",
+        "config/search_space.py",
+        "config/typed_text.py",
+    },
     "antlr4": {"config/typed_text.py"},
 }
 SITES = (

@@ -1,4 +1,4 @@
-"""TAB completion of keys and choices without Hydra gives the candidates that Hydra gives."""
+"""TAB completion of keys and choices by the schema gives the candidates that Hydra gives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LINES = (
         "cluster=m",
         "cluster.",
         "cluster.n",
-        "cluster.name=",
-        "compile=",
-        "account=",
-        "nodes=1",
-        "nope",
-        "nope=",
+        "stop.",
+        "deepspeed.",
+        "cluster.container.",
     ),
     *("cluster=mini nodes=2 cluster.partitions.main.t", "mi"),
 )
-OF_HYDRA = ("+x", "hydra.", "job.script=./", "job.args=", "'", "cluster=nope n", "nodes=1,2 c", "job.args.")
+OF_HYDRA = (
+    *("+x", "hydra.", "job.script=./", "job.args=", "'", "job.args.", "nope", "nope=", "nodes=1", "cluster.name="),
+    *("cluster=mini cluster.env.", "+lr=1 lr"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,6 @@ def test_the_same_candidates() -> None:
 
 @pytest.mark.parametrize("line", OF_HYDRA)
 def test_what_only_hydra_completes(line: str) -> None:
-    """Additions, files, lists, sweeps, and a line with a mistake."""
+    """Values, additions, files, and what is in a list or in a table of the user's own names."""
     *before, word = line.split(" ")
-    assert completion.of_config(before, word) is None
+    assert completion.of_config(before, word) == []

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from hpcinit.base.errors import RequestError
 from hpcinit.cli.commands import COMMANDS
@@ -118,8 +117,7 @@ def _all(words: list[str], word: str) -> Iterable[str]:
     if words[0] in WITH_OVERRIDES:
         also = ["fit"] if words == ["timeouts"] else []
         before = [each for each in words[1:] if not each.startswith("-")]
-        found = of_config(before, word)
-        return [*also, *(of_hydra([*before, word]) if found is None else found)]
+        return [*also, *(of_config(before, word) or of_hydra([*before, word]))]
     return ()
 
 
@@ -137,35 +135,23 @@ def flags(command: str, after: Sequence[str] = ()) -> list[str]:
     return sorted(found)
 
 
-def of_config(before: Sequence[str], word: str) -> list[str] | None:
-    """Return the keys, groups and choices that Hydra would, without importing it; None if only Hydra knows them."""
-    from hpcinit.config import folders, plain_config  # noqa: PLC0415 - not for the other commands
+def of_config(before: Sequence[str], word: str) -> list[str]:
+    """Return the groups, choices, keys and partitions that `word` may become; none if Hydra has to be queried."""
+    from hpcinit.config import compose, folders, keys  # noqa: PLC0415 - not for the other commands
 
+    if re.search(r"[^\w.=-]|^-|^hydra", word):
+        return []
     key, equals, value = word.partition("=")
-    request = None
-    if not re.search(r"[^\w.=-]|^-|^hydra", word):
-        request = plain_config.request(before)
-    if request is None:
-        return None
     groups = {path.name for place in [*folders.user_folders(), folders.folder()] for path in place.glob("*/")}
     if equals and key in groups:
         return [f"{key}={name}" for name in folders.choices(key) if name.startswith(value)]
-    base, _, start = (key if equals else word).rpartition(".")
-    table: Any = request.document
-    for name in filter(None, base.split(".")):
-        table = table.get(name) if isinstance(table, dict) else None
-    if isinstance(table, list) or (equals and isinstance(table, dict) and isinstance(table.get(start), (dict, list))):
-        return None
-    table = table if isinstance(table, dict) else {}
-    if equals and key == "partition" and (partitions := request.config.cluster.partitions):
-        return [f"{key}={name}" for name in partitions if name.startswith(value)]
     if equals:
-        known = table.get(start)
-        shown = str(known).lower() if isinstance(known, bool) else known
-        return [f"{word}{shown}"] if known is not None and not value else []
-    found = [f"{name}{'.' if isinstance(each, (dict, list)) else '='}" for name, each in table.items()]
-    found = [f"{base}.{name}" if base else name for name in found if name.startswith(start)]
-    return sorted({*found, *(f"{name}=" for name in groups - {"hydra"} if name.startswith(word))})
+        partitions = compose.compose(before).cluster.partitions if key == "partition" else {}
+        return [f"{key}={name}" for name in partitions if name.startswith(value)]
+    table = word[: word.rfind(".") + 1]
+    found = [f"{table}{name}" for name in keys.beside(word)]
+    found = [f"{name}{'.' if keys.is_container(name) else '='}" for name in found]
+    return sorted({name for name in (*found, *(f"{group}=" for group in groups - {"hydra"})) if name.startswith(word)})
 
 
 def of_hydra(words: Sequence[str]) -> list[str]:

@@ -13,8 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from hpcinit.base.errors import ConfigError, HpcinitError
-from hpcinit.config import explain, variations
-from hpcinit.config.folders import folder
+from hpcinit.config import explain, search_path, variations
 from hpcinit.config.request import Composer, Prepare, Request
 from hpcinit.config.typed_text import Typed
 
@@ -67,7 +66,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
     Raise Searches if the config names another sweeper. Raise ConfigError for an invalid sweep.
     """
-    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
+    with search_path.initialized(composer.name):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = parse(parser, overrides, composer.unusable)
         with suppress(*composer.unusable):  # an error here occurs in every combination, and is reported there

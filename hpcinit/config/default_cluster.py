@@ -12,6 +12,7 @@ from hpcinit.base import safe_files
 from hpcinit.base.errors import ConfigError
 from hpcinit.base.text import home
 from hpcinit.config import folders
+from hpcinit.config.schema import MISSING
 
 VARIABLE = "HPCINIT_CLUSTER"
 LOCAL = "local"
@@ -63,19 +64,10 @@ def _read(path: Path) -> str:
     raise ConfigError(f"{path} contains {content!r}, expected one line: cluster: NAME")
 
 
-class Choice:
-    """Whether the last config was composed without any choice of a cluster."""
+def choice(required: bool) -> str:
+    """Return the cluster of a request that does not choose one.
 
-    used = False
-
-    @classmethod
-    def use(cls, name: str) -> str:
-        """Return the cluster of a request that does not choose one. name: the default, or ''."""
-        cls.used = not name
-        return name or LOCAL
-
-
-def require() -> None:
-    """Raise ConfigError if no cluster was chosen for the last composed config, and this machine has Slurm."""
-    if Choice.used and (found := refusal()):
-        raise ConfigError(found)
+    required: if there is no default and this machine has Slurm, return '???', for which Hydra requires a choice.
+    """
+    name, _ = choose()
+    return name or (MISSING if required and refusal() else LOCAL)

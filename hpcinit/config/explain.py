@@ -173,6 +173,8 @@ def _about_override(override: str, parsed: _Parsed) -> str:
 
 
 def _about_key(override: str, parsed: _Parsed) -> str:
+    if "must specify 'cluster'" in parsed.text and (refusal := default_cluster.refusal()):
+        return refusal
     where = f"{folders.find(parsed.file)}: " if parsed.file else ""
     if parsed.kind in NO_KEY or "Could not override" in parsed.text:
         key = parsed.key or override.lstrip("+~").partition("=")[0]

@@ -1,4 +1,4 @@
-"""Composes a Config from overrides with Hydra, where plain_config.py cannot; also sweeps, --cfg, --help, completion."""
+"""Composes a Config from overrides with Hydra: of one request, of sweeps, and for --cfg, --help and completion."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from pathlib import Path
 
 import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import default_cluster, explain, spellings
+from hpcinit.config import default_cluster, explain, search_path, spellings
 from hpcinit.config import overrides as command_line
-from hpcinit.config.folders import folder, user_folders
+from hpcinit.config.folders import folder
 from hpcinit.config.request import NAME, Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
 from hpcinit.config.typed_text import Texts, put
@@ -41,14 +36,21 @@ UNUSABLE = (
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and exit
 
 
-def main(line: Sequence[str], prepare: Prepare, task: Task, search: Callable[[], Search] | None = None) -> int:
+def main(
+    line: Sequence[str],
+    prepare: Prepare,
+    task: Task,
+    search: Callable[[], Search] | None = None,
+    cluster_required: bool = False,
+) -> int:
     """Do what compose.main does."""
     line, every_key = _without_all(spellings.translate(line, flags()))
     args = command_line.parse(get_args_parser(), line)
-    _register(args.config_dir)
+    shows = any(getattr(args, flag) for flag in SHOW)
+    search_path.register(args.config_dir, cluster_required and not shows)
     name = args.config_name or NAME
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
-    if any(getattr(args, flag) for flag in SHOW) or (any("hydra." in o for o in args.overrides) and not multirun):
+    if shows or (any("hydra." in o for o in args.overrides) and not multirun):
         # Hydra's own parser requires the flags together: `nodes=1,2 -m name=x` fails there.
         return _run_hydra([w for w in line if w not in args.overrides], args.overrides, name, prepare, task, every_key)
     if not multirun:
@@ -79,7 +81,7 @@ def flags() -> list[str]:
 
 def compose(overrides: Sequence[str]) -> Config:
     """Return the Config for these overrides. Raise ConfigError with every problem at once."""
-    _register(None)
+    search_path.register()
     return _request(_compose(overrides, NAME), overrides).config
 
 
@@ -94,7 +96,7 @@ def _compose(overrides: Sequence[str], name: str) -> DictConfig:
 
 
 def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
-    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=NAME):
+    with search_path.initialized(NAME):
         config = hydra.compose(name, list(overrides), return_hydra_config=True)
     if OmegaConf.get_type(config) is not Config:
         raise ConfigError(explain.not_ours(name))
@@ -105,19 +107,29 @@ def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
 def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
     """Yield every problem. Hydra stops at the first one, so add the overrides one by one and report each that fails."""
     # Choices first, because whether cluster.x exists depends on the cluster; and then a wrong default does not matter.
-    ordered = sorted(overrides, key=lambda text: (not text.startswith("cluster="), "." in text.partition("=")[0]))
+    ordered = sorted(overrides, key=lambda text: (not _is_cluster(text), "." in text.partition("=")[0]))
+    local = [f"cluster={default_cluster.LOCAL}"]
+    usual = local if ordered[:1] and _is_cluster(ordered[0]) else []
     try:
-        _compose_once([f"cluster={default_cluster.LOCAL}"] if ordered[:1] and "cluster=" in ordered[0] else [], name)
+        _compose_once(usual, name)
     except UNUSABLE as error:
         yield explain.sentence(error)
-        return
+        try:
+            _compose_once(usual := local, name)
+        except UNUSABLE:
+            return
     good: list[str] = []
     for override in ordered:
+        first = [] if any(map(_is_cluster, (*good, override))) else usual
         try:
-            _compose_once([*good, override], name)
+            _compose_once([*first, *good, override], name)
             good.append(override)
         except UNUSABLE as error:
             yield explain.sentence(error, override)
+
+
+def _is_cluster(override: str) -> bool:
+    return override.startswith("cluster=")
 
 
 def _request(config: DictConfig, overrides: Sequence[str], combination: str = "") -> Request:
@@ -129,12 +141,11 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
     unread = dict(command_line.unused(added, OmegaConf.to_container(config), choices)) if added else {}
     try:
         texts = Texts(config, own)
-        OmegaConf.resolve(config)
         value = OmegaConf.to_object(config)
         typed, of_program = texts.typed(), texts.of_program()
     except OmegaConfBaseException as error:
         raise ConfigError(*_unresolved(config, error, choices)) from None
-    document = {str(k): v for k, v in OmegaConf.to_container(config).items()}  # type: ignore[union-attr]
+    document = {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
     for place, text in of_program.items():
         value, document = put(value, place, text), put(document, place, text)
     warnings = [*command_line.repeated(overrides)]
@@ -209,24 +220,3 @@ def _hydra_command_line(line: list[str]) -> Iterator[None]:
         sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, flag or ""
         if flag is None:
             del os.environ["HYDRA_FULL_ERROR"]
-
-
-class _Folders(SearchPathPlugin):
-    """Adds the folders in which Hydra looks for YAML, first match wins: the user's, the package's, --config-dir."""
-
-    last: Path | None = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for place in reversed([p for p in user_folders() if p != folder().absolute()]):
-            search_path.prepend("user", f"file://{place}")
-        if self.last is not None:
-            search_path.append("command-line", f"file://{self.last}")
-
-
-def _register(config_dir: str | None) -> None:
-    _Folders.last = Path(config_dir).absolute() if config_dir else None
-    Plugins.instance().register(_Folders)
-    ConfigStore.instance().store(name="hpcinit_schema", node=Config)
-    name, _ = default_cluster.choose()
-    default_cluster.Choice.used = False
-    OmegaConf.register_new_resolver("hpcinit_default_cluster", lambda: default_cluster.Choice.use(name), replace=True)

@@ -87,6 +87,12 @@ def is_table(key: str) -> bool:
     return get_origin(_plain(kind(key))) is dict
 
 
+def is_container(key: str) -> bool:
+    """Return whether the value of `key` is a table or a list."""
+    plain = _plain(kind(key))
+    return is_dataclass(plain) or get_origin(plain) in (dict, list)
+
+
 def beside(key: str) -> list[str]:
     """Return the keys of the table that `key` would be in; none if users choose its names or it does not exist."""
     parent = key.rpartition(".")[0]

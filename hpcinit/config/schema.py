@@ -4,8 +4,6 @@ The classes are plain dataclasses because Hydra fills them in. No code changes o
 has a field of the same name in `records/spec.py`, which also declares its default; `job_spec.py` copies the value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -17,7 +15,8 @@ from hpcinit.records.node_records import EXPIRY_H, LIMIT
 from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S
 from hpcinit.records.stop_reasons import SIGNALS, Stopping
 
-# OmegaConf 2.3 evaluates the annotations and does not support `X | None`, so they are written as Optional[X].
+# Without `from __future__ import annotations`: OmegaConf would compile each annotation, 2 ms of every submission.
+# OmegaConf 2.3 does not support `X | None`, so they are written as Optional[X].
 # ruff: noqa: UP045
 
 

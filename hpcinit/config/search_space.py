@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,8 +21,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hpcinit.base.errors import ConfigError, Failure, HpcinitError
-from hpcinit.config import combinations
-from hpcinit.config.folders import folder
+from hpcinit.config import combinations, search_path
 from hpcinit.config.request import Composer, Ended, Prepare, Search
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
@@ -41,7 +39,7 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
 
     Raise ConfigError before a batch with an invalid request, and Failure if the sweeper fails.
     """
-    with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=composer.name):
+    with search_path.initialized(composer.name):
         loader = GlobalHydra.instance().config_loader()
         config = GlobalHydra.instance().hydra.compose_config(  # type: ignore[union-attr]
             composer.name, list(overrides), RunMode.MULTIRUN, with_log_configuration=False

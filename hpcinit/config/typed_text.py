@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from hpcinit.config.request import PLAIN, Place, as_text, variable_text
 
@@ -71,6 +71,18 @@ def of(override: Override) -> str | list[Any] | None:
     return as_text(value) if "(" in text else text  # int(1.5) is a function of Hydra, which makes another value
 
 
+def _as_typed(value: Any) -> Any:
+    """Return the text of whole numbers and strings, also in a list. OmegaConf puts True for true into other strings."""
+    if isinstance(value, ListConfig):
+        elements: Any = OmegaConf.to_container(value)
+        return [_as_typed(element) for element in elements]
+    return str(value) if type(value) is int else value
+
+
+def _refers(text: object) -> bool:
+    return isinstance(text, str) and "${" in text
+
+
 def _is_rewritten(value: object) -> bool:
     return isinstance(value, PLAIN) and not isinstance(value, str)
 
@@ -81,7 +93,8 @@ class Texts:
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
         """config: with its interpolations. hydra: Hydra's own table, with the overrides that the config is made of."""
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
-        self._config = OmegaConf.create(OmegaConf.to_container(config))
+        self._config = config
+        self._has_texts = False  # then it is a copy of the config without types
         self._keys: dict[str, None] = {}  # those that overrides set to a single value
         for override in OverridesParser.create().parse_overrides(overrides):
             if not (override.is_delete() or override.package or override.is_hydra_override()):
@@ -90,9 +103,15 @@ class Texts:
     def set(self, override: Override) -> None:
         """Set the value of an override. Ignore a table, and the choice of a group, which is a table in the config."""
         key, text = override.key_or_group, of(override)
-        if text is None or isinstance(OmegaConf.select(self._config, key), DictConfig):
+        value = OmegaConf.select(self._config, key)
+        if text is None or isinstance(value, DictConfig):
             return
-        OmegaConf.update(self._config, key, text, force_add=True)
+        if not self._has_texts and not _refers(text) and text != _as_typed(value):
+            values: Any = OmegaConf.to_container(self._config)
+            self._config = OmegaConf.create(values, flags={"no_deepcopy_set_nodes": True})
+            self._has_texts = True
+        if self._has_texts:
+            OmegaConf.update(self._config, key, text, force_add=True)
         if isinstance(text, str):
             self._keys[key] = None
 
@@ -116,7 +135,7 @@ class Texts:
             written: Any = OmegaConf.to_container(container) if OmegaConf.is_config(container) else []
             items: Any = written.items() if isinstance(written, dict) else enumerate(written)
             for name, value in items:
-                refers = isinstance(value, str) and "${" in value
+                refers = _refers(value)
                 known = container[name] if refers else value
                 text = as_text(known) if refers and isinstance(known, PLAIN) else variable_text(known)
                 place: Place = (*parent, name)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import HpcinitError
-from hpcinit.config.folders import folder
+from hpcinit.config import search_path
 from hpcinit.config.overrides import references
 from hpcinit.config.request import PLAIN, Composer, Place, Request
 from hpcinit.config.typed_text import Texts, put
@@ -52,7 +51,7 @@ class Quick:
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the swept positions that are independent values, and the other swept positions."""
-        with hydra.initialize_config_dir(config_dir=str(folder()), version_base="1.3", job_name=self._composer.name):
+        with search_path.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
             try:

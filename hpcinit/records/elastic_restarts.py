@@ -110,13 +110,13 @@ def record(folder: Path, restart: Restart) -> None:
 
 def set_aside(folder: Path, job: str) -> None:
     """Move the error records and hang reports of the start `job` to folders `before-JOB`. Raise OSError."""
-    from hpcinit.records import error_records, hang_report  # noqa: PLC0415 - `status` of many runs does not need them
+    from hpcinit.records import error_records  # noqa: PLC0415 - `status` of many runs does not need them
 
     below = folder / run_folder.ERRORS
     aside = below / f"{ASIDE}{scratch.folder_name(job)}"
     for found in error_records.read(below):
         aside.mkdir(exist_ok=True)
         (below / found.record.name).replace(aside / found.record.name)
-    hang = folder / hang_report.FOLDER / scratch.folder_name(job)
+    hang = folder / run_folder.HANG_REPORTS / scratch.folder_name(job)
     if hang.is_dir():
         hang.replace(hang.with_name(f"{ASIDE}{hang.name}"))

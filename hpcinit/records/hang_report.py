@@ -20,7 +20,6 @@ from hpcinit.records import plain_files, run_folder, scratch, timeline
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
 
-FOLDER = "hang"
 STACK = "rank-{rank}.txt"
 # 'silent_s 240' and 'complete 1', by rank 0: for how long no rank has printed anything, and whether each rank that can
 # write its stack has had the time for it.
@@ -35,7 +34,6 @@ MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
 DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may appear late over NFS
 MOST_STUCK = 8  # ranks without a collective that a report lists
 SAME_SHARE = 0.5  # of a silence: a rank in one function for so long is taken as stuck there
-HUNG = 76  # exit status of a rank that hpcinit ended because the job hung
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)')
 SAMPLED = re.compile(r"cpu_s ([\d.]+) of_s ([\d.]+) same_s ([\d.]+)")  # below MAIN, by output_watch
 NOTED = re.compile(r"on (\S+) pid (\d+)(?: loader (pid (\d+).+))?")  # below MAIN, by output_watch
@@ -456,7 +454,7 @@ def left(run: Path, job_id: str, restart: object) -> HangReport | None:
 
 def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> Iterator[Path]:
     """Yield the folders hang/JOB.STEP.RESTART of an attempt that have one of these files."""
-    for folder in sorted({path.parent for name in names for path in (run / FOLDER).glob(f"*/{name}")}):
+    for folder in sorted({path.parent for name in names for path in (run / run_folder.HANG_REPORTS).glob(f"*/{name}")}):
         job, _, rest = folder.name.partition(".")
         if ("_" in job_id or job == scratch.folder_name(job_id)) and (
             restart is None or rest.rpartition(".")[2] in ("", str(restart))

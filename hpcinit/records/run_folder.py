@@ -34,11 +34,13 @@ JOB_LOG = "logs/job.log"  # output of the batch script
 RANK_LOG = "logs/rank-{rank}.log"
 REPORT = "report.html"  # by `hpcinit report`
 TIMELINE = "timeline"  # start-up events of every rank: timeline/JOB/HOST.jsonl, records/timeline.py
+HANG_REPORTS = "hang"  # by the ranks of a job that hangs: their stacks and the report, records/hang_report.py
 UNUSABLE = "unusable"  # by the check of a node: JOB.RESTART.NODE, with a line 'node n2', for the batch script
 ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job
 ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable of all processes of cluster=local: the id of the engine's process
 ENDED_EARLY = 143  # exit status in EXIT of an attempt that Slurm terminated: 128 + SIGTERM
+HUNG = 76  # exit status of a rank that hpcinit ended because the job hung
 CODE = "code"  # snapshot=git: the copy of the checkout that the job runs
 CODE_FILES = "code.json"  # the names of the files in CODE
 CODE_DIFF = "code.diff"  # its uncommitted changes

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcinit.base import console, json_output, quoting, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.quoting import option_flags
-from hpcinit.config import compose, default_cluster, environment_checks, hetjob
+from hpcinit.config import compose, environment_checks, hetjob
 from hpcinit.config.request import Request
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
@@ -81,7 +81,6 @@ def main(argv: Sequence[str]) -> int:
     def prepare(request: Request) -> None:
         if program:
             submit_command.set_program(program, request, ["hpcinit", "export", *options.request])
-        default_cluster.require()
         transaction.check(request.config, request.document)
 
     def of_request(requests: Sequence[Request]) -> int:
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         return show(requests[0].config, job_environment.workdir_of(requests[0].config))
 
     line = [*options.request, *(["job=program"] if program else [])]
-    return compose.main(line, prepare, of_request)
+    return compose.main(line, prepare, of_request, cluster_required=True)
 
 
 def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:

@@ -20,7 +20,7 @@ from hpcinit.base.text import expanded
 from hpcinit.config import hetjob, job_spec, keys, python_environment
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, mem_gb, ranks_per_node
 from hpcinit.config.schema import Cluster, Config
-from hpcinit.records import components, hang_report, run_folder, scratch
+from hpcinit.records import components, run_folder, scratch
 from hpcinit.records.startup_timeout import ENV_LIMIT_S
 from hpcinit.submit import dependencies, restart, shell_blocks, srun_step
 from hpcinit.submit.code_snapshot import SnapshotPlan
@@ -329,7 +329,7 @@ def _bookkeeping(config: Config, run: RunPath) -> tuple[list[str], list[str], bo
     chain, spares = config.chain > 1, bool(config.spare_nodes) and slurm
     requeues = restart.wanted(config)
     needs_reason = requeues or spares  # the reason why the ranks ended
-    on: Mapping[str, str | int] = {"hpcinit_hung": hang_report.HUNG, "hpcinit_on": " ".join(config.restart.on)}
+    on: Mapping[str, str | int] = {"hpcinit_hung": run_folder.HUNG, "hpcinit_on": " ".join(config.restart.on)}
     most = {
         "hpcinit_max_restarts": config.restart.max_restarts or 0,
         "hpcinit_without_progress": config.restart.without_progress or restart.NEVER,
@@ -396,7 +396,7 @@ def _run_folder(run: RunPath, body: str) -> tuple[list[str], list[str]]:
         "restart": run_folder.RESTART,
         "restarts": run_folder.RESTARTS,
         "errors": run_folder.ERRORS,
-        "hang": hang_report.FOLDER,
+        "hang": run_folder.HANG_REPORTS,
         "unusable": run_folder.UNUSABLE,
     }
     files = {f"hpcinit_{key}": Raw(f'"${run_folder.ENV_FOLDER}/{name}"') for key, name in names.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpcinit.base import console, json_output, quoting
 from hpcinit.base.errors import INTERRUPTED, ConfigError, Interrupted, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.base.text import counted
-from hpcinit.config import checks, compose, default_cluster, keys
+from hpcinit.config import checks, compose, keys
 from hpcinit.config.overrides import sbatchs_quality
 from hpcinit.config.request import Request, Search
 from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
@@ -49,7 +49,6 @@ def main(argv: Sequence[str]) -> int:
     def prepare(request: Request) -> None:
         if program:
             set_program(program, request, ["hpcinit", "submit", *arguments])
-        default_cluster.require()
         submission.check(request.config, request.document)
 
     def submit(requests: Sequence[Request]) -> int:
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
         return Trials(lambda requests, runs: submit_all(requests, command, runs, options.json), options.json)
 
-    return compose.main(arguments, prepare, submit, search)
+    return compose.main(arguments, prepare, submit, search, cluster_required=True)
 
 
 def submit_all(

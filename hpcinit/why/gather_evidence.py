@@ -124,7 +124,7 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
         return None
     raised = {one.record.rank: hang_report.place_of_error(one.record.traceback) for one in found}
     planned = _spec(path)
-    for folder in sorted((path / hang_report.FOLDER).glob(f"{_step_of(job_id)}.*.{restart}")):
+    for folder in sorted((path / run_folder.HANG_REPORTS).glob(f"{_step_of(job_id)}.*.{restart}")):
         stacks = hang_report.before_errors(hang_report.places(folder), raised)
         nodes = list(heartbeats.read(path / heartbeats.FOLDER / folder.name))
         if stacks and any(heartbeat.silent_s is not None for node in nodes for heartbeat in node.heartbeats):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcinit.base import safe_files
 from hpcinit.base.text import brief
-from hpcinit.records import causes, node_records, run_folder
+from hpcinit.records import node_records, run_folder
 from hpcinit.records.node_records import NodeFailure
 
 if TYPE_CHECKING:
@@ -182,6 +182,8 @@ def _of_slurm(evidence: Evidence) -> Iterator[NodeFault]:
 
 
 def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:
+    from hpcinit.records import causes  # noqa: PLC0415 - a submission reads the table only
+
     texts = [(one.record.host, one.record.foreign) for one in evidence.found if not causes.is_secondary(one.record)]
     tails = evidence.tails
     texts += [(end.host, tails[rank]) for end in evidence.log.ends for rank in end.ranks if rank in tails]

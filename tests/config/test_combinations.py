@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import combinations, hydra_compose, variations
+from hpcinit.config import combinations, hydra_compose, search_path, variations
 from hpcinit.config.request import Request
 
 FILES = {
@@ -80,7 +80,7 @@ def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sweep(words: Sequence[str]) -> list[Request] | list[str]:
     """Return the requests, or the problems."""
-    hydra_compose._register(None)
+    search_path.register()
     try:
         return combinations.requests(words, hydra_compose._composer("hpcinit"), lambda request: None)
     except ConfigError as error:

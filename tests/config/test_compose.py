@@ -36,11 +36,13 @@ def test_defaults_are_the_local_machine_and_the_smoke_test() -> None:
     assert (config.cluster.name, config.job.name, config.nodes, config.name) == ("local", "smoke", 1, "smoke")
 
 
-@pytest.mark.parametrize("cluster", sorted(path.stem for path in (folder() / "cluster").glob("*.yaml")))
-def test_every_shipped_cluster_composes(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each cluster in conf/ fits the schema, and its name is the file's name."""
+@pytest.mark.parametrize("choice", sorted(f"{path.parent.name}={path.stem}" for path in folder().glob("*/*.yaml")))
+def test_every_shipped_choice_composes(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of a group in conf/ fits the schema, and the name of a cluster is the file's name."""
     monkeypatch.setenv("USER", "me")  # part of some folders
-    assert compose([f"cluster={cluster}"]).cluster.name == cluster
+    group, _, name = choice.partition("=")
+    config = compose([choice, *(["job.name=x"] if group == "job" else [])])
+    assert config.cluster.name == (name if group == "cluster" else "local")
 
 
 def test_the_example_has_every_key_of_a_cluster() -> None:
@@ -138,6 +140,27 @@ def test_the_users_folders_are_searched_in_order(tmp_path: Path, monkeypatch: py
         if number == 1:
             monkeypatch.setenv("HPCINIT_CONF", str(place))
         assert compose(["cluster=mini"]).cluster.name == f"from-{number}"
+
+
+def test_hydras_search_path(tmp_path: Path) -> None:
+    """A folder of hydra.searchpath, in a primary config or on the command line, has choices after the user's own."""
+    write(tmp_path / "site/cluster/ours.yaml", "name: ours\n")
+    write(
+        tmp_path / "conf/mine.yaml", f"defaults: [hpcinit, _self_]\nhydra: {{searchpath: [file://{tmp_path}/site]}}\n"
+    )
+    seen: list[str] = []
+
+    def task(requests: Sequence[Request]) -> int:
+        seen.extend(request.config.cluster.name for request in requests)
+        return 0
+
+    for words in (
+        ["--config-name", "mine", "cluster=ours"],
+        [f"hydra.searchpath=[file://{tmp_path}/site]", "cluster=ours"],
+        ["--config-name", "mine", "-m", "cluster=ours,mini"],
+    ):
+        assert main(words, lambda request: None, task) == 0
+    assert seen == ["ours", "ours", "ours", "mini"]
 
 
 def test_the_users_own_job(tmp_path: Path) -> None:

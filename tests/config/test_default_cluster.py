@@ -88,6 +88,24 @@ def test_a_wrong_default_does_not_matter_with_a_cluster(hpcinit: Run, monkeypatc
     assert "no such key 'node'; did you mean 'nodes'?" in hpcinit("submit", "cluster=mini", "node=2", *JOB).stderr
 
 
+def test_other_errors_are_reported_with_it(hpcinit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing or wrong default and the errors of other keys are reported in one pass."""
+    found = hpcinit("submit", "nodes=two", *JOB).stderr.splitlines()
+    assert len(found) == 2 and "no cluster is chosen" in found[0] and "nodes=two: expected a whole" in found[1]
+    monkeypatch.setenv("HPCINIT_CLUSTER", "nope")
+    found = hpcinit("submit", "nodes=two", *JOB).stderr.splitlines()
+    assert len(found) == 2 and "HPCINIT_CLUSTER sets the default cluster 'nope'" in found[0] and "nodes=two" in found[1]
+    found = hpcinit("submit", "cluster=noper", "nodes=two", *JOB).stderr.splitlines()
+    assert len(found) == 2 and "cluster=noper: no such cluster" in found[0] and "nodes=two" in found[1]
+
+
+def test_a_primary_config_may_choose_this_machine(hpcinit: Run) -> None:
+    """`override cluster: local` in a primary config is a choice, also with sbatch on PATH."""
+    Path("conf").mkdir()
+    Path("conf/mine.yaml").write_text("defaults:\n  - hpcinit\n  - override cluster: local\n  - _self_\n")
+    assert "hpcinit.local" in hpcinit("submit", "--config-name", "mine", *JOB).stdout
+
+
 def test_settings_are_no_primary_config(hpcinit: Run) -> None:
     """settings.yaml is not offered for --config-name."""
     settings("cluster: mini\n")

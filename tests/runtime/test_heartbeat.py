@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.records import hang_report, heartbeats, plain_files
+from hpcinit.records import hang_report, heartbeats, plain_files, run_folder
 from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
 from tests.runtime.spawned import ranks
 from tests.runtime.test_stopping import END
@@ -98,7 +98,7 @@ def test_a_hang_can_end_the_ranks(folder: Path) -> None:
     """
     with ranks(TRAIN, 3, folder, ACTION="end", HPCINIT_RUN="") as found:
         statuses = [rank.end()[0] for rank in found]
-    assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
+    assert run_folder.HUNG in statuses and set(statuses) <= {run_folder.HUNG, 1}, statuses
     assert any(f"rank {rank} exits after" in (folder / f"rank-{rank}.log").read_text() for rank in range(3))
 
 
@@ -245,8 +245,8 @@ def test_a_phase_beyond_its_limit_is_a_hang(folder: Path) -> None:
     code = at_20("with run.phase('evaluating', timedelta(seconds=4)): time.sleep(600)")
     with ranks(code + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
-    assert hang_report.HUNG in [status for status, _ in ends] and {status for status, _ in ends} <= {
-        hang_report.HUNG,
+    assert run_folder.HUNG in [status for status, _ in ends] and {status for status, _ in ends} <= {
+        run_folder.HUNG,
         1,
     }, ends
     assert "in read" in "".join(output for _, output in ends)
@@ -259,7 +259,7 @@ def test_a_phase_does_not_hide_later_hangs(folder: Path) -> None:
     )
     with ranks(code + END, 1, folder, ACTION="end") as (rank,):
         status, output = rank.end()
-    assert status == hang_report.HUNG
+    assert status == run_folder.HUNG
     after_s = float(output.partition("exits after ")[2].partition(" s")[0])
     assert after_s < 15, output
 
@@ -288,6 +288,6 @@ def test_a_job_that_is_suspended_does_not_hang(folder: Path) -> None:
         resumed = time.monotonic()
         statuses = [rank.end()[0] for rank in found]
         took = time.monotonic() - resumed
-    assert hang_report.HUNG in statuses and set(statuses) <= {hang_report.HUNG, 1}, statuses
+    assert run_folder.HUNG in statuses and set(statuses) <= {run_folder.HUNG, 1}, statuses
     (line,) = re.findall(r"s; .* last finished step (\d+)", report(folder))
     assert int(line) >= 34 and took < 25, "the hang of the program itself, and no earlier one"

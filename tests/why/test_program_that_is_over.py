@@ -101,7 +101,7 @@ def silence(folder: Path, stacks: list[str], returned: int | None = None) -> Han
     ranks = [{"rank": rank, "pid": 40 + rank, "interpreter": 1.0} for rank in range(len(stacks))]
     ends = [{"rank": returned, "returned": 9.0}] if returned is not None else []
     (timeline / "n1.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (*ranks, *ends)))
-    hang = folder / hang_report.FOLDER / "7.0.0"
+    hang = folder / run_folder.HANG_REPORTS / "7.0.0"
     hang.mkdir(parents=True)
     plain_files.write(hang / hang_report.SILENT, {"silent_s": 300, "complete": 1})
     for rank, text in enumerate(stacks):

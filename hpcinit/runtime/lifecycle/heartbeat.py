@@ -19,7 +19,7 @@ from pathlib import Path
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import TrainingHang
-from hpcinit.records import hang_report, heartbeats, plain_files, scratch
+from hpcinit.records import hang_report, heartbeats, plain_files, run_folder, scratch
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.heartbeats import FRESH_PERIODS, NodeHeartbeats, RankHeartbeat
 from hpcinit.records.spec import Hang
@@ -80,7 +80,7 @@ class Heartbeat:
         self._world, self._asked = world, asked
         job = scratch.folder_name(world.job)
         self._folder = folder
-        self._heartbeats, self._hang = folder / heartbeats.FOLDER / job, folder / hang_report.FOLDER / job
+        self._heartbeats, self._hang = folder / heartbeats.FOLDER / job, folder / run_folder.HANG_REPORTS / job
         self._period = min(PERIOD_S, asked.after_s / 4)
         self._at = world.local_rank * SLOT.size
         self._last, self._step = 0.0, -1  # time and number of the last reported step
@@ -237,7 +237,7 @@ class Heartbeat:
             say(f"rank {self._world.rank} exits after {silent:.0f} s without a step (hang.action=end)")
             with contextlib.suppress(OSError, ValueError):  # full disk, or closed by the program
                 sys.stdout.flush()
-            os._exit(hang_report.HUNG)
+            os._exit(run_folder.HUNG)
 
 
 def _is_first(folder: Path, report: HangReport) -> bool:

@@ -54,7 +54,7 @@ class OutputWatch:
         self._world, self._folder = world, folder
         self._rank, self._after_s, self._logs = world.rank, after_s, folder / run_folder.LOGS
         self._errors = folder / run_folder.ERRORS
-        self._hang = folder / hang_report.FOLDER / scratch.folder_name(world.job)
+        self._hang = folder / run_folder.HANG_REPORTS / scratch.folder_name(world.job)
         self._marker = self._hang / hang_report.SILENT
         self._no_steps = self._hang / hang_report.NO_STEPS
         self._stack = self._hang / hang_report.STACK.format(rank=world.rank)
