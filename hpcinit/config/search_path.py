@@ -1,7 +1,7 @@
 """Where Hydra finds configs: the user's folders, then the package's own, and two configs that are made here.
 
-`hpcinit_schema` is the schema, `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. A
-source of our own makes them when Hydra reads them: Hydra's ConfigStore would copy the schema several times.
+`hpcinit_schema` is the schema, `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. The
+source Made makes them when Hydra reads them: Hydra's ConfigStore would copy the schema several times.
 """
 
 from __future__ import annotations
