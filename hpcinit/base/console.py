@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NoReturn
 
 from hpcinit.base.errors import RequestError
@@ -28,13 +28,21 @@ _began = time.monotonic()
 # they can move the cursor, change the window's title, write to the clipboard, or send input as if the user typed it.
 
 # Group 1: colors and styles (ESC [ 1 ; 31 m), which are harmless. The rest: C0 except tab and line feed, DEL, and C1
-# (0x9b is the same as ESC [).
-_CONTROL = re.compile(r"(\x1b\[[0-9;:]{0,40}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# (0x9b is the same as ESC [); and characters that change the direction of text or end a line, such as U+202E, with
+# which one line can look like another.
+_CONTROL = re.compile(
+    r"(\x1b\[[0-9;:]{0,40}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
+)
 
 
 def plain(text: str) -> str:
-    """Return `text` with control characters written as '\\x1b', except tabs and line feeds."""
+    """Return `text` with control characters written as '\\x1b' or '\\u202e', except tabs and line feeds."""
     return _CONTROL.sub(lambda found: "".join(map(_shown, found[0])), text)
+
+
+def plain_lines(lines: Iterable[str]) -> str:
+    """Return lines that contain text from files, joined. A line feed inside a line is written as '\\x0a'."""
+    return "\n".join(plain(line).replace("\n", "\\x0a") for line in lines)
 
 
 def colored(text: str) -> str:
@@ -49,6 +57,8 @@ def colored(text: str) -> str:
 
 def _shown(character: str) -> str:
     code = ord(character)
+    if code > 0xFF:
+        return f"\\u{code:04x}"
     return f"\\x{code:02x}" if code < 0x20 or 0x7F <= code < 0xA0 else character
 
 

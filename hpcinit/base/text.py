@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 LONGEST = 240  # characters of an error in a headline
+MOST_RANKS = 1 << 20  # a larger number of a rank, or of ranks, in a file of another program is not one
 
 
 def ranges(numbers: Iterable[int]) -> str:

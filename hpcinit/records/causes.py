@@ -66,13 +66,13 @@ KINDS = (
      r"|Found no NVIDIA driver",
      "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
      "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
-    (failure_kinds.GPU, r"Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
+    (failure_kinds.GPU, r"NVRM: Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
      "a device-side assert is a bug in the program, often an index out of range: CUDA_LAUNCH_BLOCKING=1 shows the "
      "line; for any other error, if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE) and report it "
      "to the site"),
     (failure_kinds.PORT, r"Address already in use|EADDRINUSE",
      "another process uses the port: hpcinit chooses another one at the next start"),
-    (failure_kinds.NOT_A_NUMBER, r"\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
+    (failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
      "checkpoint"),
     (failure_kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)|error: execve\(\): ",
@@ -84,6 +84,7 @@ KINDS = (
      "NCCL lost a connection between nodes; run again with +job.env.NCCL_DEBUG=INFO, and if the same node fails again, "
      "exclude it (+cluster.sbatch.exclude=NODE)"),
 )  # fmt: skip
+_QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|(?<!\w)"[^"\n]*"(?!\w)""")
 SIGNALS = {
     "Killed": "something sent SIGKILL to the rank: probably the kernel, because the node's memory was full (dmesg on "
     "the node shows it), or a kill -9; request more memory with mem_gb=...",
@@ -130,9 +131,13 @@ def secondary_name(record: ErrorRecord) -> str:
 
 
 def kind(error: str) -> tuple[str, str]:
-    """Return (kind, advice) of another program's message: ('cuda-memory', ...), or ('program', ...) if none matches."""
+    """Return (kind, advice) of another program's message: ('cuda-memory', ...), or ('program', ...) if none matches.
+
+    A text in quotes may be a value, as in KeyError: 'nan'. Only patterns with quotes match it.
+    """
+    unquoted = _QUOTED.sub("''", error)
     for name, pattern, advice in KINDS:
-        if re.search(pattern, error):
+        if re.search(pattern, error if "'" in pattern else unquoted):
             return name, advice
     return failure_kinds.PROGRAM, ADVICE[failure_kinds.PROGRAM]
 

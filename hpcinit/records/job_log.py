@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from hpcinit.base.errors import NodelistError
+from hpcinit.base.text import MOST_RANKS
 from hpcinit.slurm import nodelist
 
 # srun: error: n2: tasks 2-3: Exited with exit code 1; the local engine prints the same with 'hpcinit: error: ...'. A
@@ -23,7 +24,7 @@ _TASKS = re.compile(r"^(?:srun: error|hpcinit: error|hpcinit): (\S+): (task|rank
 ABORTED = re.compile(r"Terminating StepId=|Job step aborted|forcing job termination|CANCELLED AT")
 _END_OF_ABORTED = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after KillWait
 # The script of a heterogeneous job prints this first. srun numbers the tasks of each component from 0.
-_COMPONENT = re.compile(r"^hpcinit: component \d+, ranks from (\d+): (\S+)$")
+_COMPONENT = re.compile(r"^hpcinit: component \d+, ranks from (\d{1,7}): (\S+)$")
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
 # srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure
 # Not 'Invalid job credential' and the like: a node that prints this is reachable.
@@ -43,7 +44,11 @@ SUCCEEDED = "Exited with exit code 0"
 
 def how(code: int) -> str:
     """Return the end of a process as srun prints it. code: -9 for signal 9, like subprocess."""
-    return f"Exited with exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
+    if code >= 0:
+        return f"Exited with exit code {code}"
+    with contextlib.suppress(ValueError):  # there is no such signal
+        return signal.strsignal(-code) or f"signal {-code}"
+    return f"signal {-code}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
                 numbers = tuple(firsts[found[1]] + task for task in numbers)
             elif ranks_per_task > 1:
                 numbers = tuple(task * ranks_per_task + each for task in numbers for each in range(ranks_per_task))
-            if found[2] == "rank" or found[1] not in named:
+            if numbers and (found[2] == "rank" or found[1] not in named):
                 ends.append(End(found[1], numbers, how, aborted and bool(_END_OF_ABORTED.match(how))))
         elif found := _COMPONENT.match(line):
             with contextlib.suppress(NodelistError):  # a program may print such a line too
@@ -138,9 +143,14 @@ def oom(lines: Iterable[str]) -> str:
 
 
 def _ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks of '0-3,8'; () for more than MOST_RANKS, or no list. Any program can print such a line."""
     found: list[int] = []
     for part in text.strip("[]").split(","):
         first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit() or len(first) > 9 or len(last) > 9:
+            return ()
+        if int(last or first) - int(first) + len(found) >= MOST_RANKS:
+            return ()
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 

@@ -32,13 +32,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base.text import MOST_RANKS
 from hpcinit.records import scratch
 from hpcinit.records.safeguards import FLIGHT
 
 MOST_BYTES = 1 << 30  # 2,000 entries with their stacks have some megabytes
 SUFFIX = r"(?:\.(?:json|pkl|pickle|pt|bin|dump|trace))?"
-NAME = re.compile(rf"(?P<prefix>.*?)(?P<rank>\d+){SUFFIX}")
-NAMED_RANK = re.compile(r"(?P<prefix>.*rank[_.=-]?)(?P<rank>\d+)(?!\d).*", re.IGNORECASE)  # trace_rank3_of_8.json
+NAME = re.compile(rf"(?P<prefix>.*?)(?P<rank>\d{{1,6}}){SUFFIX}")
+NAMED_RANK = re.compile(r"(?P<prefix>.*rank[_.=-]?)(?P<rank>\d{1,6})(?!\d).*", re.IGNORECASE)  # trace_rank3_of_8.json
 DEPTHS = ("*", "*/*", "*/*/*")  # a folder for each attempt, and one for each node
 FIRST_BYTES = b"\x80{(}"  # of a pickle of any protocol, and of JSON
 UNREADABLE = "unreadable"  # key of the document for a file that cannot be read: the reason
@@ -325,6 +326,8 @@ def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
         try:
             numbers = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
             order = tuple(map(int, numbers or ()))
+            if not all(0 <= rank < MOST_RANKS for rank in order):
+                raise ValueError("such ranks do not exist")
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
             continue
         if order:
@@ -499,7 +502,7 @@ def _integer(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-PAIR = re.compile(r"(?:send|recv) (\d+)(->|<-)(\d+)")
+PAIR = re.compile(r"(?:send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 
 
 def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
@@ -542,7 +545,7 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
         mine = ("_" in job_id or job == scratch.folder_name(job_id)) and (
             restart is None or rest.rpartition(".")[2] in ("", str(restart))
         )
-        if mine and rank.isdigit():
+        if mine and rank.isdigit() and len(rank) < 7:
             found[int(rank)] = _read(path)
     return found if _has_a_dump(found) else {}
 

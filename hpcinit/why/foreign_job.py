@@ -20,27 +20,35 @@ from hpcinit.records import causes, job_log, run_folder
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.job_log import End, JobLog
 from hpcinit.slurm import scontrol, slurm_client
-from hpcinit.why import flight_recorder, hang_verdict
+from hpcinit.why import flight_recorder, hang_verdict, large_logs
 from hpcinit.why.evidence import LAUNCHER, NO_RANK, Evidence
 
 NAMES = ("*.out", "*.err", "*.log", "*.txt", "log*", "*stderr*", "*stdout*")
-MOST_FILES, MOST_BYTES = 1024, 50_000_000  # of one folder, and of the end of each file
-_SRUN = re.compile(r"^ *(\d+): ?")  # srun -l
-_RANK = re.compile(r"^\[rank(\d+)\]: ?")
-_LIGHTNING = re.compile(r"^\[rank: (\d+)\] ?")  # the local rank under srun
+MOST_FILES = 1024  # of one folder
+MOST_BYTES = 256 << 20  # of all files that are read completely
+_SRUN = re.compile(r"^ *(\d{1,6}): ?")  # srun -l
+_RANK = re.compile(r"^\[rank(\d{1,6})\]: ?")
+_LIGHTNING = re.compile(r"^\[rank: (\d{1,6})\] ?")  # the local rank under srun
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
 _HANDLER = "trainer/connectors/signal_connector.py"
-_LOCAL = re.compile(r"^\[default(\d+)\]:")  # torchrun --tee
+_LOCAL = re.compile(r"^\[default(\d{1,6})\]:")  # torchrun --tee
 _TEE = re.compile(r"^(?: *\d+: ?)?\[default\d+\]:", re.MULTILINE)
-_FILE = re.compile(r"(?:^|[^0-9a-z])(?:rank|task|proc)[_-]?(\d+)(?!\d)|^\d+[_-](\d+)\.(?:out|err|log)$", re.IGNORECASE)
-_FOLDER = re.compile(r"attempt_\d+/(\d+)/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
+_FILE = re.compile(
+    r"(?:^|[^0-9a-z])(?:rank|task|proc)[_-]?(\d{1,6})(?!\d)|^\d+[_-](\d{1,6})\.(?:out|err|log)$", re.IGNORECASE
+)
+_FOLDER = re.compile(r"attempt_\d+/(\d{1,6})/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
 _BEGIN = "Traceback (most recent call last):"
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
-_WATCHDOG = re.compile(r"\[Rank (\d+)\].*(Watchdog caught collective operation timeout.*)")
+_WATCHDOG = re.compile(r"\[Rank (\d{1,6})\].*(Watchdog caught collective operation timeout.*)")
 _XID = re.compile(r"(NVRM: Xid .*)")
-_SIZE = re.compile(r"\b(?:dist_)?world[_ ]size\b['\"]?\s*[:=]?\s*(\d+)", re.IGNORECASE)
+# Not of a checkpoint: 'saved with world_size=10'.
+_SIZE = re.compile(
+    r"^(?!.*(?:saved|checkpoint|loaded|resum)).*?\b(?:dist_)?world[_ ]size\b['\"]?\s*[:=]?\s*(\d{1,6})(?!\d)",
+    re.IGNORECASE | re.MULTILINE,
+)
 # The table of torchrun's ChildFailedError.
 _FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (\S+)(?: \(local_rank: (\d+)\))?(?:.*\(pid: (\d+)\))?")
+_NUMBER = re.compile(r"-?\d{1,6}")
 _FORCED = re.compile(r"Unable to shutdown process (\d+) via \S+, forcefully exiting")  # by the agent, after SIGTERM
 _ROOT = "Root Cause (first observed failure):"
 _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
@@ -53,10 +61,10 @@ _OF_LAUNCHER = re.compile(
     r"|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))"
 )
 # DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
-_SPAWNED = re.compile(r"process (\d+) spawned with command: .*'--local_rank=(\d+)'")
+_SPAWNED = re.compile(r"process (\d{1,9}) spawned with command: .*'--local_rank=(\d{1,6})'")
 _NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
 _SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
-_RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d+)")
+_RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d{1,3})(?!\d)")
 WORKER_GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
 ENDED_BY_SLURM = {"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"}
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
@@ -64,11 +72,13 @@ WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 
 @dataclass(frozen=True)
 class Log:
-    """text: of a file. rank: whose file it is, None if several ranks write to it. written: its modification time."""
+    """text: of a file. rank: whose file it is, None if several ranks write to it. written: its modification time.
+    skipped: the number of bytes that are not in the text."""
 
     text: str
     rank: int | None = None
     written: float = 0.0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,9 +103,8 @@ def read(paths: Sequence[Path]) -> list[Log]:
     for path in paths:
         try:
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - MOST_BYTES))
-                text = file.read().decode(errors="replace")
-            found.append(Log(text, _rank_of(path), path.stat().st_mtime))
+                text, skipped = large_logs.read(file, min(large_logs.WHOLE, MOST_BYTES // len(paths)))
+            found.append(Log(text, _rank_of(path), path.stat().st_mtime, skipped))
         except OSError:
             continue
     return sorted(found, key=lambda log: log.written)
@@ -160,7 +169,9 @@ def gather(
         lists_failed_ranks=bool(ends) and not size,
         preempted=bool(preempted_at),
     )
-    return Foreign(evidence, tuple(_unknown(evidence, size)))
+    skipped = sum(log.skipped for log in logs) >> 20
+    unread = f"what {skipped} MB of the logs contain: hpcinit only searched them for messages of failures"
+    return Foreign(evidence, (*_unknown(evidence, size), *([unread] if skipped else [])))
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,10 @@ def _unlabelled(line: str) -> str:
 def _lines(log: Log, labels: Labels) -> Iterator[tuple[int, str]]:
     """Yield (rank, line without its prefixes)."""
     lines = log.text.splitlines()
-    labelled = sum(1 for line in lines if _SRUN.match(line)) * 2 > len(lines)
+    # srun and the user's shell print without a label.
+    labelled = sum(1 for line in lines if _SRUN.match(line)) * 2 > sum(
+        1 for line in lines if line.strip() and not job_log.is_from_slurm(line)
+    )
     for line in lines:
         rank, rest = NO_RANK if log.rank is None else log.rank, line
         if labelled and (found := _SRUN.match(rest)):
@@ -240,7 +254,8 @@ def _table(lines: Sequence[str]) -> list[tuple[str, bool, End]]:
         root = root or line.startswith(_ROOT)
         if found := _FIELD.match(line):
             fields[found[1]] = found[2]
-            if found[1] == "exitcode" and {"host", "rank"} <= fields.keys():
+            complete = found[1] == "exitcode" and {"host", "rank"} <= fields.keys()
+            if complete and _NUMBER.fullmatch(fields["exitcode"]) and _NUMBER.fullmatch(fields["rank"]):
                 how = job_log.how(int(fields["exitcode"]))
                 by_agent = not root and (how == "Terminated" or found[4] in forced)
                 ends.append(

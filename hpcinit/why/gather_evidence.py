@@ -29,12 +29,13 @@ from hpcinit.records import (
 from hpcinit.records.error_records import Found
 from hpcinit.records.hang_report import HangReport
 from hpcinit.slurm import scontrol, slurm_client
-from hpcinit.why import flight_recorder, hang_verdict, setup_failure
+from hpcinit.why import flight_recorder, hang_verdict, large_logs, setup_failure
 from hpcinit.why.evidence import Evidence, clocks
 
 LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without its answer is better than a long wait
 TAIL_BYTES = 4096  # of each rank's log
 MOST_LOGS = 1024
+MOST_OF_JOB_LOG = 64 << 20  # bytes of logs/job.log that are read completely
 # Lines in a rank's log that other programs print, or that do not explain an end.
 _NOT_LAST = re.compile(r"^(slurmstepd\S*:(?! error: execve\(\))|srun:|hpcinit: |\[W)|^\s*$")
 
@@ -256,7 +257,8 @@ def _shown(what: str, name: str) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return safe_files.read_text(path)
+        with safe_files.open_file(path) as file:
+            return large_logs.read(file, MOST_OF_JOB_LOG)[0]
     except OSError:
         return ""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base import console, failure_kinds, json_output
-from hpcinit.base.console import plain
+from hpcinit.base.console import plain_lines
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
@@ -78,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
         where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
         print(_line(verdict, where))
     elif options.quiet:
-        print(plain(verdict.headline))
+        print(plain_lines([verdict.headline]))
     else:
-        print(plain("\n".join(lines(path, verdict))))
+        print(plain_lines(lines(path, verdict)))
     return 0
 
 
@@ -92,7 +92,7 @@ def _of_sweep(path: Path, options: argparse.Namespace) -> int:
     if options.json:
         print(sweep_causes.document(path, tasks, groups))
     else:
-        print(plain(text[0] if options.quiet else "\n".join(text)))
+        print(plain_lines(text[:1] if options.quiet else text))
     return 0
 
 
@@ -120,12 +120,11 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
         kind = found.culprits[0].kind if found.culprits else failure_kinds.UNKNOWN if found else OK
         print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}))
     elif options.quiet:
-        print(plain(first))
+        print(plain_lines([first]))
     else:
-        print("\n".join(map(plain, [first, *(f"  {line}" for line in rest)])))
-        for advice in dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3]):
-            print(plain(advice))
-        print("\n".join(f"  {line}" for line in found.document()["secondary"]), end="\n" if found.victims else "")
+        text = [first, *(f"  {line}" for line in rest)]
+        text += dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3])
+        print(plain_lines([*text, *(f"  {line}" for line in found.document()["secondary"])]))
     return 0
 
 
@@ -139,7 +138,7 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
         where = {**known, "files": [str(path) for path in job.files]}
         print(_line(verdict, where, job.unknown))
     elif options.quiet:
-        print(plain(verdict.headline))
+        print(plain_lines([verdict.headline]))
     else:
         text = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
         text += [f"what to do: {verdict.do}"] * bool(verdict.do)
@@ -148,7 +147,7 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
         if job.files:
             more = f" and {len(job.files) - 1} more" if len(job.files) > 1 else ""
             text.append(f"read: {job.files[0]}{more}")
-        print(plain("\n".join(text)))
+        print(plain_lines(text))
     return 0
 
 

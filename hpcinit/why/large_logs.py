@@ -1,0 +1,67 @@
+"""Read of a large log what can show a failure: its start, its end, and the lines after messages of a failure."""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO
+
+WHOLE = 8 << 20  # bytes of a log that is read completely
+START, END = 256 << 10, 4 << 20  # bytes: the size of the world is at the start, messages of Slurm are at the end
+WINDOW, BEFORE = 16 << 10, 256  # bytes after and before a message
+MOST_WINDOWS = 64  # for each message: the first ones count, later errors are usually consequences
+CHUNK = 8 << 20
+LARGEST = 4 << 30  # bytes of a log that are searched
+MESSAGES = (  # of Python, srun, slurmstepd, torchrun, torch's watchdog, NCCL, the driver, DeepSpeed and Lightning
+    b"Traceback (most recent call last)",
+    b"srun: error",
+    b"slurmstepd",
+    b"CANCELLED AT",
+    b"exitcode",
+    b"Root Cause (first",
+    b"Watchdog caught",
+    b"watchdog thread terminated",
+    b"NCCL error",
+    b"NVRM: Xid",
+    b"oom-kill",
+    b"exits with return code",
+    b"Received SIGTERM",
+    b"out of memory",
+)
+
+
+def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
+    """Return the text, with a line '...' for each part that is not returned, and how many bytes are not.
+
+    most: bytes of a log that is read completely. Raise OSError.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size <= max(most, START):
+        return file.read(max(most, START)).decode(errors="replace"), 0
+    ranges = [(0, START), *_windows(file.fileno(), min(size, LARGEST)), (max(size - min(END, most), 0), size)]
+    parts, end, kept = [], 0, 0
+    for begin, last in sorted(ranges):
+        first = max(begin, end)
+        if first >= last:
+            continue
+        part = os.pread(file.fileno(), last - first, first)
+        if first > end:  # whole lines only
+            part = part[part.find(b"\n") + 1 :]
+            parts.append(b"\n...\n")
+        parts.append(part)
+        end, kept = last, kept + len(part)
+    return b"".join(parts).decode(errors="replace"), size - kept
+
+
+def _windows(descriptor: int, size: int) -> list[tuple[int, int]]:
+    """Return where the parts with messages are."""
+    found: list[tuple[int, int]] = []
+    counts = dict.fromkeys(MESSAGES, 0)
+    for start in range(0, size, CHUNK):
+        chunk = os.pread(descriptor, CHUNK + 64, start)  # a message may be on the border
+        for message in MESSAGES:
+            at = chunk.find(message)
+            while at >= 0 and counts[message] < MOST_WINDOWS:
+                found.append((max(start + at - BEFORE, 0), min(start + at + WINDOW, size)))
+                counts[message] += 1
+                at = chunk.find(message, at + WINDOW)
+    return found
