@@ -200,7 +200,7 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
     # Hydra uses the help's text as a string.Template, in which $$ is a dollar sign.
     OmegaConf.register_new_resolver("hpcinit_keys", lambda: keys.help_text(every_key).replace("$", "$$"), replace=True)
     try:
-        with _hydra_command_line([*flags, *overrides]):
+        with search_path.used(), _hydra_command_line([*flags, *overrides]):
             hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
     except UNUSABLE as error:
         raise ConfigError(*(list(_every_problem(overrides, name)) or [explain.sentence(error)])) from None

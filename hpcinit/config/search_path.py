@@ -6,8 +6,8 @@ source Made makes them when Hydra reads them: Hydra's ConfigStore would copy the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -27,8 +27,11 @@ class Folders(SearchPathPlugin):
     """Adds the folders in which Hydra looks for YAML, first match wins: the user's, the package's, --config-dir."""
 
     last: Path | None = None
+    used = False  # Hydra keeps the plugin in a process whose own program may use Hydra for its own configs
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if not self.used:
+            return
         for place in reversed([p for p in user_folders() if p != folder().absolute()]):
             search_path.prepend("user", f"file://{place}")
         if self.last is not None:
@@ -78,14 +81,25 @@ CONFIGS: dict[str, Callable[[], Container]] = {
 
 
 def register(config_dir: str | None = None, cluster_required: bool = False) -> None:
-    """Make Hydra use this search path. config_dir: a last folder. cluster_required: as in compose.main."""
+    """Register the search path with Hydra. config_dir: a last folder. cluster_required: as in compose.main."""
     Folders.last = Path(config_dir).absolute() if config_dir else None
     Made.cluster_required = cluster_required
     for plugin in (Folders, Made):
         Plugins.instance().register(plugin)
 
 
-def initialized(job_name: str) -> AbstractContextManager[None]:
-    """Return the context in which Hydra composes with this search path. job_name: for ${hydra:job.name}."""
-    context: AbstractContextManager[None] = hydra.initialize_config_dir(str(folder()), job_name, version_base="1.3")
-    return context
+@contextmanager
+def used() -> Iterator[None]:
+    """Make Hydra use this search path for what it initializes in the context."""
+    Folders.used = True
+    try:
+        yield
+    finally:
+        Folders.used = False
+
+
+@contextmanager
+def initialized(job_name: str) -> Iterator[None]:
+    """Initialize Hydra with this search path. job_name: for ${hydra:job.name}."""
+    with used(), hydra.initialize_config_dir(str(folder()), job_name, version_base="1.3"):
+        yield

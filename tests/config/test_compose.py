@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
 
@@ -161,6 +162,15 @@ def test_hydras_search_path(tmp_path: Path) -> None:
     ):
         assert main(words, lambda request: None, task) == 0
     assert seen == ["ours", "ours", "ours", "mini"]
+
+
+def test_a_programs_own_hydra_has_its_own_search_path(tmp_path: Path) -> None:
+    """After a config of hpcinit is composed, Hydra finds the configs of the program in the program's folder only."""
+    write(tmp_path / "conf/config.yaml", "x: of the folder for hpcinit\n")
+    write(tmp_path / "own/config.yaml", "x: of the program\n")
+    compose([])
+    with hydra.initialize_config_dir(str(tmp_path / "own"), version_base="1.3"):
+        assert hydra.compose("config") == {"x": "of the program"}
 
 
 def test_the_users_own_job(tmp_path: Path) -> None:
