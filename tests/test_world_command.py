@@ -60,7 +60,7 @@ def test_one_json_object_with_every_field() -> None:
     assert (done.returncode, done.stderr, found["launcher"]) == (0, "", "single")
     assert list(found) == [
         "document", "version", "launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "hosts", "master_addr",
-        "master_ports", "job", "warnings", "master_known", "node_count",
+        "master_ports", "job", "warnings", "master_known", "node_count", "ranks_here",
     ]  # fmt: skip
 
 

@@ -179,7 +179,7 @@ def _causes() -> str:
 def _readable(pattern: str) -> str:
     """Return the alternatives of a regular expression as plain text: `No space left on device`, `Xid`."""
     depth, parts = 0, [""]
-    for letter in pattern:
+    for letter in re.sub(r"^\^\(\?!\w+\)\.\*", "", pattern):  # without an exception that the text must not name
         depth += (letter == "(") - (letter == ")")
         parts = [*parts, ""] if letter == "|" and not depth else [*parts[:-1], parts[-1] + letter]
     shown = [

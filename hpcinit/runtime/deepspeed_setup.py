@@ -80,6 +80,6 @@ def forget_deepspeed() -> None:
         groups._release_process_group_references()
         return
     for name in _EMPTIED:
-        getattr(groups, name).clear()
+        getattr(groups, name, {}).clear()  # a DeepSpeed before 0.18.5, which only the program uses, lacks some
     for name, value in _RESET.items():
         setattr(groups, name, value)

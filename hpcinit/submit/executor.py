@@ -147,7 +147,7 @@ class Executor(submitit.SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        return sbatch.job_id(string if isinstance(string, str) else string.decode())
+        return sbatch.job_id(string if isinstance(string, str) else string.decode(errors="replace"))
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         """Submit a script with `command`. submitit calls sbatch once, and loses the job if the reply is lost."""

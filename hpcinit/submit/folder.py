@@ -43,12 +43,13 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
     Raise SubmitError if it cannot be made (read-only, full, no permission).
     """
     for _ in range(100):
-        path = _free(runs_dir, name)
+        path, made = _free(runs_dir, name), False
         try:
             safe_files.make_folders(runs_dir)
             if problem := safe_files.runs_dir_ownership_problems(runs_dir):
                 raise SubmitError(problem, NOTHING_SUBMITTED)
             path.mkdir(mode=PRIVATE)
+            made = True
             run_numbers.mark(path)
             for inner in below:
                 (path / inner).mkdir(mode=PRIVATE)
@@ -58,7 +59,8 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
             if not runs_dir.is_dir():
                 raise SubmitError(f"runs_dir is {str(runs_dir)!r}, which is not a folder") from None
         except OSError as error:
-            discard(path)
+            if made:  # otherwise it may be another submission's
+                discard(path)
             raise cannot_write(path, error) from None
     raise SubmitError(f"cannot claim a run folder in {runs_dir}: 100 other submissions were faster; submit again")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base.versions import installed
+from hpcinit.records import run_folder
 from tests.gpu import device, starting
 from tests.gpu.findings import MISSING, Findings
 from tests.gpu.starting import Job
@@ -57,7 +58,8 @@ def _policy(found: Findings, folder: Path, policy: str) -> None:
             )
     if policy == "auto":
         why = "a single rank has no peer" if not found.cpu else "gloo on a CPU has no device to bind to"
-        found.claim("device_id=auto gives its reason", why in done.output, why)
+        startup = (folder / policy / run_folder.STARTUP).read_text()
+        found.claim("device_id=auto gives its reason", why in startup, why)
 
 
 def _deepspeed(found: Findings, folder: Path) -> None:

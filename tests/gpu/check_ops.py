@@ -103,6 +103,8 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
         return
     falls = done.first["losses"][-1] < done.first["losses"][0]
     found.claim(f"{name}: the loss falls", falls, f"{done.first['optimizer']}, {done.first['losses']}")
+    expected = "DeepSpeedCPUAdam" if found.cpu else "FusedAdam"
+    found.claim(f"{name}: the optimizer is {expected}", done.first["optimizer"] == expected, done.first["optimizer"])
     same = done.first["resumed"] == done.first["losses"][SAVED:]
     found.claim(f"{op}: a checkpoint of its states resumes with the same losses", same, str(done.first["resumed"]))
     same = done.first["reloaded"] == done.first["losses"][SAVED:]
