@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -9,7 +10,8 @@ from typing import Any
 
 from hpcinit.base import versions
 from hpcinit.base.errors import RequestError
-from hpcinit.config import job_spec
+from hpcinit.base.text import expanded
+from hpcinit.config import job_spec, python_environment
 from hpcinit.config.schema import Config, DeepSpeed
 from hpcinit.deepspeed import deepspeed_config, deepspeed_versions
 from hpcinit.deepspeed.deepspeed_config import options
@@ -98,10 +100,25 @@ def _unused(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_version(config: Config) -> Iterator[str]:
-    """Yield a message if the job starts a DeepSpeed that is too old. Only the job can check another Python's."""
-    found = "" if _elsewhere(config) or not job_spec.uses_deepspeed(config) else versions.installed("deepspeed")
+    """Yield a message if the job starts a DeepSpeed that is too old."""
+    found = _deepspeed_of_ranks(config) if job_spec.uses_deepspeed(config) else ""
     if found and (wrong := deepspeed_versions.too_old(found)):
         yield f"{wrong}: {deepspeed_versions.UPDATE}"
+
+
+def _deepspeed_of_ranks(config: Config) -> str:
+    """Return the version in the environment of the ranks, without starting its Python; '' if it is not visible here."""
+    cluster = config.cluster
+    if config.container.image:
+        return ""
+    folder = cluster.venv or (cluster.conda if "/" in (cluster.conda or "") else None)
+    if _elsewhere(config) and cluster.python and "/" in cluster.python:
+        prefix = python_environment.prefix_of(expanded(cluster.python))
+    elif folder:
+        prefix = expanded(folder)
+    else:
+        return "" if _elsewhere(config) or cluster.conda else versions.installed("deepspeed")
+    return versions.by_folder(tuple(map(str, python_environment.search_path(prefix, os.environ)))).get("deepspeed", "")
 
 
 def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:

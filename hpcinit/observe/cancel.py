@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, overview, state
 from hpcinit.records import run_folder
 from hpcinit.slurm import slurm_client, tokens
+
+_SCRIPT = re.compile(r"job(-\d+)?\.sh")  # a sweep has one for each array
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,16 +37,17 @@ def main(argv: Sequence[str]) -> int:
     paths = list(dict.fromkeys(find_runs.find_run(word, options.runs_dir) for word in options.run))
     runs = overview.read(paths)
     unrecorded = {} if options.save else _unrecorded(runs)
-    runs = [run for run in runs if run.path not in unrecorded]
+    lost = {run.path: unrecorded[run.path] for run in runs if run.error and run.path in unrecorded}
+    runs = [run for run in runs if run.path not in lost]
     for run in runs:
         _check(run, options.save)
-    for path, jobs in unrecorded.items():
+    for path, jobs in lost.items():
         _scancel(jobs)
         if options.json:
             print(_json(path, jobs, save=False))
         elif not options.quiet:
             print(f"{path.name}: {_canceled(jobs)}; hpcinit was killed before it recorded the submission")
-    open_jobs = {run.path: _jobs(run) for run in runs}
+    open_jobs = {run.path: [*_jobs(run), *unrecorded.get(run.path, ())] for run in runs}
     if not options.save:
         cancel(runs, open_jobs)
     for run in runs:
@@ -62,25 +66,33 @@ def _json(path: Path, jobs: Sequence[str], save: bool) -> str:
 
 
 def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
-    """Return the queued jobs of run folders whose submission is not recorded, found by their script.
+    """Return the queued jobs of runs and sweeps that are not recorded, found by their script.
 
     The submitter was killed after sbatch. Raise Failure if squeue does not answer.
     """
-    scripts = {
-        str(run.path.absolute() / run_folder.SCRIPT): run.path
-        for run in runs
-        if run.error and not (run.path / run_folder.SUBMISSION).exists()
-    }
+    folders = {os.path.realpath(run.path): run for run in runs if _may_be_unrecorded(run)}
     found: dict[Path, list[str]] = {}
-    if scripts:
+    if folders:
         try:
             jobs = tokens.own_jobs(os.environ, ended=False).jobs()
         except slurm_client.Unreachable as error:
             raise Failure(f"{error}; try again when `squeue` answers") from None
         for job in jobs:
-            if path := scripts.get(job.command):
-                found.setdefault(path, []).append(job.base_id)
+            script = Path(os.path.realpath(job.command.partition(" ")[0]))
+            run = folders.get(str(script.parent)) or folders.get(str(script.parent.parent))
+            if run and _SCRIPT.fullmatch(script.name) and job.base_id not in _recorded(run):
+                found[run.path] = list(dict.fromkeys([*found.get(run.path, ()), job.base_id]))
     return found
+
+
+def _may_be_unrecorded(run: overview.Run) -> bool:
+    if run.error:
+        return not (run.path / run_folder.SUBMISSION).exists()
+    return any(task.state.name == find_runs.NOT_SUBMITTED for task in run.tasks)
+
+
+def _recorded(run: overview.Run) -> set[str]:
+    return {task.state.job_id.partition("_")[0] for task in run.tasks}
 
 
 def _check(run: overview.Run, save: bool) -> None:

@@ -300,6 +300,22 @@ def test_the_installed_deepspeed_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     assert found(*compiled) == [] and "deepspeed not installed here" in warned(*compiled)[-1]
 
 
+@pytest.mark.parametrize(("version", "wrong"), [("0.16.3", True), ("0.18.5", False), ("", False)])
+@pytest.mark.parametrize("key", ["venv", "python"])
+def test_a_deepspeed_that_is_too_old_in_the_ranks_environment(
+    tmp_path: Path, key: str, version: str, wrong: bool
+) -> None:
+    """The version in cluster.venv or of cluster.python counts, not that of the Python that submits."""
+    packages = tmp_path / "env/lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "env/pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    if version:
+        (packages / f"deepspeed-{version}.dist-info").mkdir()
+    given = tmp_path / "env" if key == "venv" else tmp_path / "env/bin/python"
+    config = compose([f"cluster.{key}={given}", "check_paths=false", "parallel=zero3"])
+    assert any(f"DeepSpeed {version} is installed" in one for one in checks.problems(config)) == wrong
+
+
 def warned(*overrides: str) -> list[str]:
     return checks.warnings(compose(overrides))
 
