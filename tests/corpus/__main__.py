@@ -83,7 +83,7 @@ def ask(case: Case, place: Path, command: str = "") -> Answer:
     else:
         text, failed = _fork(work, ["why", str(path)])
         if text.startswith("hpcinit: error:"):  # a refusal with a message: it names no cause and no rank
-            answer = Answer(text, {"kind": "unknown", "headline": text.splitlines()[0]})
+            answer = Answer(text, {"kind": "unknown", "verdict": text.splitlines()[0]})
             return Answer("", None, "ran code of a pickle") if (work / "ran").exists() else answer
         if failed:
             return Answer(text, None, failed)

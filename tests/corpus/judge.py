@@ -133,7 +133,7 @@ def _numbers(text: str) -> set[int]:
 def named(answer: Answer) -> set[int]:
     """Return the ranks that an answer blames: those of the JSON fields and of the start of the first line."""
     lines = answer.text.strip().splitlines()
-    first = answer.fields.get("headline", "") if answer.fields else (lines[0] if lines else "")
+    first = answer.fields.get("verdict", "") if answer.fields else (lines[0] if lines else "")
     match = FIRST.match(first)
     ranks = _numbers(match[1]) if match else set()
     if answer.fields:
@@ -154,7 +154,7 @@ def judge(truth: Mapping[str, Any], answer: Answer) -> Result:  # noqa: PLR0911 
     if answer.failed:
         return Result(WRONG, False, answer.failed)
     lines = answer.text.strip().splitlines()
-    certain = not HEDGE.search(answer.fields.get("headline", "") if answer.fields else (lines[0] if lines else ""))
+    certain = not HEDGE.search(answer.fields.get("verdict", "") if answer.fields else (lines[0] if lines else ""))
     for pattern in truth.get("never", ()):
         if re.search(pattern, answer.text):
             return Result(WRONG, certain, f"matches {pattern!r}")

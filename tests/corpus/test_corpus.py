@@ -20,7 +20,7 @@ TRUTH = {
 
 
 def _fields(kind: str, rank: int | None, headline: str) -> dict[str, object]:
-    return {"kind": kind, "rank": rank, "culprits": [], "headline": headline}
+    return {"kind": kind, "rank": rank, "culprits": [], "verdict": headline}
 
 
 def test_every_truth_is_valid() -> None:
