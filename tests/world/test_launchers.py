@@ -77,8 +77,9 @@ def test_ranks_without_a_job() -> None:
     """With SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS alone, several ranks are refused: each would be a world of one."""
     only = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
     assert refusal(only) == (
-        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so rank 0's host is "
-        "unknown: start the ranks with srun and keep its variables, or set HPCINIT_STARTED_BY=single for a single process"
+        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so the nodes are "
+        "unknown: start the ranks with srun and keep its variables, or set RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID "
+        "WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=HOST MASTER_PORT=PORT, or HPCINIT_STARTED_BY=single for a single process"
     )
     assert launchers.read(only | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world_size == 1
     assert launchers.read(only | {"HPCINIT_STARTED_BY": "single"}).world_size == 1

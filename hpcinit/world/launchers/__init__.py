@@ -206,6 +206,7 @@ def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
     if tasks.isdigit() and int(tasks) > 1:
         values = ", ".join(f"{name} is {env[name]}" for name in names)
         raise WorldError(
-            f"{values}, but SLURM_JOB_ID is not set, so rank 0's host is unknown: start the ranks with srun and keep "
-            f"its variables, or set {ENV_STARTED_BY}=single for a single process"
+            f"{values}, but SLURM_JOB_ID is not set, so the nodes are unknown: start the ranks with srun and keep its "
+            "variables, or set RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=HOST "
+            f"MASTER_PORT=PORT, or {ENV_STARTED_BY}=single for a single process"
         )
