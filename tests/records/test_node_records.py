@@ -98,7 +98,9 @@ def test_the_last_output_of_a_rank_without_a_record() -> None:
 
 def test_counted_messages_have_advice_about_the_node() -> None:
     """`hpcinit why` has the kind `gpu` for the messages that are counted."""
-    assert {causes.kind(text)[0] for text in ("Xid 79", "uncorrectable ECC error", "GPU is lost")} == {"gpu"}
+    assert {
+        causes.kind(text)[0] for text in ("NVRM: Xid (PCI:0000:3b:00): 79", "uncorrectable ECC error", "GPU is lost")
+    } == {"gpu"}
 
 
 def test_failures_expire_and_are_counted_once_per_job() -> None:

@@ -56,6 +56,9 @@ def _torch() -> Iterator[PrivateName]:
     ):
         for name in names.split():
             yield PrivateName("torch", owner, name)
+    loader = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
+    for name in ("_workers", "_task_info", "_rcvd_idx"):
+        yield PrivateName("torch", loader, name, on_instances=True)
     agent = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent"
     yield PrivateName("torch", agent, "_remaining_restarts", on_instances=True)
 
