@@ -79,8 +79,12 @@ def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
             raise Failure(f"{error}; try again when `squeue` answers") from None
         for job in jobs:
             script = Path(os.path.realpath(job.command.partition(" ")[0]))
-            run = folders.get(str(script.parent)) or folders.get(str(script.parent.parent))
-            if run and _SCRIPT.fullmatch(script.name) and job.base_id not in _recorded(run):
+            if not _SCRIPT.fullmatch(script.name):
+                continue
+            # A task that shares its array with none has its script. A run may contain the runs of its own program.
+            folder = script.parent.parent if script.parent.name.isdigit() else script.parent
+            run = folders.get(str(folder))
+            if run and job.base_id not in _recorded(run):
                 found[run.path] = list(dict.fromkeys([*found.get(run.path, ()), job.base_id]))
     return found
 

@@ -20,7 +20,8 @@ def queued(slurm: MiniSlurm) -> set[str]:
 
 
 def test_jobs_that_look_alike_stay(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """A run of the same name in another runs_dir, and another user's job with the same script and comment, stay."""
+    """A run of the same name in another runs_dir or inside the run, and another user's job with the same script and
+    comment, stay."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     done = submit(hpcinit, idle_slurm, *SMALL, f"runs_dir={tmp_path}/link/runs", "name=a", "--", "true")
@@ -28,12 +29,13 @@ def test_jobs_that_look_alike_stay(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path
     token = json.loads((killed / "submission.json").read_text())["token"]
     (killed / "submission.json").unlink()
     beside = job_of(folder_of(submit(hpcinit, idle_slurm, *SMALL, f"runs_dir={tmp_path}/b", "name=a", "--", "true")))
+    inner = job_of(folder_of(submit(hpcinit, idle_slurm, *SMALL, f"runs_dir={killed}", "name=a", "--", "true")))
     alike = ("--uid=nobody", "--begin=now+1hour", f"--comment=hpcinit={token}", "--chdir=/")
     theirs = idle_slurm.run("sbatch", "--parsable", *alike, str(killed / "job.sh")).strip()
-    assert queued(idle_slurm) == {job, beside, theirs}
+    assert queued(idle_slurm) == {job, beside, inner, theirs}
     found = hpcinit("cancel", str(tmp_path / "real/runs" / killed.name), env=idle_slurm.env)
     assert found.returncode == 0 and f"job {job} is being cancelled; hpcinit was killed before" in found.stdout, found
-    assert queued(idle_slurm) == {beside, theirs}
+    assert queued(idle_slurm) == {beside, inner, theirs}
     idle_slurm.cancel_all()
 
 
