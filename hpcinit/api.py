@@ -28,7 +28,7 @@ from typing import Any
 from hpcinit.base import errors
 from hpcinit.base.errors import INTERRUPTED, NOTHING_SUBMITTED, Failure, HpcinitError, RequestError, SubmitError
 from hpcinit.config import python_arguments
-from hpcinit.observe import find_runs, logs, poll, progress, state
+from hpcinit.observe import find_runs, logs, poll, progress, resubmitted, state
 from hpcinit.records import results
 
 __all__ = ["Run", "find", "runs", "submit", "sweep"]
@@ -153,8 +153,8 @@ def sweep(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **key
 def find(run: str | int | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> Run:
     """Return a run by its folder, by its name in `runs_dir`, or by its job id. Raise RequestError if there is none."""
     path = find_runs.find_run(str(run), Path(runs_dir)).absolute()
-    tasks = find_runs.combinations(path.parent) if find_runs.is_sweep(path.parent) else {}
-    return Run(path, (), {str(number): " ".join(words) for number, words in tasks.items()}.get(path.name, ""))
+    sweep = resubmitted.sweep_of(path)
+    return Run(path, (), " ".join(find_runs.combinations(sweep).get(int(path.name), ())) if sweep else "")
 
 
 def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:

@@ -41,8 +41,9 @@ def of(
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
-    parameters = [[word for word in chosen if word not in overrides] for chosen in combinations]
-    if labels is None:
+    if labels is not None:
+        parameters = [[word for word in chosen if word not in overrides] for chosen in combinations]
+    else:
         swept = [at for at, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
         quick = variations.Quick(combinations, swept, composer)
         parameters = [[chosen[at] for at in swept] for chosen in combinations]

@@ -81,7 +81,7 @@ def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
             script = Path(os.path.realpath(job.command.partition(" ")[0]))
             if not _SCRIPT.fullmatch(script.name):
                 continue
-            # A task that shares its array with none has its script. A run may contain the runs of its own program.
+            # A task alone in its array has a script in its folder. A run may contain runs that its program submits.
             folder = script.parent.parent if script.parent.name.isdigit() else script.parent
             run = folders.get(str(folder))
             if run and job.base_id not in _recorded(run):

@@ -48,9 +48,7 @@ class Task:
     @property
     def resubmitted(self) -> str:
         """Return the name of the run that replaced the task, as commands accept it, or ''."""
-        if self.path == self.sweep / str(self.number):
-            return ""
-        return f"{self.path.parent.name}/{self.path.name}" if self.path.name.isdigit() else self.path.name
+        return "" if self.path == self.sweep / str(self.number) else name_of(self.path)
 
     @property
     def status(self) -> int:

@@ -79,7 +79,7 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
         if each_task:
             for task in run.tasks:
                 about = f"{task.number:>6}  {task.state.job_id:>12}  {task.state.name:13} {settings(task)}"
-                yield f"{about}  {again(task)}{details(task.path, task.state)}".rstrip()
+                yield "  ".join(filter(None, (about, again(task), details(task.path, task.state)))).rstrip()
 
 
 def parameters(task: find_runs.Task) -> dict[str, str]:
@@ -93,8 +93,8 @@ def settings(task: find_runs.Task) -> str:
 
 
 def again(task: find_runs.Task) -> str:
-    """Return 'submitted again as train-0007  ', or ''."""
-    return f"submitted again as {task.resubmitted}  " if task.resubmitted else ""
+    """Return 'submitted again as train-0007', or ''."""
+    return f"submitted again as {task.resubmitted}" if task.resubmitted else ""
 
 
 def shortest(run: Run) -> Iterator[str]:

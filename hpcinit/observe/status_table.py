@@ -29,10 +29,9 @@ LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow termin
 
 @dataclass(frozen=True)
 class _Row:
-    """cells: by title; an empty one may be absent. parameters: of a task of a sweep. details: the last column."""
+    """cells: by column; an empty one may be absent. The column of a parameter is '=NAME'. details: the last column."""
 
     cells: Mapping[str, Text | ProgressBar]
-    parameters: Mapping[str, str]
     details: str
 
 
@@ -44,13 +43,12 @@ class StatusTable:
     most: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        titles = [name for name in ("run", "job", "state") if any(name in row.cells for row in self.rows)]
-        names = dict.fromkeys(name for row in self.rows for name in row.parameters)
-        columns = {name: [row.cells.get(name, Text()) for row in self.rows] for name in titles}
-        columns |= {f"={name}": [Text(plain(row.parameters.get(name, ""))) for row in self.rows] for name in names}
-        for name in (BAR_COLUMN, STEP_COLUMN, "time", "submitted"):
-            if any(name in row.cells for row in self.rows):
-                columns[name] = [row.cells.get(name, Text()) for row in self.rows]
+        parameters = dict.fromkeys(name for row in self.rows for name in row.cells if name.startswith("="))
+        columns = {
+            name: [row.cells.get(name, Text()) for row in self.rows]
+            for name in ("run", "job", "state", *parameters, BAR_COLUMN, STEP_COLUMN, "time", "submitted")
+            if any(name in row.cells for row in self.rows)
+        }
         space = options.max_width - LEAST
         for name in LEFT_OUT:
             if name in columns and _width(columns) > space:
@@ -104,7 +102,7 @@ def _rows(run: Run, each_task: bool, in_order: bool, about: str) -> Iterator[_Ro
         cells = {"run": run.path.name, "job": job_of(run), "state": counted(len(run.tasks), "task")}
         bar = ProgressBar(total=len(run.tasks), completed=over, width=BAR)
         texts = {name: Text(plain(text)) for name, text in cells.items()}
-        yield _Row({**texts, BAR_COLUMN: bar}, {}, find_runs.count_states(run.tasks))
+        yield _Row({**texts, BAR_COLUMN: bar}, find_runs.count_states(run.tasks))
         if each_task:
             for task in run.tasks if in_order else sorted(run.tasks, key=_interest):
                 yield _row(f"  {task.number}", task.path, task.state, task)
@@ -124,9 +122,10 @@ def _row(name: str, path: Path, now: State, task: find_runs.Task | None, more: S
         if text:
             cells[title] = Text(text)
     values = parameters(task) if task else {}
+    cells |= {f"={name}": Text(plain(value)) for name, value in values.items()}
     unnamed = task.combination if task and not values else ""
-    texts = (again(task).rstrip() if task else "", details(path, now, table=True), unnamed, *more)
-    return _Row(cells, values, plain("  ".join(filter(None, texts))))
+    texts = (again(task) if task else "", details(path, now, table=True), unnamed, *more)
+    return _Row(cells, plain("  ".join(filter(None, texts))))
 
 
 def _interest(task: find_runs.Task) -> int:

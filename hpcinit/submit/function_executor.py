@@ -16,14 +16,14 @@ from typing import Any
 
 from submitit.core import core, utils
 
-from hpcinit.base import console, quoting
+from hpcinit.base import quoting
 from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmitError
 from hpcinit.config import checks, compose, hydra_state
 from hpcinit.config.python_arguments import override_value
 from hpcinit.config.request import Request
 from hpcinit.observe import cancel, overview, state
 from hpcinit.records import run_folder
-from hpcinit.submit import excluded_nodes, sweep, transaction
+from hpcinit.submit import submit_command, sweep, transaction
 from hpcinit.submit.executor import Executor, Job, Watcher
 
 MODULE = "hpcinit.jobs.function"  # what each rank runs
@@ -252,11 +252,7 @@ def _submitted(
     requests: Sequence[Request], argv: Sequence[str], write: Callable[[Path, int], None]
 ) -> list[tuple[Path, str]]:
     """Submit the requests and return the run folder and job id of each. Raise SubmitError if Slurm refuses one."""
-    requests, notes = excluded_nodes.excluded(requests)
-    for line in notes:
-        console.always(line)
-    for warning in dict.fromkeys([*requests[0].warnings, *checks.warnings(requests[0].config)]):
-        console.warning(warning)
+    requests = submit_command.announced(requests)
     if sweep.is_one(requests):
         done = sweep.submit_all(requests, argv, write)
         if done.refused:

@@ -84,10 +84,8 @@ def submit_all(
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
-    requests, notes = excluded_nodes.excluded(requests)
-    for line in notes:
-        console.always(line)
     try:
+        requests = announced(requests)
         status = _all(requests, argv, jobs, runs, as_json)
         runs.update({request.number: done.path for request, done in jobs})
         return status
@@ -101,6 +99,21 @@ def submit_all(
         if as_json:
             print(json_output.line("error", Interrupted(f"interrupted{state}").document()), flush=True)
         return INTERRUPTED
+
+
+def announced(requests: Sequence[Request]) -> Sequence[Request]:
+    """Return the requests with the excluded nodes. Print these nodes, and each warning of the requests once."""
+    requests, notes = excluded_nodes.excluded(requests)
+    for line in notes:
+        console.always(line)
+    warnings = (
+        text
+        for request in requests
+        for text in (*request.warnings, *request.unread.values(), *checks.warnings(request.config))
+    )
+    for warning in dict.fromkeys(warnings):
+        console.warning(warning)
+    return requests
 
 
 def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[str]]:
@@ -159,13 +172,6 @@ def _all(
     as_json: bool,
 ) -> int:
     """Submit the requests in order, add them to `jobs`, and follow those with wait=true. Return the highest status."""
-    warnings = (
-        text
-        for request in requests
-        for text in (*request.warnings, *request.unread.values(), *checks.warnings(request.config))
-    )
-    for warning in dict.fromkeys(warnings):
-        console.warning(warning)
     if sweep.is_one(requests):
         return _sweep(requests, argv, runs, as_json)
     status = 0

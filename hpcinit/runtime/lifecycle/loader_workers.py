@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpcinit.base import signals
+from hpcinit.base import processes, signals
 from hpcinit.rendezvous.process_state import state
 
 # Targets of protected processes. Data sets keep the data that their workers share in a manager.
@@ -153,8 +153,9 @@ def awaited() -> str:
         loader: Any = frame.f_locals["self"] if frame is not None else None
         workers, next_batch = loader._workers, loader._task_info[loader._rcvd_idx][0]
         pid = workers[next_batch].pid
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except Exception:  # another version of torch, or no worker
+        return ""
+    if not (status := processes.state(pid)):
         return ""
     try:
         inside = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
