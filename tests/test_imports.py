@@ -32,6 +32,7 @@ ONLY_IN = {
         "config/search_path.py",
         "config/search_space.py",
         "config/typed_text.py",
+        "config/yaml_text.py",
     },
     "antlr4": {"config/typed_text.py"},
 }

@@ -24,7 +24,7 @@ from hpcinit.config import (
     training,
     unused_settings,
 )
-from hpcinit.config.request import PLAIN, as_text
+from hpcinit.config.request import Rewritten, as_text
 from hpcinit.config.resources import ranks_per_node as ranks_per_node  # noqa: PLC0414 - part of this module
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
@@ -90,25 +90,27 @@ def _names(config: Config) -> Iterator[str]:
         for name in env:
             if not quoting.ENV_NAME.fullmatch(name):
                 yield f"{key} has {name!r}, expected a name of letters, digits and '_'"
-        yield from (_not_text(f"{key}.{name}", value) for name, value in env.items() if not isinstance(value, str))
+            value = env[name]
+            if isinstance(value, Rewritten):
+                yield _rewritten(f"{key}.{name}", value)
+            elif not isinstance(value, str):
+                yield f"{key}.{name} is {as_text(value)}, expected text in quotes"
 
 
-def _not_text(key: str, value: object) -> str:
-    """Return the message for a value of a variable that is not text."""
-    shown = as_text(value) if isinstance(value, PLAIN) else str(value)
-    if isinstance(value, float):
-        return (
-            f"{key} is the number {shown}, expected text: YAML reads 1.10 as 1.1, so what you wrote is lost; quote it, "
-            f'as in "{shown}", or type it at submission: +{key}={shown}'
-        )
-    return f"{key} is {shown}, expected text in quotes"
+def _rewritten(key: str, value: Rewritten) -> str:
+    """Return the message for a variable or an argument that YAML has changed."""
+    is_, reads = value.written or "empty", f", which YAML reads as {value}" if value.written != value else ""
+    unquoted = "" if value == as_text(None) else f", or write {value}"
+    return f'{value.where}: {key} is {is_}{reads}, expected text: quote it, as in "{value.written}"{unquoted}'
 
 
 def _texts(config: Config) -> Iterator[str]:
     """Check every text that becomes part of the script. The program's arguments do not: they are in spec.json."""
     for key in ("job.args", "cluster.setup"):
-        for item in keys.value(config, key):
-            if not isinstance(item, str):
+        for at, item in enumerate(keys.value(config, key)):
+            if isinstance(item, Rewritten):
+                yield _rewritten(f"{key}[{at}]", item)
+            elif not isinstance(item, str):
                 yield f"{key} has {item!r}, expected a list of strings; quote an item that contains brackets or ': '"
     for key, text in _leaves("", config, str):
         if key == "name" or key.startswith("deepspeed."):  # a stricter check exists; only in spec.json

@@ -25,12 +25,20 @@ def as_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def variable_text(value: Any) -> Any:
-    """Return the text of an environment variable's value in YAML: of a bool and an integer.
+class Rewritten(str):
+    """The text of a variable or an argument that YAML has changed. The checks report it, so no program gets it.
 
-    Return any other value unchanged. A float has no text: 1.10 and 1e-3 are 1.1 and 0.001 once YAML is read.
+    written: what the file has. where: the file and the line.
     """
-    return as_text(value) if isinstance(value, (bool, int)) else value
+
+    written: str
+    where: str
+
+    @classmethod
+    def at(cls, where: str, written: str, value: object) -> Rewritten:
+        made = cls(as_text(value))
+        made.where, made.written = where, written
+        return made
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ class Job:
     script: Optional[str] = key("a Python file")
     module: Optional[str] = key("a Python module, as in python -m")
     command: Optional[str] = key("any program on PATH")
-    args: list[str] = key("arguments of the program", [])
+    args: list[Any] = key("arguments of the program", [])
     check_script: bool = key("refuse a shell script that starts ranks itself (srun, torchrun, mpirun and others)", True)
     env: dict[str, Any] = key("environment variables of this job", {})
     workdir: Optional[str] = key("working folder; null: the folder from which you submit", owns="chdir")

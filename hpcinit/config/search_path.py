@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -37,6 +40,16 @@ class Folders(SearchPathPlugin):
         if self.last is not None:
             search_path.append("command-line", f"file://{self.last}")
         search_path.append("hpcinit", f"{Made.scheme()}://")
+
+
+class Files(FileConfigSource):
+    """Reads YAML files as Hydra does. read: the files of the last composition."""
+
+    read: ClassVar[list[str]] = []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        self.read.append(str(Path(self.path, self._normalize_file_name(config_path))))
+        return super().load_config(config_path)
 
 
 class Made(ConfigSource):
@@ -91,11 +104,14 @@ def register(config_dir: str | None = None, cluster_required: bool = False) -> N
 @contextmanager
 def used() -> Iterator[None]:
     """Make Hydra use this search path for what it initializes in the context."""
-    Folders.used = True
+    sources = SourcesRegistry.instance().types
+    hydras = sources[Files.scheme()]
+    Folders.used, sources[Files.scheme()] = True, Files
+    Files.read.clear()
     try:
         yield
     finally:
-        Folders.used = False
+        Folders.used, sources[Files.scheme()] = False, hydras
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from hpcinit.config.request import PLAIN, Place, as_text, variable_text
+from hpcinit.config import search_path, yaml_text
+from hpcinit.config.request import PLAIN, Place, as_text
 
 PROGRAM = (("cluster", "env"), ("job", "env"), ("job", "args"))  # the keys whose values the program gets as text
 
@@ -91,7 +92,8 @@ class Texts:
     """A config in which the values of overrides are what the user typed, also where another key refers to them."""
 
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
-        """config: with its interpolations. hydra: Hydra's own table, with the overrides that the config is made of."""
+        """config: as Hydra has just composed it, with its interpolations. hydra: its table of that name."""
+        self._files = yaml_text.Files(tuple(search_path.Files.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         self._config = config
         self._has_texts = False  # then it is a copy of the config without types
@@ -124,7 +126,8 @@ class Texts:
     def of_program(self, only: Collection[Place] | None = None) -> dict[Place, Any]:
         """Return what is text for the program: its environment variables and arguments, by their places in the config.
 
-        A value that has no text, such as a float of a YAML file, stays what it is: config/checks.py reports it.
+        A value that has no text, such as a list, stays what it is, and a text that YAML has changed is Rewritten:
+        config/checks.py reports both.
         only: of these places.
         """
         found: dict[Place, Any] = {}
@@ -133,13 +136,16 @@ class Texts:
                 continue
             container = OmegaConf.select(self._config, ".".join(parent))
             written: Any = OmegaConf.to_container(container) if OmegaConf.is_config(container) else []
+            inside = tuple(container._get_full_key("").split(".")) if OmegaConf.is_config(container) else parent
             items: Any = written.items() if isinstance(written, dict) else enumerate(written)
             for name, value in items:
-                refers = _refers(value)
-                known = container[name] if refers else value
-                text = as_text(known) if refers and isinstance(known, PLAIN) else variable_text(known)
+                known = container[name] if _refers(value) else value
                 place: Place = (*parent, name)
-                found[place] = text
+                if isinstance(known, PLAIN) and not isinstance(known, str):
+                    in_file = None if _refers(value) else self._files.text((*inside, name), known)
+                    has_text = _refers(value) or isinstance(known, (bool, int))  # a float of a table
+                    known = in_file or (as_text(known) if has_text else known)
+                found[place] = known
         return found
 
 

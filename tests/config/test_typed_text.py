@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,8 @@ def made(line: Sequence[str]) -> list[request.Request]:
         found.extend(requests)
         return 0
 
-    compose.main([*line, "cluster=local"], lambda _: None, task)
+    chosen = [] if any(word.startswith("cluster=") for word in line) else ["cluster=local"]
+    assert compose.main([*line, *chosen], lambda _: None, task) == 0
     return found
 
 
@@ -89,21 +90,86 @@ def test_keys_of_hpcinit(extra: list[str]) -> None:
     assert program(one, "${gradient_clip}", "${mem_gb}", "${wait}", "${nodes}") == ["1.50", "8", "TRUE", "1"]
 
 
-@pytest.mark.parametrize("extra", [[], ["+w=1"]])
-def test_in_yaml(extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In YAML, a bool is exported as true or false, and a number with a lost text is refused."""
+KEPT = {"B": "false", "C": "true", "I": "3", "D": "0.5", "Q": "'1.10'", "R": "'${gradient_clip}'", "O": '"010"'}
+CHANGED = {
+    **{"A": "010", "V": "1.10", "F": "off", "T": "True", "Y": "yes", "S": "1:30", "X": "1e3"},
+    **{"H": "0x10", "U": "1_000", "P": "+5", "N": "null", "E": "~"},
+}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def table(values: Mapping[str, str]) -> str:
+    return "env: {" + ", ".join(f"{name}: {text}" for name, text in values.items()) + "}\n"
+
+
+def listed(values: Mapping[str, str]) -> str:
+    return "args: [" + ", ".join(values.values()) + "]\n"
+
+
+def problems(one: request.Request) -> list[str]:
+    return [problem for problem in checks.problems(one.config) if "expected text" in problem]
+
+
+# where a file may be, how its path is shown, what is above `env` in it, and what selects it
+PLACES = {
+    "job": ("conf/job/mine.yaml", "name: x\ncommand: 'true'\n", ["job=mine"], {}),
+    "not a group": ("conf/job/base.yaml", "name: x\ncommand: 'true'\n", ["job=mine"], {}),
+    "other folder": ("site/job/mine.yaml", "name: x\ncommand: 'true'\n", ["job=mine"], {"HPCINIT_CONF": "site"}),
+    "config dir": ("more/job/mine.yaml", "name: x\ncommand: 'true'\n", ["--config-dir=more", "job=mine"], {}),
+    "hydra.main": ("conf/job/mine.yaml", "name: x\ncommand: 'true'\n", ["job=mine", "hydra.job.chdir=false"], {}),
+    "search path": (
+        "more/job/mine.yaml",
+        "name: x\ncommand: 'true'\n",
+        ["job=mine", "hydra.searchpath=[file://more]"],
+        {},
+    ),
+    "package": ("conf/experiment/mine.yaml", "# @package job\nname: x\n", ["+experiment=mine"], {}),
+    "sweep": ("conf/job/mine.yaml", "name: x\ncommand: 'true'\n", ["-m", "job=mine", "+job.env.Z=1,2,3"], {}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_in_yaml(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In YAML, a variable or argument is what the file has, or is refused with the line if YAML reads something else."""
+    path, start, line, variables = PLACES[place]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf/job").mkdir(parents=True)
-    good = "name: x\ncommand: 'true'\nenv: {B: false, C: True, I: 3, Q: '1.10', R: '${gradient_clip}'}\n"
-    (tmp_path / "conf/job/mine.yaml").write_text(good)
-    [one] = made(["job=mine", *extra])
-    assert one.config.job.env == {"B": "false", "C": "true", "I": "3", "Q": "1.10", "R": "0.0"}
-    (tmp_path / "conf/job/mine.yaml").write_text("name: x\ncommand: 'true'\nenv: {F: 1.10, N: null}\n")
-    [one] = made(["job=mine", *extra])
-    text = "\n".join(checks.problems(one.config))
-    assert "job.env.F is the number 1.1, expected text: YAML reads 1.10 as 1.1" in text
-    assert 'quote it, as in "1.1", or type it at submission: +job.env.F=1.1' in text
-    assert "job.env.N is null, expected text in quotes" in text
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if place == "not a group":
+        write(tmp_path / "conf/job/mine.yaml", "defaults: [base]\n")
+    write(tmp_path / path, start + table(KEPT) + listed(KEPT))
+    for one in made(line):
+        env = {name: text.strip("\"'") for name, text in KEPT.items()} | {"R": "0.0"}
+        assert {name: one.config.job.env[name] for name in env} == env
+        assert one.config.job.args == list(env.values())
+        assert one.document["job"]["args"] == one.config.job.args
+        assert not problems(one)
+    write(tmp_path / path, start + table(CHANGED) + listed(CHANGED))
+    for one in made(line):
+        found = problems(one)
+        assert len(found) == 2 * len(CHANGED)
+        for at, (name, text) in enumerate(CHANGED.items()):
+            assert any(f"{path}, line 3: job.env.{name} is {text}" in problem for problem in found)
+            assert any(f"{path}, line 4: job.args[{at}] is {text}" in problem for problem in found)
+            assert f'expected text: quote it, as in "{text}"' in found[at]
+    assert 'job.env.V is 1.10, which YAML reads as 1.1, expected text: quote it, as in "1.10", or write 1.1' in found[1]
+
+
+def test_of_two_files_the_one_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that another file or the command line replaces is not refused, and a table that env refers to is read."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "conf/cluster/mine.yaml", "defaults: [local]\nenv: {A: 1.10, B: 010, C: off, D: 1.10}\n")
+    replaced = "# @package _global_\ncluster: {env: {A: '2', B: 1}}\njob: {env: '${cluster.env}'}\n"
+    write(tmp_path / "conf/experiment/mine.yaml", replaced)
+    [one] = made(["+experiment=mine", "cluster.env.C=OFF", "cluster=mine"])
+    assert [one.config.cluster.env[name] for name in "ABCD"] == ["2", "1", "OFF", "1.1"]
+    assert [problem.partition(" is ")[0] for problem in problems(one)] == [
+        f"conf/cluster/mine.yaml, line 2: {group}.env.D" for group in ("cluster", "job")
+    ]
 
 
 def test_plain_and_hydra_give_the_same() -> None:
