@@ -10,12 +10,10 @@ This import is cheap: torch is imported at the first use of a name that needs it
 
 from __future__ import annotations
 
-import os
-import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-BEGAN = (time.time(), time.monotonic(), os.getpid())  # start of this process, read by rendezvous/startup_events.py
+from hpcinit.base import BEGAN  # noqa: F401 - noted as early as possible
 
 if TYPE_CHECKING:
     from hpcinit.base.errors import HpcinitError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -43,11 +44,11 @@ SITES = (
 )
 
 
-def imports(path: Path) -> set[str]:
-    """Return the full names that a file imports anywhere, also in functions, except under TYPE_CHECKING."""
+def imports(path: Path, types: bool = False) -> set[str]:
+    """Return the full names that a file imports anywhere, also in functions; under TYPE_CHECKING only with `types`."""
     found = set()
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in [] if types else ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):
@@ -120,6 +121,18 @@ def test_the_table_has_no_cycle() -> None:
     for name, package in PACKAGES.items():
         assert set(package.imports) <= known | {name}, name
         known.add(name)
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """There is no import cycle, not even through imports in functions or for type annotations."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graphlib.TopologicalSorter(
+        {
+            module: {name if name in modules else name.rpartition(".")[0] for name in imports(path, types=True)}
+            for module, path in modules.items()
+        }
+    ).prepare()  # raises CycleError with the modules
 
 
 def test_the_architecture_page_has_the_table() -> None:

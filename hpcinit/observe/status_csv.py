@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from hpcinit.observe import overview, status
+from hpcinit.observe import overview, run_details
 from hpcinit.observe.overview import Run
 
 FIRST = ("run", "job_id", "state", "exit_status", "submitted")
@@ -20,7 +20,7 @@ def write(runs: Sequence[Run]) -> None:
     """Print a line per run or task to stdout, with a column for each parameter of a sweep and each reported value."""
     rows, parameters, values = list[dict[str, Any]](), dict[str, None](), dict[str, None]()
     for run in overview.each_task(runs):
-        [document] = status.documents(run)
+        [document] = run_details.documents(run)
         own, progress = document["parameters"], document["progress"]
         reported = progress.get("values", {})
         parameters |= dict.fromkeys(own)

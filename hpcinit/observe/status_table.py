@@ -16,8 +16,8 @@ from hpcinit.base.console import plain
 from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, progress
 from hpcinit.observe.overview import Run
+from hpcinit.observe.run_details import again, details, job_of, parameters, submitted, times_alone
 from hpcinit.observe.state import State
-from hpcinit.observe.status import again, details, job_of, parameters, submitted, times_alone
 from hpcinit.slurm import reasons
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}

@@ -13,7 +13,7 @@ from hpcinit.base import console as console_module
 from hpcinit.base import json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
-from hpcinit.observe import find_runs, overview, progress, status
+from hpcinit.observe import find_runs, overview, progress, run_details, status
 from hpcinit.observe.poll import Polls
 from hpcinit.observe.state import State
 
@@ -108,7 +108,7 @@ def _lines(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
             continue
         printed[path] = seen
         name = names.get(path, path.name)
-        yield f"{name} {now.job_id} {now.name}  {status.details(path, now)}".rstrip()
+        yield f"{name} {now.job_id} {now.name}  {run_details.details(path, now)}".rstrip()
     if run.tasks and printed.get(run.path) != (counts := find_runs.count_states(run.tasks)):
         printed[run.path] = counts
         yield f"{run.path.name}: {counts}"
@@ -119,7 +119,7 @@ def _not_finite(path: Path, now: State) -> bool:
 
 
 def _json(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
-    documents = {Path(document["run"]): document for document in status.documents(run)}
+    documents = {Path(document["run"]): document for document in run_details.documents(run)}
     for path, document in documents.items():
         seen = [document.get(key) for key in ("job_id", "state", "reason", "exit_status", "progress", "hang")]
         if printed.get(path) != seen:

@@ -21,16 +21,15 @@ from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.rendezvous import nonce, protocol, startup_events
 from hpcinit.rendezvous.process_state import state
-from hpcinit.rendezvous.rendezvous_client import ENV_NAT, Refused, RendezvousClient
+from hpcinit.rendezvous.rendezvous_client import ENV_NAT, Refused, RendezvousClient, RendezvousEndpoint
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.slurm import slurm_client
 from hpcinit.world import World, exports, network, ports
 
-Rendezvous = RendezvousServer | RendezvousClient
 ENV_GLOO = "GLOO_SOCKET_IFNAME"
 
 
-def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rendezvous | None:
+def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> RendezvousEndpoint | None:
     """Find the other ranks of this start, and return the rendezvous. Return the current one if there is one.
 
     hpcinit.run creates it and init() continues with it. After shutdown() the next one gets a new number, so that ranks
@@ -59,7 +58,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     if world.rank == 0:
         _check_master_addr(world)
         _publish_host(world)
-        found: Rendezvous = _open_server(
+        found: RendezvousEndpoint = _open_server(
             resolve(), lambda address: RendezvousServer(world, address, key, job, made_of, nat)
         )
         _publish_address(world, found.address)
@@ -139,7 +138,7 @@ def barrier_and_close(world: World, timeout: timedelta) -> None:
     leave_rendezvous()
 
 
-def program_environment(world: World, rendezvous: Rendezvous | None) -> dict[str, str]:
+def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> dict[str, str]:
     """Return torch's `env://` variables, with a port that was free on rank 0's host, and gloo's interface."""
     env = exports(world)
     if rendezvous is None:
@@ -151,7 +150,7 @@ def program_environment(world: World, rendezvous: Rendezvous | None) -> dict[str
     return env | _interface_for_gloo(world, rendezvous)
 
 
-def _interface_for_gloo(world: World, rendezvous: Rendezvous) -> dict[str, str]:
+def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[str, str]:
     """Return the interface that reaches rank 0 if gloo would choose an address that other nodes cannot reach."""
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}

@@ -11,18 +11,29 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hpcinit.records import timeline
-    from hpcinit.rendezvous.join import Rendezvous
-    from hpcinit.runtime.lifecycle.output_watch import OutputWatch
-    from hpcinit.runtime.lifecycle.signal_watch import Watch
-    from hpcinit.runtime.runtime import Runtime
+    from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint
 
 START = "start-up"
+
+
+class SignalWatch(Protocol):
+    """What a fork needs of a Watch (runtime/lifecycle/signal_watch.py): the signals it handles, and its end."""
+
+    wanted: set[int]
+
+    def close(self) -> None: ...
+
+
+class OutputWatch(Protocol):
+    """What the end of a program needs of an OutputWatch (runtime/lifecycle/output_watch.py)."""
+
+    def stop(self, failed: bool = False) -> None: ...
 
 
 @dataclass
@@ -81,7 +92,7 @@ class LoaderWorkers:
 class ProcessState:
     """All state of this process. The defaults are the values before hpcinit does anything.
 
-    runtime: what init() returned; None before it and after shutdown().
+    runtime: the Runtime that init() returned; None before it and after shutdown(). Its class uses this module.
     rendezvous: the current one. rendezvous_count: how many there were; it keeps ranks of two generations apart.
     nonce_file: the secret's file that this process read or created.
     agent_store_rounds: how often torchrun's store was used; its keys remain.
@@ -95,8 +106,8 @@ class ProcessState:
     stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
     """
 
-    runtime: Runtime | None = None
-    rendezvous: Rendezvous | None = None
+    runtime: Any = None
+    rendezvous: RendezvousEndpoint | None = None
     rendezvous_count: int = 0
     nonce_file: Path | None = None
     agent_store_rounds: int = 0
@@ -105,7 +116,7 @@ class ProcessState:
     phase: Phase = field(default_factory=Phase)
     loader_workers: LoaderWorkers = field(default_factory=LoaderWorkers)
     early_signals: set[int] = field(default_factory=set)  # delivered before a watch was open
-    watches: set[Watch] = field(default_factory=set)  # not closed
+    watches: set[SignalWatch] = field(default_factory=set)  # not closed
     masks: dict[int, set[int]] = field(default_factory=dict)  # blocked signals of threads that are in fork()
     checkpoint_group: ProcessGroup | None = None
     claimed: set[tuple[Path, str]] = field(default_factory=set)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import hpcinit
-from hpcinit.base import processes
+from hpcinit.base import BEGAN, processes
 from hpcinit.records import timeline
 from hpcinit.rendezvous.process_state import state
 from hpcinit.slurm import nodelist
@@ -20,7 +19,7 @@ from hpcinit.world import World, launchers
 
 # One clock per process, and one for all ranks that a fork server forks: setting the node's clock during a start changes
 # nothing.
-_WALL, _MONOTONIC, _PID = hpcinit.BEGAN
+_WALL, _MONOTONIC, _PID = BEGAN
 
 
 def now() -> float:

@@ -12,14 +12,14 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous.join import Rendezvous, report_interval_s
+from hpcinit.rendezvous.join import report_interval_s
 from hpcinit.rendezvous.process_state import state
-from hpcinit.rendezvous.rendezvous_client import spread_s
+from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint, spread_s
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World, exports
 
 
-def open_store(world: World, rendezvous: Rendezvous | None, deadline: float) -> Store:
+def open_store(world: World, rendezvous: RendezvousEndpoint | None, deadline: float) -> Store:
     """Return a store that all ranks of this start share and that no other process can be mistaken for.
 
     deadline: by time.monotonic(). Raise BringUpError that names the missing ranks.

@@ -156,7 +156,8 @@ def init(
             raise BringUpError(
                 f"init was called twice with different arguments: {different}; call it once, or shutdown() first"
             )
-        return state.runtime
+        known: Runtime = state.runtime
+        return known
     refuse_if_stuck()
     return _first_init(request)
 

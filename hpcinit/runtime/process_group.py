@@ -19,6 +19,7 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.base.processes import end_hard, watchdog
 from hpcinit.records.spec import Spec
 from hpcinit.rendezvous import join, startup_events
+from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.rendezvous.store import open_store
 from hpcinit.world import World, network
@@ -40,7 +41,7 @@ def make(
     device: this rank's device. device_id: the device that the group is bound to, or None.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    rendezvous: join.Rendezvous | None = None
+    rendezvous: RendezvousEndpoint | None = None
 
     def about() -> str:
         missing = (rendezvous.missing("up") if rendezvous else "") or "Rank 0 does not respond."

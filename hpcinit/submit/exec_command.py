@@ -20,7 +20,7 @@ from hpcinit.observe import find_runs, job_step
 from hpcinit.observe.job_step import RunningJob
 from hpcinit.slurm import slurm_client
 from hpcinit.slurm.slurm_client import NotStarted
-from hpcinit.submit import provenance, script
+from hpcinit.submit import container, provenance
 from hpcinit.submit.run_path import RunPath
 
 STARTED = "hpcinit: the command starts"
@@ -131,8 +131,8 @@ def _container(job: RunningJob) -> Container:
 
     def read(requests: Sequence[Request]) -> int:
         config, path, workdir = requests[0].config, RunPath(job.path), Path(job.spec.workdir)
-        options = option_flags(script.container_options(config, path, workdir))
-        prefix = script.container_prefix(config, path, workdir)
+        options = option_flags(container.container_options(config, path, workdir))
+        prefix = container.container_prefix(config, path, workdir)
         found.append(Container(tuple(options), tuple(prefix), "" if prefix else config.container.python))
         return 0
 

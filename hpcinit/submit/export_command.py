@@ -20,7 +20,9 @@ from hpcinit.observe import find_runs
 from hpcinit.records import run_folder
 from hpcinit.submit import (
     code_snapshot,
+    container,
     job_environment,
+    job_setup,
     provenance,
     script,
     srun_step,
@@ -118,7 +120,7 @@ def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None
     )
     path = RunPath(workdir)  # in place of the run folder, which the script does not use
     parameters = script.parameters(plain, path, workdir)
-    setup = [*script.setup_lines(plain, path), *(script.code_lines(RunPath(run), code) if run else [])]
+    setup = [*job_setup.setup_lines(plain, path), *(script.code_lines(RunPath(run), code) if run else [])]
     parameters["setup"] = setup[1:]  # without the first empty line
     parameters["additional_parameters"]["output"] = quoting.pattern(f"{config.name}-") + "%j.out"
     return script.text_of(workdir, _ranks(plain, path, workdir), parameters, _header(config))
@@ -151,11 +153,11 @@ def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
     program = [python, "-u", *target] if target else [job.command or ""]
     options = {
         **srun_step.options(config, path),
-        **script.container_options(config, path, workdir),
+        **container.container_options(config, path, workdir),
         **config.cluster.srun,
     }
     flags = option_flags({name: value for name, value in options.items() if name not in OF_THE_RUN_FOLDER})
-    prefix = script.container_prefix(config, path, workdir)
+    prefix = container.container_prefix(config, path, workdir)
     lines = [["srun", *flags], ["sh", "-c", RANK, "sh"], [*prefix, *program, *job.args]]
     return "\n".join(
         [

@@ -9,6 +9,7 @@ With cluster=local, `python -m hpcinit.local.step` replaces srun and takes the s
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,10 @@ from hpcinit.base import quoting
 from hpcinit.base.quoting import option_flags
 from hpcinit.config import environment_checks, hetjob
 from hpcinit.config.job_spec import gpu_bind
-from hpcinit.config.resources import cpus_per_rank, ranks_per_node
+from hpcinit.config.resources import cpus_per_rank, mem_gb, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder
-from hpcinit.submit import script
+from hpcinit.submit import container
 from hpcinit.submit.run_path import RunPath
 
 ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
@@ -74,7 +75,7 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 def _own(number: int, config: Config) -> dict[str, Any]:
     """Return srun's options of a component. Without --mem, it would read that of the first one from the environment."""
-    return {"het-group": number, "mem": script.memory_option(config), "output": None}
+    return {"het-group": number, "mem": memory_option(config), "output": None}
 
 
 def _own_log(run: RunPath) -> list[str]:
@@ -92,11 +93,11 @@ def srun_step_line(
     python = environment_checks.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
-    flags = {**options(config, run), **(more or {}), **script.container_options(config, run, workdir)}
+    flags = {**options(config, run), **(more or {}), **container.container_options(config, run, workdir)}
     if str(config.cluster.srun.get("distribution")).startswith("arbitrary"):
         del flags["nodes"]  # Slurm 26.05 refuses both
     program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
-    task = [*before, *script.container_prefix(config, run, workdir), *program]
+    task = [*before, *container.container_prefix(config, run, workdir), *program]
     words = [*launcher, *option_flags({**flags, **config.cluster.srun})]
     return " \\\n    ".join([*_wrapped(words), *_wrapped(task)])
 
@@ -134,3 +135,13 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
         # With one task per node, its output goes to the job's log, and it opens the logs of its ranks.
         "output": quoting.joined("", [run.pattern_in_shell(run_folder.LOGS), "/rank-%t.log"]) if alone else None,
     }
+
+
+def memory_option(config: Config) -> str | None:
+    """Return --mem, the memory per node; None if the job does not set it."""
+    return None if (memory := mem_gb(config)) is None else _mem(memory)
+
+
+def _mem(gb: float) -> str:
+    # Slurm's --mem=0 means all memory of the node. Fractions of a gigabyte must be written in megabytes.
+    return f"{int(gb)}G" if gb == int(gb) and gb else f"{math.ceil(gb * 1024)}M" if gb else "0"

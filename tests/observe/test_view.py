@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcinit.observe import find_runs, overview, progress, status_table
-from hpcinit.observe import status as status_module
+from hpcinit.observe import find_runs, overview, progress, run_details, status_table
 from hpcinit.observe.state import State
 from hpcinit.records import hang_report, world_size
 from hpcinit.records.hang_report import HangReport
@@ -40,18 +39,18 @@ def training(path: Path, ago_s: float) -> Path:
 )
 def test_when(start: str, shown: str) -> None:
     """An estimated start is shown as a time and as a duration from now."""
-    assert status_module.when(start, datetime(2026, 11, 21, 13, 50)) == shown
+    assert run_details.when(start, datetime(2026, 11, 21, 13, 50)) == shown
 
 
 def test_details_of_a_training_run(tmp_path: Path) -> None:
     """Details contain elapsed and remaining time, step and values, and the age of the last step if it is long."""
     assert (
-        status_module.details(training(tmp_path, 5), RUNNING)
+        run_details.details(training(tmp_path, 5), RUNNING)
         == "for 1:02:03, 1:00 left  step 20/60  loss 2.312  lr 0.0003"
     )
-    assert status_module.details(training(tmp_path, 312), RUNNING).endswith("lr 0.0003  last step 5:12 ago")
+    assert run_details.details(training(tmp_path, 312), RUNNING).endswith("lr 0.0003  last step 5:12 ago")
     waiting = State("PENDING", "77", "slurm", "Priority", start="2026-11-21T14:00:00")
-    assert "step" not in status_module.details(tmp_path, waiting) and "starts about" in status_module.details(
+    assert "step" not in run_details.details(tmp_path, waiting) and "starts about" in run_details.details(
         tmp_path, waiting
     )
 
@@ -92,11 +91,11 @@ REPORT = HangReport(
 def shown_everywhere(path: Path, now: State) -> tuple[list[str], str, str]:
     """Return `hang` and `stopped` of the JSON, and the note of the line, which must be in the table too."""
     run = overview.Run(path, now)
-    [document] = status_module.documents(run)
+    [document] = run_details.documents(run)
     console = Console(width=400, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(status_table.status_table([run], each_task=True))
-    notes = [one for one in status_module.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
+    notes = [one for one in run_details.details(path, now).split("  ") if one.startswith(("the training", "stopped"))]
     line = "".join(notes)
     assert line in capture.get() and bool(line) == bool(re.search("training hangs|stopped before", capture.get()))
     return document["hang"], document["stopped"], line

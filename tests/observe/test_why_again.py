@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe import overview, restarts, state, status
+from hpcinit.observe import overview, restarts, run_details, state
 from hpcinit.observe.state import State
 from hpcinit.records import run_folder
 from hpcinit.records.error_records import ErrorRecord
@@ -216,8 +216,8 @@ def test_earlier_attempts(tmp_path: Path) -> None:
     assert [one["reason"] for one in document["attempts"]] == ["hang", "slurm"]
     mark_started(tmp_path, restart=2)
     now = State("RUNNING", "5", "slurm", restart=2)
-    assert status.details(tmp_path, now) == "2 restarts, 1 left"
-    [shown] = status.documents(overview.Run(tmp_path, now))
+    assert run_details.details(tmp_path, now) == "2 restarts, 1 left"
+    [shown] = run_details.documents(overview.Run(tmp_path, now))
     assert shown["restarts"] == document
     assert (restarts.restarts_line([]), restarts.summary([])) == ("", "")
 

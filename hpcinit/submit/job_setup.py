@@ -1,0 +1,142 @@
+"""The batch script's set-up before the ranks start: modules, environment, variables, secrets, the user's own lines."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from hpcinit.base import quoting
+from hpcinit.base.quoting import shell
+from hpcinit.base.text import expanded
+from hpcinit.config import job_spec, python_environment
+from hpcinit.config.schema import Cluster, Config
+from hpcinit.records import run_folder, scratch
+from hpcinit.submit import shell_blocks
+from hpcinit.submit.run_path import RunPath
+
+# `set -x`, bash -x and SHELLOPTS would print every value; {...} 2>/dev/null hides this line from the trace as well.
+QUIET = "{ hpcinit_flags=$-; set +x; } 2>/dev/null"
+AS_BEFORE = "case $hpcinit_flags in *x*) set -x ;; esac"
+
+
+def secret_lines(secrets: Mapping[str, str]) -> list[str]:
+    """Return the shell lines that export each secret with the content of its file."""
+    if not secrets:
+        return []
+    read = []
+    for name, place in secrets.items():
+        path = str(expanded(place).absolute())
+        error = quoting.shell(f"secrets.{name}: cannot read {path} on this node")
+        read.append(f'{name}="$(cat -- {quoting.shell(path)})" || {{ echo {error} >&2; exit 1; }}; export {name}')
+    return [QUIET, *read, AS_BEFORE]
+
+
+# The bash of a batch script is not a login shell, but most sites export the function `module` as BASH_FUNC_module.
+HAVE_MODULES = "type module > /dev/null 2>&1 || . /etc/profile"
+NO_CONDA = (
+    "cluster.conda is the name of an environment, and there is no command conda: give the environment's folder, "
+    "or load conda's module with cluster.modules, or instead of cluster.conda set "
+)
+INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def setup_names(config: Config) -> list[str]:
+    """Return the sorted names of the variables that the config sets."""
+    return sorted(
+        {*config.cluster.env, *config.job.env, *config.secrets, *(INTERFACE if config.cluster.interface else ())}
+    )
+
+
+# The number of a line and the start of its command. Inside an eval the number is another line's, which does not
+# contain that start. bash runs the EXIT trap with line 1. BASH_SOURCE has several items in a file that a line sources.
+NOTE_LINES = (
+    "# For hpcinit why: the line that runs, and the first that fails.",
+    """trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG""",
+    """trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR""",
+)
+NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
+
+
+def setup_lines(config: Config, run: RunPath, sourced: bool = False, noted: bool = False) -> Iterator[str]:
+    """Yield the lines of each block that is not empty, with its comment. sourced: hpcinit_source exists already. noted:
+    the script records in exit.json which line of the user's blocks ended it, and which failed."""
+    cluster = config.cluster
+    blocks = {
+        "The network interface and the folders of the cluster.": [*_interface(cluster), *_folders(cluster)],
+        "The ports of comm.ports.": _variables(job_spec.ports_variable(config), (), False),
+        "Modules and the environment of Python.": _noted([*_modules(cluster), *_environment(cluster)], noted),
+        "Variables of cluster.env and job.env.": _variables({**cluster.env, **config.job.env}, run.own_env, sourced),
+        "Secrets, read from files when the job starts.": secret_lines(config.secrets),
+        "Shell lines of cluster.setup.": _noted(cluster.setup, noted),
+    }
+    for about, block in blocks.items():
+        if found := list(block):
+            yield from ("", f"# {about}", *found)
+
+
+def _noted(lines: Sequence[str], noted: bool) -> Sequence[str]:
+    return [*NOTE_LINES, *lines, NOTE_NO_LINES] if noted and lines else lines
+
+
+def _interface(cluster: Cluster) -> Iterator[str]:
+    if cluster.interface:
+        yield from (f"export {name}={shell(cluster.interface)}" for name in INTERFACE)
+
+
+def _variables(env: Mapping[str, str], own: Container[str], sourced: bool) -> Iterator[str]:
+    """Yield lines that set cluster.env and job.env. own: variables that an array task reads from its own file."""
+    read = False
+    for name, value in env.items():
+        if name not in own:
+            yield f"export {name}={shell(value)}"
+        elif not read:
+            yield from () if sourced else shell_blocks.block("trusted")
+            yield f'hpcinit_source "${run_folder.ENV_FOLDER}/{run_folder.ENV}"'
+            read = True
+
+
+def _folders(cluster: Cluster) -> Iterator[str]:
+    """Yield lines that set the cluster's folders. Variables in the user's own environment win."""
+    if cluster.scratch:
+        yield _unless_set("SCRATCH", cluster.scratch)
+    if cluster.cache:
+        yield _unless_set("HF_HOME", f"{cluster.cache}/huggingface")
+        yield _unless_set("TORCH_HOME", f"{cluster.cache}/torch")
+    if cluster.local_disk:
+        yield f"export {scratch.ENV_LOCAL_DISK}={shell(cluster.local_disk)}"
+
+
+def _unless_set(name: str, value: str) -> str:
+    return f'[ -n "${{{name}:-}}" ] || export {name}={shell(value)}'
+
+
+def _modules(cluster: Cluster) -> Iterator[str]:
+    if not (cluster.module_purge or cluster.module_paths or cluster.modules):
+        return
+    yield HAVE_MODULES
+    if cluster.module_purge:
+        yield "module purge"
+    for place in cluster.module_paths:
+        yield f"module use {shell(place)}"
+    if cluster.modules:  # in one call, so that the module system can order them
+        load = " ".join(shell(name) for name in cluster.modules)
+        yield f"module load {load} || {_end('cluster.modules: `module load` failed')}"
+
+
+def _environment(cluster: Cluster) -> Iterator[str]:
+    if cluster.venv:
+        activate = shell(f"{cluster.venv}/bin/activate")
+        yield f". {activate} || {_end('cluster.venv cannot be activated')}"
+    if cluster.conda and python_environment.is_folder(cluster.conda):  # needs no conda command
+        yield f"export CONDA_PREFIX={shell(cluster.conda)}"
+        yield f'[ -x "$CONDA_PREFIX/bin/python" ] || {_end("cluster.conda: the folder has no bin/python")}'
+        yield 'export PATH="$CONDA_PREFIX/bin:$PATH"'
+        yield 'for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do [ ! -r "$script" ] || . "$script"; done'
+    elif cluster.conda:
+        missing = f"{NO_CONDA}{python_environment.conda_setup(cluster.conda)};"
+        yield f"command -v conda > /dev/null || {_end(missing)}"
+        yield 'eval "$(conda shell.bash hook)"'
+        yield f"conda activate {shell(cluster.conda)} || {_end('cluster.conda cannot be activated')}"
+
+
+def _end(why: str) -> str:
+    return "{ echo " + shell(f"hpcinit: error: {why}") + ' "on $(hostname)" >&2; exit 1; }'
