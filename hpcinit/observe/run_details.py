@@ -1,4 +1,4 @@
-"""What `status` and `watch` tell about a run: the fields of its JSON document, and the texts for people."""
+"""What `status` and `watch` show of a run: the fields of its JSON document, and the texts for people."""
 
 from __future__ import annotations
 
