@@ -1,4 +1,4 @@
-"""Start Horovod for ranks that horovodrun has started."""
+"""Start Horovod for ranks that horovodrun has started, or mpirun with HPCINIT_STARTED_BY=horovod."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ RECORDED = Path(__file__).parents[1] / "data/launchers.json"
 
 
 def horovodrun(
-    program: str, *words: str, by: tuple[str, ...] = ("-m", "hpcinit.run"), launcher: tuple[str, ...] = GLOO
+    program: str, *words: str, by: tuple[str, ...] = ("-m", "hpcinit.run"), launcher: tuple[str, ...] = GLOO, **env: str
 ) -> subprocess.CompletedProcess[str]:
     command = [*launcher, "-np", "2", sys.executable, *by, str(PROGRAMS / program), *words]
-    return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_openflamingo_trains(tmp_path: Path) -> None:
@@ -78,6 +78,18 @@ def test_horovod_over_mpi(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     for rank, each in enumerate(said(tmp_path, 2)):
         assert each["over"] == {"gloo": False, "mpi": True} and each["launcher"] == "openmpi"
         assert each["theirs"] == [rank, 2, rank, 3.0] and each["ours"] == 3.0
+
+
+@pytest.mark.parametrize("launcher", [MPI, MPIRUN], ids=["horovodrun", "mpirun"])
+def test_init_starts_horovod_over_mpi_if_it_is_named(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """Over MPI, hpcinit.init() calls hvd.init() with HPCINIT_STARTED_BY=horovod, and never in another MPI job."""
+    done = horovodrun("with_horovod.py", str(tmp_path), "only-hpcinit", launcher=launcher, HPCINIT_STARTED_BY="horovod")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank, each in enumerate(said(tmp_path, 2)):
+        assert each["over"] == {"gloo": False, "mpi": True} and each["launcher"] == "horovod"
+        assert each["theirs"] == [rank, 2, rank, 3.0] and each["ours"] == 3.0
+    done = horovodrun("with_horovod.py", str(tmp_path), "only-hpcinit", launcher=launcher)
+    assert done.returncode != 0 and "Horovod has not been initialized" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("launcher", "name"), [(GLOO, "horovod"), (MPIRUN, "openmpi")])

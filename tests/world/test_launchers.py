@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -381,6 +382,15 @@ def test_no_visible_proxy(tmp_path: Path) -> None:
 
 
 # --- Horovod itself
+
+
+def test_horovod_over_mpi_is_named() -> None:
+    """`horovodrun --mpi` sets nothing of Horovod: MPI started the ranks, unless HPCINIT_STARTED_BY=horovod; then the
+    launcher is Horovod, with MPI's values."""
+    for recorded, name in ((OPENMPI, "openmpi"), (HYDRA, "mpich")):
+        for env in recorded:
+            plain, named = launchers.read(env), launchers.read(env | {"HPCINIT_STARTED_BY": "horovod"})
+            assert (plain.launcher, named) == (name, replace(plain, launcher="horovod"))
 
 
 def horovod(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, up: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.base.errors import WorldError
@@ -177,9 +178,10 @@ def control_port(pid: int, proc: Path = PROC) -> str:
 
 
 class Horovod(Rank0Unnamed):
-    """horovodrun with its own (Gloo) launcher; with MPI underneath, Open MPI started the ranks.
+    """horovodrun with its own (Gloo) launcher, or an MPI job that HPCINIT_STARTED_BY names as Horovod's.
 
-    Variables: horovod/runner/gloo_run.py, create_slot_env_vars and create_run_env_vars (0.28.1).
+    Variables: horovod/runner/gloo_run.py, create_slot_env_vars and create_run_env_vars (0.28.1). `horovodrun --mpi`
+    replaces itself by mpirun and sets none of them, so the environment does not show that the job is Horovod's.
     """
 
     NAME = "horovod"
@@ -199,6 +201,9 @@ class Horovod(Rank0Unnamed):
         return "HOROVOD_RANK" in env
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
+        below = next((each for each in (openmpi, mpich) if each.present(env)), None)
+        if below and not self.present(env):
+            return replace(below.read(env, process), launcher=self.NAME)
         driver = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")  # the host of horovodrun, which may not be rank 0's host
         port = env.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
         # CROSS_SIZE is the number of nodes that have this local rank: only for local rank 0 it is all nodes.
