@@ -127,7 +127,7 @@ def _shown(ranks: range) -> str:
 
 
 class NotMade:
-    """A placeholder for the group of this rank alone, until Mesh.complete() makes it."""
+    """A placeholder for the group of this rank alone, until Mesh.of_one() makes it."""
 
     group_name = "the group of one rank, which is made at its first use"
 
@@ -135,43 +135,50 @@ class NotMade:
 class Mesh(DeviceMesh):
     """torch's DeviceMesh of all dimensions, which also has the combinations and second names of MEANING.
 
-    `mesh["tp"].get_group()` and `mesh.get_group("tp")` return this rank's group. It has one rank if the dimension has
-    size 1. `mesh["dp"]`, `mesh["fsdp"]` and `mesh["loss"]` are combinations; `mesh["sp"]` is `mesh["cp"]`. Torch itself
-    warns if a program takes a combination from a mesh, and has no second name for a dimension.
+    `mesh["dp", "sp"]` is a mesh of these two dimensions, and `mesh.get_group("tp")` this rank's group, of one rank if
+    the size is 1. `dp`, `fsdp` and `loss` are combinations; `sp` is `cp`. Torch itself warns if a program takes a
+    combination from a mesh, and has no second name for a dimension.
     """
 
-    completed: DeviceMesh | None = None
-    of_one: ProcessGroup | None = None
+    alone: DeviceMesh | None = None
 
-    def group_of_one(self) -> ProcessGroup:
-        """Return the group of this rank alone.
+    def of_one(self) -> DeviceMesh:
+        """Return a mesh of this rank alone, which can be joined with other parts of this mesh.
 
-        It is made at the first use, and not by init(): making it connects to rank 0's store, which may have ended if
-        rank 0 returned from init() earlier and failed. No other rank takes part, so each may do it at any time.
+        Its group is made at the first use, and not by init(): making it connects to rank 0's store, which may have
+        ended if rank 0 returned from init() earlier and failed. No other rank takes part, so this works at any time.
         """
-        if self.of_one is None:
-            one = get_world_size() == 1
-            self.of_one = default.WORLD if one else new_group([get_rank()], use_local_synchronization=True)
-            assert self.of_one is not None, "the process group was destroyed"
-        return self.of_one
-
-    def complete(self) -> DeviceMesh:
-        """Return a mesh of the same dimensions, in which those of size 1 have the group of this rank alone."""
-        if self.completed is None:
-            alone = self.group_of_one()
-            groups = [alone if n == 1 else super(Mesh, self).get_group(name) for name, n in _sizes(self).items()]
-            names = self.mesh_dim_names
-            self.completed = DeviceMesh.from_group(groups, self.device_type, mesh=self.mesh, mesh_dim_names=names)
-        return self.completed
+        if self.alone is None:
+            world = default.WORLD
+            assert world is not None, "the process group was destroyed"
+            one = world if get_world_size() == 1 else new_group([get_rank()], use_local_synchronization=True)
+            names = ("world", "alone")
+            both = DeviceMesh.from_group(
+                [world, one], self.device_type, mesh=self.mesh.reshape(-1, 1), mesh_dim_names=names
+            )
+            self.alone = both["alone"]
+        return self.alone
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of one or several dimensions, or of one combination. Raise KeyError for an unknown name."""
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
-        sizes = _sizes(self)
-        if len(names) == 1 and names[0] in MEANING and names[0] not in sizes:
-            found = mesh_part(self, *names)
-            return found or DeviceMesh.from_group(self.group_of_one(), self.device_type, mesh_dim_names=names)
-        return self.complete()[mesh_dim_names] if any(sizes.get(name) == 1 for name in names) else self.part(names)
+        """Return the mesh of one or several dimensions or combinations, under these names.
+
+        Raise KeyError for an unknown name, and for names that overlap or are not in the mesh's order.
+        """
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if names == self.mesh_dim_names:
+            return self
+        used = [each for name in names if name in MEANING for each in _members(self, name)]
+        if used != [name for name in self.mesh_dim_names or () if name in used]:
+            raise KeyError(f"mesh dimensions {names}, expected names in the order of {self.mesh_dim_names}, each once")
+        found = DeviceMesh._concatenate([self._one(name) for name in names])  # as fully_shard does, see mesh_part
+        found._mesh_dim_names, found._root_mesh = names, self
+        return found
+
+    def _one(self, name: str) -> DeviceMesh:
+        """Return the mesh of one dimension or combination. Raise KeyError for an unknown name."""
+        if name not in MEANING:
+            return self.part((name,))  # one that the program has flattened itself
+        return mesh_part(self, name) or self.of_one()
 
     def part(self, names: tuple[str, ...]) -> DeviceMesh:
         """Return torch's own part of the mesh. Raise KeyError for an unknown name."""
@@ -180,11 +187,11 @@ class Mesh(DeviceMesh):
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """Return this rank's group of a dimension or combination. Raise KeyError for an unknown name."""
         name = (self.mesh_dim_names or ())[mesh_dim] if isinstance(mesh_dim, int) else mesh_dim
-        return super().get_group(None) if name is None else self[name].get_group()
+        return super().get_group(None) if name is None else self._one(name).get_group()
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """Return this rank's group of each dimension."""
-        return self.complete().get_all_groups()
+        return [self.get_group(name) for name in self.mesh_dim_names or ()]
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:

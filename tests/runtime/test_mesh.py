@@ -178,3 +178,43 @@ def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
     for _, output in ended:
         sums: dict[str, Any] = json.loads(output.splitlines()[-1])
         assert len(sums) == 8 and all(summed == expected for summed, expected in sums.values())
+
+
+def test_slices_are_those_of_torchs_mesh(tmp_path: Path) -> None:
+    """On four real ranks with gloo, `run.mesh` has the slices of torch's init_device_mesh with dimensions dp, sp and tp,
+    whatever their sizes: by name, by a tuple, a slice of a slice, flattened by the program; and it sums over the same
+    ranks."""
+    code = """
+        import json, torch, torch.distributed as dist, hpcinit
+        from torch.distributed.device_mesh import init_device_mesh
+        from hpcinit.runtime.mesh import build_mesh
+        run = hpcinit.init()
+
+        def seen(mesh):
+            value = [torch.tensor([float(2**run.rank)]) for _ in mesh.mesh_dim_names]
+            for each, group in zip(value, mesh.get_all_groups(), strict=True):
+                dist.all_reduce(each, group=group)
+            return [mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), [int(each) for each in value]]
+
+        def slices(mesh):
+            found = [seen(mesh[names]) for names in ("dp", "sp", "tp", ("dp", "sp"), ("sp", "tp"), ("dp", "tp"), ("dp", "sp", "tp"))]
+            found += [seen(mesh["dp", "sp"]["sp"]), seen(mesh["dp", "sp"]._flatten("dp_sp")), seen(mesh["dp_sp"])]
+            for wrong in (("sp", "dp"), "rp"):
+                try:
+                    mesh[wrong]
+                except KeyError:
+                    found.append("KeyError")
+            return found
+
+        wrong = []
+        for dp, sp, tp in ((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)):
+            for layout in (hpcinit.Layout(dp_replicate=dp, cp=sp, tp=tp), hpcinit.Layout(dp_replicate=1, dp_shard=dp, cp=sp, tp=tp)):
+                ours = slices(build_mesh(layout, run.device))
+                torchs = slices(init_device_mesh("cpu", (dp, sp, tp), mesh_dim_names=("dp", "sp", "tp")))
+                wrong += [[str(layout), *both] for both in zip(ours, torchs, strict=True) if both[0] != both[1]]
+        print(json.dumps(wrong))
+    """
+    with ranks(code, 4, tmp_path, OMP_NUM_THREADS="1") as started:
+        ended = [rank.end() for rank in started]
+    assert [status for status, _ in ended] == [0] * 4, ended
+    assert [json.loads(output.splitlines()[-1]) for _, output in ended] == [[]] * 4

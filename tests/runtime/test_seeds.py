@@ -10,6 +10,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tests.runtime.spawned import ranks
+
 
 def python(code: str, tmp_path: Path, **env: str) -> Any:
     """Run `code` as a file; return its last line, parsed as JSON."""
@@ -216,3 +218,22 @@ def test_determinism_and_the_users_variables(tmp_path: Path) -> None:
     note_lines, *state = python(DETERMINISM, tmp_path, **given)
     assert state[3:5] == [":0:0", "Ring,CollnetChain"]
     assert note_lines[2:] == ["CUBLAS_WORKSPACE_CONFIG=:0:0 (set by you) may not be deterministic; :4096:8 is"]
+
+
+def test_a_sampler_divides_the_data(tmp_path: Path) -> None:
+    """torch's DistributedSampler with `run.layout.data_parallel` and `run.data_rank` gives each sample to one share of
+    the data, and ranks of one tensor parallel group the same samples."""
+    code = """
+        import json, hpcinit
+        from torch.utils.data import DataLoader, DistributedSampler
+        run = hpcinit.init(layout=hpcinit.Layout(dp_replicate=2, tp=2))
+        data = list(range(20))
+        sampler = DistributedSampler(data, num_replicas=run.layout.data_parallel, rank=run.data_rank, seed=run.seed)
+        loader = DataLoader(data, batch_size=5, sampler=sampler, **run.loader_options())
+        print(json.dumps([int(each) for batch in loader for each in batch]))
+    """
+    with ranks(code, 4, tmp_path, OMP_NUM_THREADS="1") as started:
+        ended = [rank.end() for rank in started]
+    assert [status for status, _ in ended] == [0] * 4, ended
+    first, same, other, again = (json.loads(output.splitlines()[-1]) for _, output in ended)
+    assert first == same and other == again and sorted(first + other) == list(range(20))
