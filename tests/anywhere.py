@@ -111,8 +111,12 @@ def make_clone(place: Place, python: str) -> None:
     for script in Path(sys.prefix, "bin").iterdir():
         target = venv / "bin" / script.name
         if not target.exists() and not script.is_symlink():
-            text = script.read_bytes()
-            target.write_bytes(text.replace(os.fsencode(sys.prefix), os.fsencode(venv)) if text[:2] == b"#!" else text)
+            first, end, rest = script.read_bytes().partition(b"\n")
+            if first[:2] == b"#!":
+                rest = rest.replace(os.fsencode(sys.prefix), os.fsencode(venv))
+            if os.fsencode(sys.prefix) in first:  # like pip: the kernel divides the first line at blanks
+                first = b"#!/bin/sh\n'''exec' \"%s/bin/python\" \"$0\" \"$@\"\n' '''" % os.fsencode(venv)
+            target.write_bytes(first + end + rest)
             target.chmod(0o755)
     for stamp in ("job", "dev"):
         (venv / stamp).touch()

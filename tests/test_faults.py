@@ -49,7 +49,7 @@ def start(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, before: str, *override
 def python_that(tmp_path: Path, first: str) -> str:
     """Return a Python that first runs shell lines, for faults before hpcinit starts."""
     path = tmp_path / "python"
-    path.write_text(f'#!/bin/bash\n{first}\nexec {sys.executable} "$@"\n')
+    path.write_text(f'#!/bin/bash\n{first}\nexec "{sys.executable}" "$@"\n')
     path.chmod(0o755)
     return f"cluster.python={path}"
 
@@ -167,7 +167,7 @@ def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:
     script = (
         f"if [ $SLURM_PROCID = {rank} ]; then exec unshare -m bash -c '\n"
         f'    {change} < /etc/hosts > "$TMPDIR/hosts"; mount --bind "$TMPDIR/hosts" /etc/hosts; exec "$0" "$@"\n'
-        f'\' {sys.executable} "$@"; fi'
+        f'\' "{sys.executable}" "$@"; fi'
     )
     return [python_that(tmp_path, script), f"+cluster.env.TMPDIR={tmp_path}"]
 
@@ -228,7 +228,7 @@ def test_rank_0_fails_before_the_others_connect(slurm: MiniSlurm, tmp_path: Path
     late = tmp_path / "late"
     late.write_text(
         '#!/bin/sh\ncode=nothere.py\n[ "$SLURM_PROCID" = 0 ] || { sleep 3; code=code.py; }\n'
-        f'exec {sys.executable} -m hpcinit.run $code > "output-$SLURM_PROCID" 2>&1\n'
+        f'exec "{sys.executable}" -m hpcinit.run $code > "output-$SLURM_PROCID" 2>&1\n'
     )
     late.chmod(0o755)
     command = ["srun", "-N2", "-n2", "--kill-on-bad-exit=0", "./late"]

@@ -57,7 +57,7 @@ def orphan(idle_slurm: MiniSlurm, tmp_path: Path) -> Iterator[tuple[int, str]]:
     """Yield the process and the job of an orphan: a task's child that outlived its job on n1."""
     (tmp_path / "orphan.py").write_text(ORPHAN)
     told = tmp_path / "pid"
-    task = f"srun {sys.executable} {tmp_path}/orphan.py {told}"
+    task = f"srun '{sys.executable}' {tmp_path}/orphan.py {told}"
     job = idle_slurm.run("sbatch", "--parsable", "-wn1", f"--output={tmp_path}/orphan.log", f"--wrap={task}").strip()
     assert finish(idle_slurm, job, 150) == "COMPLETED"
     pid = int(told.read_text())

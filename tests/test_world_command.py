@@ -19,7 +19,7 @@ from tests.skip_or_fail import skip_or_fail
 
 # command: Debian package. `make test` installs them where it may.
 MPI_PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
-WORLD = f"{sys.executable} -m hpcinit.world"
+WORLD = f'"{sys.executable}" -m hpcinit.world'
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -272,7 +272,7 @@ def test_a_stale_rank_on_slurm(slurm: MiniSlurm, tmp_path: Path) -> None:
 def test_torchrun_inside_srun(slurm: MiniSlurm, tmp_path: Path) -> None:
     """Two agents with two workers each are torchrun's four ranks on two nodes; Slurm's two tasks are reported."""
     agent = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:29411"
-    script = f"srun {sys.executable} {agent} --no-python sh -c '{WORLD} > world-$RANK'"
+    script = f"srun '{sys.executable}' {agent} --no-python sh -c '{WORLD} > world-$RANK'"
     launched(slurm, tmp_path, "-N2 --ntasks-per-node=1", script)
     found = [json.loads((tmp_path / f"world-{rank}").read_text()) for rank in range(4)]
     assert [(w["launcher"], w["rank"], w["local_rank"], w["node_count"]) for w in found] == [

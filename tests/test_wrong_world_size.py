@@ -24,7 +24,7 @@ from tests.waiting import until
 ROOT = Path(__file__).parent.parent
 
 # As a user's wrapper. The launcher's name is in a variable, so that no check before the queue reads it.
-WRAPPER = f"module=torch.distributed.run; exec {sys.executable} -m $module"
+WRAPPER = f"module=torch.distributed.run; exec '{sys.executable}' -m $module"
 TRAINS = """
 import hpcinit
 with hpcinit.session() as run:

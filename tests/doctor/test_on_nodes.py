@@ -118,7 +118,7 @@ def test_a_node_that_does_not_start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_pat
     """
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$(hostname)" = n2 ] && [ -n "$SLURM_PROCID" ] && exec sleep 600\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\n[ "$(hostname)" = n2 ] && [ -n "$SLURM_PROCID" ] && exec sleep 600\nexec "{sys.executable}" "$@"\n'
     )
     python.chmod(0o755)
     arguments = (f"cluster.python={python}", "ranks_per_node=1", "comm.timeout_base_s=20", "comm.timeout_per_node_s=0")

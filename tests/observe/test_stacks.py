@@ -113,7 +113,7 @@ def test_the_ranks_of_a_shell_script(hpcinit: Run, idle_slurm: MiniSlurm, tmp_pa
     """py-spy reads the Python that a shell script starts. Without py-spy, the output has the state and how to get it."""
     require_py_spy()
     (tmp_path / "faults.py").write_text(FAULTS)
-    (tmp_path / "wrap.sh").write_text(f"#!/bin/bash\ncd /\n{sys.executable} {tmp_path}/faults.py\n")
+    (tmp_path / "wrap.sh").write_text(f"#!/bin/bash\ncd /\n'{sys.executable}' {tmp_path}/faults.py\n")
     (tmp_path / "wrap.sh").chmod(0o755)
     folder = folder_of(submit(hpcinit, idle_slurm, *SHAPE, "--", "./wrap.sh"))
     check(hpcinit, folder, idle_slurm.env)

@@ -233,7 +233,7 @@ def test_a_disk_with_noexec_is_not_used(tmp_path: Path) -> None:
     if os.geteuid() != 0 or not shutil.which("unshare"):
         skip_or_fail("needs root and unshare: mounts a file system")
     code = "from hpcinit.records import scratch; print(scratch.base({'TMPDIR': '%s'}))" % tmp_path  # noqa: UP031
-    script = f'mount -t tmpfs -o %s none {tmp_path} && {sys.executable} -c "{code}"'
+    script = f'mount -t tmpfs -o %s none {tmp_path} && "{sys.executable}" -c "{code}"'
     for option, expected in [("exec", str(tmp_path)), ("noexec", "/tmp")]:
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-c", script % option], capture_output=True, text=True, check=True

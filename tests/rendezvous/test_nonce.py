@@ -227,7 +227,7 @@ def test_another_user_is_neither_rank_0_nor_rank_1_of_a_plain_srun(slurm: MiniSl
     (tmp_path / "job.sh").write_text(
         "#!/bin/bash\nuntil [ -e go ]; do sleep 0.1; done\n"
         f"srun -n2 -N2 --ntasks-per-node=1 bash -c '[ $SLURM_PROCID = 0 ] || sleep 4; "
-        f"exec {sys.executable} -m hpcinit.run train.py'\n"
+        f'exec "{sys.executable}" -m hpcinit.run train.py\'\n'
     )
     number = start(slurm, tmp_path, "-N2", "--ntasks-per-node=1", "-w", "n1,n2", "job.sh")
     nobody, job = pwd.getpwnam("nobody"), f"{number}.0.0"

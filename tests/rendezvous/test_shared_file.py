@@ -24,7 +24,7 @@ torch.distributed.barrier()
 BLIND = f"""exec unshare -m bash -c '
     echo 127.0.0.1 localhost > "$TMPDIR/hosts-$SLURM_PROCID"; mount --bind "$TMPDIR/hosts-$SLURM_PROCID" /etc/hosts
     export PATH=/nowhere; exec "$0" "$@"
-' {sys.executable} "$@"
+' "{sys.executable}" "$@"
 """
 
 

@@ -457,7 +457,7 @@ def test_init_can_be_repeated_after_a_wrong_layout(hpcinit: Run, tmp_path: Path)
     late = tmp_path / "python"
     late.write_text(
         '#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || while [ ! -e refused ]; do sleep 0.1; done\n'
-        f'exec {sys.executable} "$@"\n'
+        f'exec "{sys.executable}" "$@"\n'
     )
     late.chmod(0o755)
     code = """

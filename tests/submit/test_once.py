@@ -461,7 +461,7 @@ def test_a_closed_terminal_ends_no_submission(sink: str) -> None:
         "w.end(); print('job 4242')"
     )
     done = subprocess.run(
-        ["bash", "-c", f'{sys.executable} -c "{code}" {sink}'], capture_output=True, text=True, check=False
+        ["bash", "-c", f'"{sys.executable}" -c "{code}" {sink}'], capture_output=True, text=True, check=False
     )
     assert done.stdout == "job 4242\n"
 

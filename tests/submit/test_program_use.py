@@ -94,7 +94,7 @@ def test_a_command_is_reported_too(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """A command replaces the rank's process: status and why report it, and not if a Python below it calls init."""
     _, shown, why = run(hpcinit, idle_slurm, NO_INIT, *OPTIONS, "--", "bash", "-c", "true")
     assert WITHOUT_INIT in shown and WITHOUT_INIT in why, why
-    inner = ("--", "bash", "-c", f"{sys.executable} train.py")
+    inner = ("--", "bash", "-c", f"'{sys.executable}' train.py")
     _, shown, why = run(hpcinit, idle_slurm, NO_WRAP, "seed=7", *inner)
     assert "had no effect" not in shown + why, why
 

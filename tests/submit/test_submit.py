@@ -215,7 +215,7 @@ def test_nothing_after_the_dashes(hpcinit: Run, tmp_path: Path) -> None:
 def test_a_job_id_is_not_lost_with_stdout(tmp_path: Path, sink: str) -> None:
     """If stdout fails, the job id is printed on stderr."""
     code = "import time; time.sleep(0.2); from hpcinit.submit.messages import print_reliably as p; p('job 4242'); p('folder x')"
-    command = f'set -o pipefail; {sys.executable} -c "{code}" {sink}'
+    command = f'set -o pipefail; "{sys.executable}" -c "{code}" {sink}'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "job 4242\nfolder x\n")
 

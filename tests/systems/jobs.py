@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -51,9 +52,13 @@ def alike(found: list[dict[str, Any]], *names: str) -> None:
 
 # Launchers, on 2 nodes x 2 ranks.
 
-PYTHON = sys.executable
+PYTHON = shlex.quote(sys.executable)
 TORCHRUN = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d"
 SRUN = "srun -N2 -n4 --ntasks-per-node=2"
+
+
+def quoted(program: str) -> str:
+    return shlex.quote(str(PROGRAMS / program))
 
 
 def with_srun(program: str) -> str:
@@ -66,7 +71,7 @@ def with_torchrun(program: str) -> str:
 
 def with_horovod(program: str) -> str:
     """Return the command for a fake of Horovod's launcher, which sets the variables that the real one sets."""
-    return f"{SRUN} {PYTHON} {PROGRAMS / 'as_horovodrun.py'} $SLURMD_NODENAME 29472 {PYTHON} {program}"
+    return f"{SRUN} {PYTHON} {quoted('as_horovodrun.py')} $SLURMD_NODENAME 29472 {PYTHON} {program}"
 
 
 def with_mpirun(program: str) -> str:
@@ -83,7 +88,7 @@ def launched(slurm: MiniSlurm, folder: Path, ways: dict[str, Callable[[str], str
         for program in programs:
             (folder / launcher / program).mkdir(parents=True)
         # hpcinit.run, because Python's exit may abort a successful rank (hpcinit/runtime/interpreter_exit.py).
-        lines.append(line(f"-m hpcinit.run {PROGRAMS / 'launches.py'} {folder / launcher}"))
+        lines.append(line(f"-m hpcinit.run {quoted('launches.py')} {folder / launcher}"))
     # Not sbatch --wait, which polls the job at growing intervals.
     lines.insert(1, "trap 'echo $? > ended.tmp; mv ended.tmp ended' EXIT")
     (folder / "job").write_text("\n".join(lines) + "\n")

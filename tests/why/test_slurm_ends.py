@@ -72,7 +72,7 @@ def test_the_end_is_the_first_cause(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pa
         done = submit(hpcinit, slurm, *shape, f"name={dies}", "--", "train.py", dies)
         folder = folder_of(done)
         jobs[dies] = (job_id_of(done), str(folder), folder / "logs/rank-0.log")
-        line = f"srun -l --kill-on-bad-exit=1 {sys.executable} train.py {dies}"
+        line = f"srun -l --kill-on-bad-exit=1 '{sys.executable}' train.py {dies}"
         options = ["-N1", "-n1", "-c4", f"-t{minutes}", "--no-requeue", "--parsable"]
         job = slurm.run("sbatch", *options, f"--wrap={line}").strip()
         jobs[f"{dies} without hpcinit"] = (job, job, tmp_path / f"slurm-{job}.out")

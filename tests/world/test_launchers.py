@@ -363,7 +363,7 @@ def test_two_mpiexecs_of_hydra(tmp_path: Path) -> None:
     """Ranks of different proxies of one mpiexec agree on job and ports; another mpiexec has different ones."""
     if not shutil.which("mpiexec.hydra"):
         skip_or_fail("needs mpiexec.hydra: apt-get install mpich")
-    world = f"{sys.executable} -m hpcinit.world > $0-$PMI_RANK"
+    world = f'"{sys.executable}" -m hpcinit.world > $0-$PMI_RANK'
     # Two proxies, as on two nodes, and a shell in between, so that the ranks share no parent.
     one = ["mpiexec.hydra", "-launcher", "fork", "-hosts", f"{socket.gethostname()},localhost", "-ppn", "2", "-np", "4"]
     env = os.environ | {"MASTER_ADDR": "m1"}
