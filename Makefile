@@ -48,6 +48,7 @@ help:
 	@echo "make test-apptainer  a real Apptainer runs the ranks of a job on the real Slurm (root; Debian sid, once)"
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
 	@echo "make test-horovod  a real Horovod over Gloo and MPI; builds it first, once (cmake, g++, libopenmpi-dev, 5 minutes)"
+	@echo "make test-submitit  a part of make test: submitit's own tests of executors and jobs, with hpcinit's executors"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
@@ -132,6 +133,11 @@ test-apptainer: $(VENV)/dev
 .PHONY: test-horovod
 test-horovod: $(VENV)/horovod/made
 	$(VENV)/horovod/bin/python -m pytest tests/systems/test_horovod.py $(PYTEST)
+
+# submitit's own tests, with hpcinit's executors. tests/submitit_suite/expected.txt has the expected results.
+.PHONY: test-submitit
+test-submitit: $(VENV)/dev
+	$(BIN)/python -m tests.submitit_suite -n 2 $(PYTEST)
 
 # Four Ray actors train with DeepSpeed. Ray is large, so this is not part of `make test`; it is installed beside the venv.
 .PHONY: test-ray

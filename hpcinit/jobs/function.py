@@ -44,7 +44,8 @@ def _name_as_submitit(paths: JobPaths) -> None:
             f"{paths.folder} has no {run_folder.PICKLE}: only hpcinit.Executor can submit a function; submit it again "
             "from Python"
         )
-    names = {paths.submitted_pickle: run_folder.PICKLE, paths.stdout: run_folder.RANK_LOG.format(rank=paths.task_id)}
+    log = run_folder.RANK_LOG.format(rank=paths.task_id)
+    names = {paths.submitted_pickle: run_folder.PICKLE, paths.stdout: log, paths.stderr: log}
     for link, name in names.items():
         with suppress(FileExistsError):  # by another rank, or by an earlier attempt, whose checkpoint it is
             link.symlink_to(name)

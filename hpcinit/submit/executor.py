@@ -104,7 +104,7 @@ class Executor(submitit.SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        return str(submitit.SlurmExecutor.name())
+        return "slurm"
 
     @classmethod
     def affinity(cls) -> int:

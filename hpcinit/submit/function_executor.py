@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from submitit.core import core, utils
+from submitit.core.job_environment import JobEnvironment
 
 from hpcinit.base import quoting
 from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmitError
@@ -27,7 +28,7 @@ from hpcinit.submit import submit_command, sweep, transaction
 from hpcinit.submit.executor import Executor, Job, Watcher
 
 MODULE = "hpcinit.jobs.function"  # what each rank runs
-REQUEUE_SIGNAL = "USR2"  # submitit's handler saves the callable with its checkpoint() and requeues the job
+TAIL = 40  # the lines of a rank's log in an error
 # submitit's names of parameters, without the prefix slurm_, and our keys. Other options of sbatch are in SBATCH.
 KEYS = {
     "job_name": "name",
@@ -47,12 +48,13 @@ REFUSED = {
     "teardown": "a run has no lines after its ranks",
     "srun_args": "use **{'++cluster.srun.OPTION': VALUE}",
     "use_srun": "srun starts the ranks",
-    "stderr_to_stdout": "a rank has one log for both",
+    "stderr_to_stdout": "a rank has one log for stdout and stderr, which job.stdout() and job.stderr() return",
     "num_gpus": "use gpus_per_node",
     "gpus_per_task": "use gpus_per_node",
     "cpus_per_gpu": "use cpus_per_task",
     "mem": "use mem_gb",
 }
+ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only if they are false
 
 
 class RunWatcher(Watcher):
@@ -79,6 +81,11 @@ class RunPaths(utils.JobPaths):
     def submission_file(self) -> Path:
         return self.folder / run_folder.SCRIPT
 
+    @property
+    def submitted_pickle(self) -> Path:
+        started = super().submitted_pickle  # a link, or the checkpoint that replaced it
+        return started if started.exists() else self.folder / run_folder.PICKLE
+
 
 class RunJob(Job[core.R]):
     """The job of a function. `job.paths.folder` is its run folder, for `hpcinit why`, `status` and `logs`."""
@@ -102,12 +109,32 @@ class RunJob(Job[core.R]):
             if check:
                 raise
 
+    def results(self) -> list[core.R]:
+        """Return the result of each rank. Raise what exception() returns."""
+        try:
+            found: list[core.R] = super().results()
+            return found
+        except utils.UncompletedJobError as error:
+            raise (self.exception() if self._sub_jobs else None) or error from None
+
+    def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
+        """Return the error of the first rank that raised one, or else of the first without a result, or None.
+
+        If a rank fails, the others are ended and have no result. submitit waits 15 s for each of them.
+        """
+        if not self._sub_jobs:
+            return super().exception()
+        self.wait()
+        ranks = sorted(self._sub_jobs, key=lambda rank: not rank.paths.result_pickle.exists())
+        return next((error for rank in ranks if (error := rank.exception())), None)
+
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         try:
             return super()._get_outcome_and_result()
         except utils.UncompletedJobError as error:
+            lines = str(error).splitlines()  # with the whole log
             why = f"to see why: hpcinit why {quoting.shell(str(self.paths.folder))}"
-            raise type(error)(f"{error}\n{why}") from error
+            raise type(error)("\n".join([*lines[:4], *lines[4:][-TAIL:], why])) from error
 
 
 class FunctionExecutor(Executor):
@@ -120,11 +147,11 @@ class FunctionExecutor(Executor):
         folder: where the run folders are made; a folder that the nodes share.
         args: as those of submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
-        more: as `args`, by name.
+        more: as `args`, by name, also with the prefix slurm_ as submitit.AutoExecutor takes them.
     """
 
     def __init__(self, folder: Path | str, *args: Any, cluster: str | None = None, **more: Any) -> None:
-        super().__init__(folder, *args, **more)
+        super().__init__(folder, *args, **{name.removeprefix("slurm_"): value for name, value in more.items()})
         self._cluster = cluster
         if cluster is not None:
             if self.python != quoting.shell(sys.executable):
@@ -134,7 +161,9 @@ class FunctionExecutor(Executor):
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError with every wrong one."""
         if self._cluster is None:
-            super()._internal_update_parameters(**kwargs)
+            own = {name.removeprefix("slurm_"): value for name, value in kwargs.items()}
+            shared = {name: own.pop(name) for name in self._equivalence_dict() if name in own}
+            super()._internal_update_parameters(**own, **self._convert_parameters(shared))
             return
         before = self.parameters
         self.parameters = {**before, **kwargs}
@@ -202,18 +231,20 @@ class FunctionExecutor(Executor):
             "job": "program",
             "runs_dir": utils.JobPaths.get_first_id_independent_folder(self.folder),
             "ranks_per_node": 1,  # as submitit: a function runs once
-            "stop.signal": REQUEUE_SIGNAL,
+            "stop.signal": JobEnvironment.USR_SIG,  # its handler requeues; SUBMITIT_PREEMPT_SIGNAL changes it
             "stop.signal_before_s": 90,
             "again": True,  # calling submit() twice means two jobs
         }
         refused = []
         for given, value in self.parameters.items():
             name = given.removeprefix("slurm_")
+            if value is None or (name in ALWAYS and value):
+                continue
             if name in REFUSED:
                 refused.append(f"{given} is a parameter of submitit that does not apply to a run: {REFUSED[name]}")
             elif name == "additional_parameters":
-                values |= {_of_sbatch(option): each for option, each in (value or {}).items()}
-            elif value is not None:
+                values |= {_of_sbatch(option): each for option, each in value.items()}
+            else:
                 values[_of_sbatch(name) if name in SBATCH else KEYS.get(name, name)] = value
         if refused:
             raise ConfigError(*refused)

@@ -84,7 +84,7 @@ def test_a_failure(mini: MiniSlurm, hpcinit: conftest.Run) -> None:
         raise ValueError("lr is 4")
 
     job = executor(name="mine").submit(fails)
-    assert "ValueError: lr is 4" in str(job.exception())
+    assert "ValueError: lr is 4" in str(job.exception()) and "ValueError: lr is 4" in str(job.stderr())
     until(lambda: api.Run(job.paths.folder).state == "FAILED")
     run = str(job.paths.folder)
     assert run.endswith("/jobs/mine-0001")
@@ -93,11 +93,31 @@ def test_a_failure(mini: MiniSlurm, hpcinit: conftest.Run) -> None:
     assert "ValueError: lr is 4" in hpcinit("logs", run, env=mini.env).stdout
 
 
+def test_the_rank_that_failed(folder: Path) -> None:
+    """job.exception() is the error of the rank that raised one, also if that ended ranks before it."""
+
+    def fails() -> None:
+        if submitit.JobEnvironment().global_rank != 1:
+            time.sleep(600)
+        raise ValueError("lr is 4")
+
+    job = executor("local", tasks_per_node=3).submit(fails)
+    assert "(task=1)" in str(job.exception()) and "ValueError: lr is 4" in str(job.exception())
+    with pytest.raises(submitit.core.utils.FailedJobError, match=r"\(task=1\)"):
+        job.results()
+
+
 @pytest.mark.slurm
-def test_a_crash_and_a_cancellation(mini: MiniSlurm) -> None:
-    """Without accounting, a rank that died without a result is seen, and the error names the command that explains it."""
+def test_a_crash_and_a_cancellation(mini: MiniSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without accounting, a rank that died without a result is seen, and the error names the command that explains it.
+
+    A job that waits can be loaded, and Slurm sends it the signal that submitit handles.
+    """
     crashed = executor().submit(os._exit, 3)
+    monkeypatch.setattr(submitit.JobEnvironment, "USR_SIG", "USR1")  # SUBMITIT_PREEMPT_SIGNAL, read at the import
     waits = executor(additional_parameters={"begin": "now+1hour"}).submit(abs, 1)
+    assert waits.submission().args == (1,)
+    assert "#SBATCH --signal=USR1@90\n" in waits.paths.submission_file.read_text()
     waits.cancel()
     for job, state in ((crashed, "FAILED"), (waits, "CANCELLED")):
         until(lambda job=job: job.done(force_check=True))  # type: ignore[misc]
@@ -167,6 +187,17 @@ def test_pickles_of_others_are_not_loaded(folder: Path) -> None:
             load()
 
 
+def test_the_names_of_auto_executor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments and parameters have the names of submitit.AutoExecutor, with and without a cluster."""
+    for cluster in ("local", None):
+        run = hpcinit.Executor("jobs", cluster=cluster, slurm_max_num_timeout=7)
+        run.update_parameters(name="mine", timeout_min=3, slurm_qos="high", tasks_per_node=2, slurm_use_srun=True)
+        assert run.max_num_timeout == 7
+    text = run.render("true")
+    assert all(f"#SBATCH --{line}\n" in text for line in ("job-name=mine", "time=3", "qos=high", "ntasks-per-node=2"))
+    hpcinit.Executor("jobs", cluster="local").update_parameters(stderr_to_stdout=True, srun_args=None)
+
+
 def test_what_a_function_cannot_do(folder: Path) -> None:
     """Keys and parameters for programs are refused with the reason, when they are set, and change nothing."""
     with pytest.raises(ConfigError, match="nosuch"):
@@ -178,6 +209,8 @@ def test_what_a_function_cannot_do(folder: Path) -> None:
         run.update_parameters(launch="torchrun")
     with pytest.raises(ConfigError, match="teardown is a parameter of submitit that does not apply"):
         run.update_parameters(slurm_teardown=["true"], mem="3G")
+    with pytest.raises(ConfigError, match="stderr_to_stdout is a parameter of submitit that does not apply"):
+        run.update_parameters(stderr_to_stdout=False)
     run.max_pickle_size_gb = 0
     with pytest.raises(RequestError, match="GB of pickles, expected at most 0"):
         run.submit(abs, 1)
