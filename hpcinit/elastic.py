@@ -18,6 +18,7 @@ from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
 from hpcinit.jobs import node_check
 from hpcinit.launch.signal_monitor import SignalMonitor
+from hpcinit.launch.torchrun.agent_watch import AgentWatch
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
@@ -34,10 +35,12 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
-    SignalMonitor()  # continues an agent that was stopped and would not see a rank end; it dies with this process
+    watch = AgentWatch()
+    SignalMonitor(watch.look)  # detects an agent that hangs or was stopped; it dies with this process
     signals = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
+    watch.start(spec)
     check = node_check.start(spec.check_node, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
@@ -48,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
     with program.recorded(agents):
         node_check.finish(check, path.parent)
-    return agent.run(spec, path, agents, signals)
+    return agent.run(spec, path, agents, signals, watch)
 
 
 def _check_agent_count(spec: Spec, agents: World, path: Path) -> None:

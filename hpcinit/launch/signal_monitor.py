@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 
 from hpcinit.base import processes, signals
 
@@ -24,14 +25,15 @@ LOOK_S = 5.0
 
 
 class SignalMonitor:
-    """Create it while this process has one thread and little memory."""
+    """Create it while this process has one thread and little memory. look: the helper calls it with this process's id
+    and the seconds since its last call, LOOK_S or less."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[int, float], object] | None = None) -> None:
         self._read, write = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _listen(write, parent)
+            _listen(write, parent, look)
         os.close(write)
 
     def also_received(self, number: int) -> bool:
@@ -54,7 +56,7 @@ class SignalMonitor:
         os.close(self._read)
 
 
-def _listen(write: int, parent: int) -> None:
+def _listen(write: int, parent: int, look: Callable[[int, float], object] | None) -> None:
     """Run the helper: report each signal, and continue a stopped parent whose child has exited. Never return."""
     signals.block(FORWARDED)
     os.setsid()
@@ -69,3 +71,5 @@ def _listen(write: int, parent: int) -> None:
             processes.state(child) == "Z" for child in processes.children(parent)
         ):
             os.kill(parent, signal.SIGCONT)
+        elif look is not None:
+            look(parent, LOOK_S)

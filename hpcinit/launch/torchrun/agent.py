@@ -35,6 +35,7 @@ from hpcinit.base.supervisor import Child, Supervisor
 from hpcinit.base.text import brief
 from hpcinit.launch import rank_binding
 from hpcinit.launch.torchrun.agent_signals import ENDING, Signals
+from hpcinit.launch.torchrun.agent_watch import AgentWatch
 from hpcinit.launch.torchrun.rendezvous_handler import AgentRendezvous
 from hpcinit.records import causes, elastic_restarts, error_records, job_log, rank_log, run_folder, timeline
 from hpcinit.records.elastic_restarts import Restart
@@ -183,7 +184,9 @@ class Agent(SimpleElasticAgent):
 class Node:
     """What an agent does for the ranks of its node."""
 
-    def __init__(self, spec: Spec, path: Path, agents: World, agent_signals: Signals) -> None:
+    def __init__(
+        self, spec: Spec, path: Path, agents: World, agent_signals: Signals, polled: Callable[[], object]
+    ) -> None:
         self._spec, self._path, self._folder, self._agents, self._signals = (
             spec,
             path,
@@ -194,7 +197,7 @@ class Node:
         allowed = os.sched_getaffinity(0)
         self._cpus = rank_binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
         self._began = startup_events.startup_began()
-        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart)
+        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart, polled)
 
     def start(self) -> Workers:
         """Start the ranks of this node. After a restart, write its reason to the log of each rank."""
@@ -302,10 +305,10 @@ class Node:
         return self._spec.comm.timeout.start_up(self._spec.nodes, left)
 
 
-def run(spec: Spec, path: Path, agents: World, agent_signals: Signals) -> int:
+def run(spec: Spec, path: Path, agents: World, agent_signals: Signals, watch: AgentWatch) -> int:
     """Run until the ranks of all nodes are done, and return 0, or the exit status of the failed rank. If a signal ended
     that rank, end this process by the same signal. Raise BringUpError if agents are missing."""
-    node = Node(spec, path, agents, agent_signals)
+    node = Node(spec, path, agents, agent_signals, watch.polled)
     worker_spec = WorkerSpec(
         role="default",
         local_world_size=spec.ranks_per_node,

@@ -39,11 +39,16 @@ class AgentRendezvous(RendezvousHandler):
     """
 
     def __init__(
-        self, agents: World, spec: Spec, timeout: Callable[[], timedelta], record: Callable[[Restart], None]
+        self,
+        agents: World,
+        spec: Spec,
+        timeout: Callable[[], timedelta],
+        record: Callable[[Restart], None],
+        polled: Callable[[], object] = lambda: None,
     ) -> None:
         """agents: their world, one rank each. timeout: returns how long to wait for all agents. record: called by the
-        first agent at each restart, when no rank runs any more."""
-        self._agents, self._timeout, self._record = agents, timeout, record
+        first agent at each restart, when no rank runs any more. polled: called before each use of the store."""
+        self._agents, self._timeout, self._record, self._polled = agents, timeout, record, polled
         self.round = 0
         self.why: Restart | None = None
         self._store = _join(agents, spec, timeout())
@@ -178,6 +183,7 @@ class AgentRendezvous(RendezvousHandler):
 
     def _call(self, name: str, *arguments: object) -> Any:
         """Call a method of the store. Raise BringUpError if the first agent, which hosts it, is gone."""
+        self._polled()
         try:
             return getattr(self._store, name)(*arguments)
         except (DistError, RuntimeError) as error:
