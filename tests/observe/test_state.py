@@ -81,6 +81,7 @@ def test_after_slurm_purged_a_job(purging: MiniSlurm, hpcinit: Run, tmp_path: Pa
     _check_dependency(hpcinit, purging, [run["job_id"] for run in now[:2]])
     submit(hpcinit, purging, *SMALL, "--", "sleep", "600")
     until(lambda: statuses(hpcinit, purging, "sleep-0002")[0]["state"] == "RUNNING")
+    until(lambda: ".0 " in purging.run("squeue", "--steps", "--noheader"))  # srun needs the controller until then
     if accounting:  # accounting records a start a little later
         until(lambda: "RUNNING" in purging.run("sacct", "--noheader", "-X", "--format=State"))
     purging.stop_controller()
