@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,12 +48,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Make a Python with torch, numpy and their dependencies: links to the installed ones."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    here, there = Path(sysconfig.get_path("purelib")), next(folder.glob("lib/python*/site-packages"))
+    there = next(folder.glob("lib/python*/site-packages"))
     for package in required("torch", set()) | required("numpy", set()):
         for file in importlib.metadata.files(package) or []:
             top = file.parts[0]
             if top not in {"..", "__pycache__"} and not (there / top).exists():
-                (there / top).symlink_to(here / top)
+                (there / top).symlink_to(Path(str(file.dist.locate_file(top))))
     python = str(folder / "bin/python")
     has = subprocess.run([python, "-c", "import torch, numpy"], capture_output=True, check=False)
     assert has.returncode == 0, has.stderr

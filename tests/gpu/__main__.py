@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import findings, report
+from tests.gpu.check_groups import ENV_DEVICES
 from tests.gpu.checks import CHECKS, CPU_FACTOR, PART_S, Check
 from tests.gpu.findings import CPU_LABEL, FAILED, NOT_SHOWN, Finding, Findings
 
@@ -86,11 +87,22 @@ def _refusal(problem: str, torch: bool) -> str:
 def _environment(cpu: bool) -> dict[str, str]:
     """Return the environment of all processes of the suite: no variables of another launcher, one GPU or none."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in RANKS}
-    first = kept.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    kept[ENV_DEVICES] = kept.get("CUDA_VISIBLE_DEVICES") or ",".join(_gpus(kept)) or "0"
+    first = kept[ENV_DEVICES].split(",")[0]
     kept["CUDA_VISIBLE_DEVICES"] = "" if cpu else first
     kept.setdefault("OMP_NUM_THREADS", "1" if cpu else "4")
     kept["PYTHONPATH"] = f"{ROOT}{os.pathsep}{kept.get('PYTHONPATH', '')}"
     return kept
+
+
+def _gpus(environment: dict[str, str]) -> list[str]:
+    """Return the numbers of the machine's GPUs, [] if nvidia-smi does not list them."""
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def _machine(environment: dict[str, str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops: `hpcinit build-ops`, the first use of what it built, a killed compile and a stale lock."""
+"""DeepSpeed's ops: `hpcinit build-ops`, the first use of what it built, a killed compile and a lock that remains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def main(found: Findings, folder: Path) -> None:
     cache = folder / "cache"
     if not _killed(found, cache, op) or not _built(found, cache, op):
         return None
-    _used(found, folder, cache, op, optimizer)
+    for stage in (2, 3):
+        _used(found, folder, cache, op, optimizer, stage)
     _locked(found, cache, op)
     return None
 
@@ -89,15 +90,16 @@ def _built(found: Findings, cache: Path, op: str) -> bool:
     return found.claim(f"{op}: build-ops builds it", well, detail)
 
 
-def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -> None:
-    """Check that a job whose config needs the op finds it built and compiles nothing."""
+def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str, stage: int) -> None:
+    """Check that a job whose config needs the op finds it built and compiles nothing. stage: of ZeRO."""
     offload = {"offload_optimizer": "cpu"} if found.cpu else {}
-    how = training("deepspeed", "bf16", deepspeed={"zero_stage": 2, "optimizer": "adamw", **offload})
+    how = training("deepspeed", "bf16", deepspeed={"zero_stage": stage, "optimizer": "adamw", **offload})
     job = Job(
-        "tests.gpu.check_ops:train", args={"checkpoints": str(folder / "checkpoints")}, training=how, layout=Layout(dp_replicate=1, dp_shard=-1),
+        "tests.gpu.check_ops:train", args={"checkpoints": str(folder / f"checkpoints-{stage}")}, training=how, layout=Layout(dp_replicate=1, dp_shard=-1),
         env={"TORCH_EXTENSIONS_DIR": str(cache)},
     )  # fmt: skip
-    done = starting.run(job, folder / "use")
+    done = starting.run(job, folder / f"use-{stage}")
+    op = f"{op}, ZeRO {stage}"
     name = f"{op}: its first use {optimizer} trains"
     if not found.claim(name, done.ok, "" if done.ok else done.tail()):
         return
@@ -108,40 +110,57 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str) -
     same = done.first["resumed"] == done.first["losses"][SAVED:]
     found.claim(f"{op}: a checkpoint of its states resumes with the same losses", same, str(done.first["resumed"]))
     same = done.first["reloaded"] == done.first["losses"][SAVED:]
-    found.claim("after offload_states() and reload_states() the losses are the same", same, str(done.first["reloaded"]))
+    found.claim(
+        f"{op}: after offload_states() and reload_states() the losses are the same", same, str(done.first["reloaded"])
+    )
     freed, model = (done.first[name] / 2**20 for name in ("freed", "model"))
     detail = (
         f"{freed:.1f} MiB; the parameters have {model:.1f} MiB in fp32; moved: {', '.join(done.first['offloaded'])}"
     )
-    found.claim("offload_states() frees memory of the device", freed > model, detail, device=True)
+    found.claim(f"{op}: offload_states() frees memory of the device", freed > model, detail, device=True)
     compiled = "(takes minutes); `hpcinit build-ops`" in done.output
     found.claim(f"{op}: the job compiles nothing", not compiled, f"first step after {done.first['seconds']:.1f} s")
 
 
 def _locked(found: Findings, cache: Path, op: str) -> None:
-    """Check that a stale lock in a complete cache is found and removed."""
+    """Check that a lock of a builder that no record names is reported, and never removed (decision 175)."""
     from hpcinit.base.errors import BringUpError
     from hpcinit.runtime import ops
 
     lock = cache / op / "lock"
     lock.touch()
+    old = time.time() - 2 * ops.QUIET_S
+    for each in (lock, *lock.parent.iterdir()):
+        os.utime(each, (old, old))
     config = {"optimizer": {"type": "AdamW"}}
     if found.cpu:
         config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}  # type: ignore[dict-item]
-    try:
-        ops.check(config, "cpu" if found.cpu else "cuda", {"TORCH_EXTENSIONS_DIR": str(cache)})
-        message = "nothing"
-    except BringUpError as error:
-        message = str(error)
+
+    def refused() -> str:
+        try:
+            ops.check(config, "cpu" if found.cpu else "cuda", {"TORCH_EXTENSIONS_DIR": str(cache)})
+        except BringUpError as error:
+            return str(error)
+        return "nothing"
+
+    message = refused()
     if not ops.files_are_locks():
         found.claim(
             f"{op}: the file of a lock, which stays after each build, stops no job", message == "nothing", message
         )
         return
-    found.claim(f"{op}: a stale lock is reported", "torch would wait forever for the lock" in message, message)
-    lines: list[str] = []
-    ops.clear(cache, lines.append)
-    found.claim(f"{op}: and removed", not lock.exists(), "; ".join(lines))
+    named = "torch would wait forever for the lock" in message and f"rm {lock}" in message
+    found.claim(f"{op}: a start ends at an abandoned lock, with the rm command", named, message)
+    output, status = _output(_start(cache, op))
+    kept = status != 0 and f"rm {lock}" in output and lock.exists()
+    found.claim(f"{op}: build-ops does not remove it either", kept, output[-400:])
+    lock.unlink()
+    found.claim(f"{op}: a start continues after that rm", (message := refused()) == "nothing", message)
+
+
+def _output(process: subprocess.Popen[str]) -> tuple[str, int]:
+    output, _ = process.communicate(timeout=BUILD_S)
+    return output, process.returncode
 
 
 # In the rank:
@@ -191,7 +210,7 @@ def train(checkpoints: str) -> dict[str, Any]:
         freed, offloaded = before - used(), sorted(third.offloaded)
         third.reload_states()
         reloaded = steps(third, SAVED)
-        model = 4 * sum(parameter.numel() for parameter in third.model.parameters())
+        model = 4 * sum(getattr(each, "ds_numel", each.numel()) for each in third.model.parameters())  # ZeRO 3 divides
     return {
         "losses": losses, "seconds": seconds, "optimizer": name, "resumed": resumed, "reloaded": reloaded,
         "freed": freed, "offloaded": offloaded, "model": model,

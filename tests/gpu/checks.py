@@ -30,10 +30,11 @@ CHECKS = (
         "flight-recorder", 1, 100, "dumps of a live NCCL group, on demand and at a timeout, and what is read from them"
     ),
     Check("same-gpu", 1, 75, "two ranks with NCCL on one GPU end with a message"),
+    Check("groups", 1, 90, "a second group beside the training group; NCCL between two GPUs where there are two"),
     Check("monitoring", 1, 90, "progress, should_stop and the heartbeat cost less than 1 % of a 20 ms step"),
     Check("fork", 1, 240, "launch=fork with CUDA: memory of the fork server, contexts of the ranks, time to start"),
     Check("wrap", 2, 260, "20 steps of train_gpt under each wrapper, compared with a CPU"),
     Check("checkpoints", 2, 150, "a stop and a resume with the device's random numbers give the same losses"),
     Check("plan", 2, 240, "the memory that hpcinit plan predicts, and the memory that was measured"),
-    Check("ops", 2, 240, "DeepSpeed's ops: built once, first use, a killed compile, a stale lock"),
+    Check("ops", 2, 240, "DeepSpeed's ops: built once, first use, a killed compile, an abandoned lock"),
 )

@@ -122,7 +122,7 @@ def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], di
     }
     python, spec = [sys.executable, "-u"], str(folder / run_folder.SPEC)
     if job.launch == TORCHRUN:
-        rendezvous = ["--nnodes", "1", "--nproc-per-node", str(job.ranks), "--master-port", str(_free_port())]
+        rendezvous = ["--nnodes", "1", "--nproc-per-node", str(job.ranks), "--master-port", str(free_port())]
         agent = [*python, "-m", "torch.distributed.run", *rendezvous, "-m", "tests.gpu.rank", argument]
         return [(agent, base)]
     per_node = 1 if job.launch == FORK else job.ranks
@@ -135,7 +135,7 @@ def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], di
     ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
