@@ -1,14 +1,17 @@
-"""The cause of an error message of another program, and what to do about it.
+"""The messages of other programs: what each shows, which ranks it names, and what to do about it.
 
-The patterns match messages of torch, NCCL, gloo, Python and Slurm. Errors that hpcinit raises have their kind in the
-error record. A secondary error is a consequence of another rank's failure.
+One table for each question. The patterns match messages of torch, NCCL, gloo, CUDA's driver, DeepSpeed, Megatron-LM,
+Python and Slurm. Errors that hpcinit raises have their kind in the error record. A secondary error is a consequence of
+another rank's failure.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from hpcinit.base import failure_kinds
+from hpcinit.base.text import MOST_RANKS, brief
 from hpcinit.records.error_records import ErrorRecord
 
 SECONDARY = re.compile(
@@ -26,8 +29,18 @@ SECONDARY = re.compile(
             r"DataLoader worker .* killed by signal: Terminated",
             r"^SystemExit: 143$",
             r"SignalException: Process \d+ got signal: 15",  # torchrun's agent
+            r"Horovod has been shut down",
         )
     )
+)
+# Python's own sockets break with these words too: a hub's download, a logger. C++ raises RuntimeError and Dist...Error.
+OF_ANY_SOCKET = re.compile(r"Connection (?:closed|reset) by peer|[Bb]roken pipe")
+OF_RANKS = re.compile(r"^(?:[\w.]*\.)?(?:RuntimeError|Dist\w*Error)\b|gloo|nccl|c10d|TCPStore|UCX|MPI", re.IGNORECASE)
+# The rank that has the store is at fault, whether it is late or has ended.
+NAMES_THE_CAUSE = re.compile(r"retrieving ncclUniqueId from \[\d+\]")
+# In a traceback: where a process talks to other ranks, or to its own workers, which end with it.
+TO_RANKS = re.compile(
+    r'File "[^"]*(?:torch/distributed/|deepspeed/comm/|horovod/|multiprocessing/|hpcinit/(?:rendezvous|runtime)/)'
 )
 TIMEOUT = re.compile(r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (send|recv) operation")
 STOPPED_BY_SIGTERM = re.compile(
@@ -41,48 +54,115 @@ CUDA_MEMORY_OF_PROGRAM = (
 HOST_MEMORY = (
     "request more memory (mem_gb=...; 0: all of a node) or use less: fewer data loader workers, fewer ranks per node"
 )
-# (kind, pattern of the message, advice). The first match counts.
+_OWN_DEVICE = (
+    "each process must use its own GPU: torch.cuda.set_device(LOCAL_RANK), as many processes per node as GPUs, and "
+    "either all GPUs of the node visible to each process or one each"
+)
+_HARDWARE = (
+    "exclude the node (+cluster.sbatch.exclude=NODE) and report it to the site; nvidia-smi -q and dmesg on the node "
+    "show the error"
+)
+_KERNEL = (
+    "a kernel of the program used an invalid index or address, often a label or a token outside its range: "
+    "CUDA_LAUNCH_BLOCKING=1 shows the line"
+)
+NETWORK = (
+    "NCCL could not connect, or lost a connection; run again with +job.env.NCCL_DEBUG=INFO, which shows the interface "
+    "(NCCL_SOCKET_IFNAME) and the peer; if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE)"
+)
+DIFFERENT_CALLS = "the ranks run different code or data at this point: compare what they do before this call"
+
+
+class Message(NamedTuple):
+    """kind: what the message shows. pattern: its group `ranks`, if any, has the ranks at fault. advice: what to do."""
+
+    kind: str
+    pattern: str
+    advice: str
+
+
+# The first match counts.
 KINDS = (
-    (failure_kinds.CUDA_MEMORY, r"CUDA out of memory|CUDA error: out of memory|HIP out of memory", _CUDA),
-    (failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError|Cannot allocate memory",
-     HOST_MEMORY),
-    (failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
+    # torch names the rank that others wait for: ProcessGroupGloo.cpp, ProcessGroupNCCL.cpp, ProcessGroupWrapper.cpp
+    Message(failure_kinds.HANG, r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier",
+     "that rank did not call the barrier: its own log shows what it did instead"),
+    Message(failure_kinds.HANG, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\].*timeout",
+     "that rank did not reach its first collective in time: its own log shows what it did instead"),
+    Message(failure_kinds.START_UP, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\]",
+     "that rank has the store, and its process had ended: its own log shows why"),
+    Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
+     r"|op\.preamble\.length <= op\.nbytes", DIFFERENT_CALLS),
+    # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
+    Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined",
+     "start as many processes as the world size, and read the log of the node that did not connect"),
+    Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|CUDA error: out of memory|HIP out of memory"
+     r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+     r"|NCCL WARN .*out of memory", _CUDA),
+    # cuBLAS reports this if it finds no memory for its handle; a broken context is rarer.
+    Message(failure_kinds.CUDA_MEMORY, r"CUBLAS_STATUS_NOT_INITIALIZED",
+     "cuBLAS could not start, usually because the GPU's memory is full (nvidia-smi shows other processes on it); if "
+     "not, run once with CUDA_LAUNCH_BLOCKING=1"),
+    Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError"
+     r"|Cannot allocate memory", HOST_MEMORY),
+    Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
      "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
      "crashed; with num_workers=0 the rank's log shows the traceback"),
-    (failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error",
+    Message(failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error"
+     r"|NCCL WARN .*/dev/shm|Error while creating shared memory segment",
      "the node's /dev/shm is full: fewer data loader workers, "
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    (failure_kinds.DISK, r"No space left on device|Disk quota exceeded",
+    Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded",
      "free space (df -h, quota), or write to another disk: runs_dir, TMPDIR"),
     # torch.save on a full disk: https://github.com/pytorch/pytorch/issues/121833
-    (failure_kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing|: iostream error",
+    Message(failure_kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing"
+     r"|: iostream error",
      "torch could not finish writing a file, usually because the disk is full: check df -h and quota where the program "
      "saves"),
-    (failure_kinds.PROGRAM, r"^SystemExit: \d+$",
+    Message(failure_kinds.PROGRAM, r"^SystemExit: \d+$",
      "the program called sys.exit with this status; read in the rank's log what it printed before"),
-    (failure_kinds.IMPORT, r"^(ModuleNotFoundError|ImportError)",
+    Message(failure_kinds.IMPORT, r"^(?:\w+: )?(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks this module: check cluster.venv, cluster.conda, cluster.modules or container.image"),
-    (failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
-     r"|Found no NVIDIA driver",
+    Message(failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
+     r"|Found no NVIDIA driver|no CUDA-capable device",
      "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
      "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
-    (failure_kinds.GPU, r"NVRM: Xid|ECC error|device-side assert|CUDA error|no CUDA-capable device|GPU is lost",
-     "a device-side assert is a bug in the program, often an index out of range: CUDA_LAUNCH_BLOCKING=1 shows the "
-     "line; for any other error, if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE) and report it "
-     "to the site"),
-    (failure_kinds.PORT, r"Address already in use|EADDRINUSE",
+    Message(failure_kinds.NO_GPU, r"invalid device ordinal|Duplicate GPU detected", _OWN_DEVICE),
+    # https://docs.nvidia.com/deploy/xid-errors: 13, 31, 43 and 45 are errors of the program, the others of the device.
+    Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43|45), ", _KERNEL),
+    Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|system not yet initialized",
+     _HARDWARE),
+    Message(failure_kinds.PROGRAM, r"device-side assert|illegal memory access|misaligned address"
+     r"|illegal instruction was encountered", _KERNEL),
+    Message(failure_kinds.PROGRAM, r"Cuda failure (?:1 )?'invalid argument'|CUDA error: invalid argument"
+     r"|no kernel image is available|CUDA driver version is insufficient|invalid resource handle",
+     "the versions of torch, NCCL, CUDA and the driver may not fit each other: run python -m torch.utils.collect_env"),
+    # Of a program or of a device: the message does not show which.
+    Message(failure_kinds.GPU, r"CUDA error|Cuda failure|unhandled cuda error|HIP error",
+     "run once with CUDA_LAUNCH_BLOCKING=1; if only ranks on one node fail, look for Xid errors in its dmesg"),
+    Message(failure_kinds.PORT, r"[Aa]ddress already in use|EADDRINUSE",
      "another process uses the port: hpcinit chooses another one at the next start"),
-    (failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
+    Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*(\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b"
+     r"|loss scale (already at minimum|reached)|[Mm]inimum loss scale)",
      "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
      "checkpoint"),
-    (failure_kinds.FILE, r"^(FileNotFoundError|PermissionError|IsADirectoryError)|error: execve\(\): ",
+    Message(failure_kinds.FILE, r"^(?:\w+: )?(FileNotFoundError|PermissionError|IsADirectoryError)"
+     r"|error: execve\(\): ",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
-    (failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'",
+    # torch.multiprocessing.spawn; its process 3 is rank 3 of a node's ranks
+    Message(failure_kinds.SIGNAL, r"ProcessExitedException: process (?P<ranks>\d+) terminated with signal",
+     "the message does not show who sent the signal: for SIGKILL, dmesg on the node shows whether its memory was full"),
+    Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'"
+     r"|client socket has timed out",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
      "the store (--rdzv-endpoint or MASTER_ADDR)"),
-    (failure_kinds.NETWORK, r"ncclSystemError|ncclInternalError|NCCL error|No route to host|Network is unreachable",
-     "NCCL lost a connection between nodes; run again with +job.env.NCCL_DEBUG=INFO, and if the same node fails again, "
-     "exclude it (+cluster.sbatch.exclude=NODE)"),
+    # NCCL's own result codes: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html
+    Message(failure_kinds.PROGRAM, r"ncclInvalidUsage|ncclInvalidArgument|invalid usage|NCCL error.*invalid argument",
+     "the program uses NCCL in an invalid way; the line after 'Last error' shows how"),
+    Message(failure_kinds.NETWORK, r"ncclSystemError|ncclRemoteError|No route to host|Network is unreachable"
+     r"|no socket interface found|NET/IB : Got (?:completion|async)|socketStartConnect|retry counter exceeded",
+     NETWORK),
+    Message(failure_kinds.UNKNOWN, r"ncclInternalError|NCCL error",
+     "NCCL does not show the cause here: run again with +job.env.NCCL_DEBUG=INFO"),
 )  # fmt: skip
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|(?<!\w)"[^"\n]*"(?!\w)""")
 SIGNALS = {
@@ -107,14 +187,22 @@ ADVICE = {
 }
 
 
-def is_secondary_text(error: str) -> bool:
-    """Return whether another program's message is a consequence of another rank's failure."""
-    return bool(SECONDARY.search(error))
+def is_secondary_text(error: str, traceback: str = "") -> bool:
+    """Return whether another program's message is a consequence of another rank's failure.
+
+    A broken connection counts only if it is one to other ranks. traceback: of the error, '' if unknown.
+    """
+    unquoted = _QUOTED.sub("''", error)
+    if not (found := SECONDARY.search(unquoted)) or NAMES_THE_CAUSE.search(error):
+        return False
+    if not traceback.strip() or not OF_ANY_SOCKET.fullmatch(found[0]) or OF_RANKS.search(unquoted):
+        return True
+    return bool(TO_RANKS.search(traceback))
 
 
 def is_secondary(record: ErrorRecord) -> bool:
     """Return whether the error is a consequence of another rank's failure."""
-    return record.kind in failure_kinds.SECONDARY or is_secondary_text(record.foreign)
+    return record.kind in failure_kinds.SECONDARY or is_secondary_text(record.foreign, record.traceback)
 
 
 def is_timeout(record: ErrorRecord) -> bool:
@@ -130,16 +218,24 @@ def secondary_name(record: ErrorRecord) -> str:
     return found[0].strip("^$") if found else ""
 
 
-def kind(error: str) -> tuple[str, str]:
-    """Return (kind, advice) of another program's message: ('cuda-memory', ...), or ('program', ...) if none matches.
+def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
+    """Return the row of KINDS for another program's message, and the ranks at fault that it names; None for none.
 
     A text in quotes may be a value, as in KeyError: 'nan'. Only patterns with quotes match it.
     """
     unquoted = _QUOTED.sub("''", error)
-    for name, pattern, advice in KINDS:
-        if re.search(pattern, error if "'" in pattern else unquoted):
-            return name, advice
-    return failure_kinds.PROGRAM, ADVICE[failure_kinds.PROGRAM]
+    for row in KINDS:
+        if found := re.search(row.pattern, error if "'" in row.pattern else unquoted, re.MULTILINE):
+            named = found.groupdict().get("ranks") or ""
+            ranks = (int(each) for each in re.findall(r"\d{1,7}", named))
+            return row, tuple(rank for rank in ranks if rank < MOST_RANKS)
+    return None
+
+
+def kind(error: str) -> tuple[str, str]:
+    """Return (kind, advice) of another program's message: ('cuda-memory', ...), or ('program', ...) if none matches."""
+    found = message(error)
+    return (found[0].kind, found[0].advice) if found else (failure_kinds.PROGRAM, ADVICE[failure_kinds.PROGRAM])
 
 
 def of_record(record: ErrorRecord) -> tuple[str, str]:
@@ -151,3 +247,16 @@ def of_record(record: ErrorRecord) -> tuple[str, str]:
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:
         return record.kind, ADVICE[record.kind]
     return found
+
+
+_LAST = re.compile(r"Last error:\s*(\S.*)")  # NCCL's message below torch's
+_OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in further lines
+
+
+def short(error: str) -> str:
+    """Return an error as one line, with the line of NCCL or torch that has the reason."""
+    line = brief(error)
+    if last := _LAST.search(error):
+        return f"{line.partition(':')[0]}: NCCL error: {brief(last[1])}"
+    rest = [text.strip() for text in error.splitlines() if text.strip()][1:]
+    return f"{line} {brief(rest[0])}" if rest and _OPEN.search(line) else line

@@ -31,7 +31,16 @@ _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
 _UNREACHABLE = re.compile(
     r"^srun: error: Task launch for \S+ failed on node (\S+): (?:Communication connection failure|Socket timed out)"
 )
-_CANCELLED = re.compile(r"\*\*\* JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
+# A step is canceled too if one of its tasks fails; Slurm prints a reason only if that is the cause.
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?"
+    r"|STEP (\S+) ON (\S+) CANCELLED AT (\S+) DUE TO ([A-Z ]+))"
+)
+# Not a number of a task: 'srun: fatal: ...', or what slurmctld or slurmd refuses.
+_REFUSED = re.compile(
+    r"^(?:srun: fatal: (.+)|srun: error: ((?:Task launch|Unable to (?:create|allocate|confirm)).+)"
+    r"|slurmstepd: error: (execve\(\): .+))"
+)
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$|exceeded memory limit \(\d+ > \d+\)")
 # The batch script, or the first torchrun agent, starts the line of a new attempt with this.
@@ -78,7 +87,7 @@ class Cancelled:
 @dataclass(frozen=True)
 class JobLog:
     """The messages of Slurm in a log. output: the last lines of other programs. unreachable: nodes where srun could not
-    start a task."""
+    start a task. refused: why Slurm did not start the program, '' if it did."""
 
     ends: tuple[End, ...] = ()
     lost: tuple[str, ...] = ()
@@ -86,6 +95,7 @@ class JobLog:
     oom: str = ""
     output: tuple[str, ...] = ()
     unreachable: tuple[str, ...] = ()
+    refused: str = ""
 
 
 def read(text: str, ranks_per_task: int = 1) -> JobLog:
@@ -119,11 +129,14 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
         elif found := _UNREACHABLE.match(line):
             unreachable.append(found[1])
         elif (found := _CANCELLED.search(line)) and cancelled is None:
-            cancelled = Cancelled((found[4] or "").strip(), found[2], _time(found[3]))
+            _, host, at, why = found.groups()[:4] if found[1] else found.groups()[4:]
+            cancelled = Cancelled((why or "").strip(), host, _time(at))
     known = (_OURS, _TASKS, _COMPONENT)
     output = [line for line in lines if line.strip() and not any(each.match(line) for each in known)]
     away = tuple(dict.fromkeys(unreachable))
-    return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away)
+    refusals = (next(filter(None, found.groups())) for line in lines if (found := _REFUSED.match(line)))
+    refused = next(refusals, "")
+    return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away, refused)
 
 
 def with_preemption(log: JobLog, at: str) -> JobLog:

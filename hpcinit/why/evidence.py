@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from hpcinit.base.text import rank_names
 from hpcinit.records import program_use
 from hpcinit.records.error_records import Found
 from hpcinit.records.hang_report import HangReport
@@ -30,6 +33,25 @@ class SetupLine:
     output: tuple[str, ...] = ()
 
 
+Position = tuple[int, str, tuple[str | None, ...]]  # number of a call, its type, its sizes ('' if they may differ)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A message of torch's watchdog on a rank.
+
+    rank: -1 if unknown. group: '' for the group of all ranks. position: the call that timed out, None if none did.
+    enqueued: the number of the last call that the rank made, None if unknown. stuck: whether the watchdog itself is
+    blocked.
+    """
+
+    rank: int
+    group: str
+    position: Position | None = None
+    enqueued: int | None = None
+    stuck: bool = False
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The facts about one run that a diagnosis uses.
@@ -44,7 +66,9 @@ class Evidence:
     rank whose exit status is not 0. has_clock: whether the times of the errors are times, not only an order.
     preempted: whether Slurm reports that it preempted this start of the job.
     lists_failed_ranks: whether ranks may be missing because the log lists only those that failed. setup: a line of the
-    batch script that failed before the ranks started, None if none did.
+    batch script that failed before the ranks started, None if none did. watched: messages of torch's NCCL watchdog.
+    handled: errors after which their processes trained on. alarms: lines of a log that may show a failure, and that no
+    reader knows.
     """
 
     state: str
@@ -70,6 +94,9 @@ class Evidence:
     lists_failed_ranks: bool = False
     preempted: bool = False
     setup: SetupLine | None = None
+    watched: Sequence[Watched] = ()
+    handled: Sequence[str] = ()
+    alarms: Sequence[str] = ()
 
     @property
     def at_step(self) -> str:
@@ -80,6 +107,35 @@ class Evidence:
     def oom(self) -> str:
         """The line in which Slurm reports the kernel's OOM killer, or ''."""
         return self.log.oom or "Slurm: OUT_OF_MEMORY" * (self.state == "OUT_OF_MEMORY")
+
+    @functools.cached_property
+    def ordered(self) -> list[Found]:
+        """The error records in the order of one common clock."""
+        return sorted(self.found, key=self.when)
+
+    def when(self, one: Found) -> float:
+        """Return when an error was raised, by the clock of the file server."""
+        return one.record.time + self.clocks.get(one.record.host, 0.0)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the stacks or dumps show that ranks wait for others."""
+        report = self.hang or self.silence
+        return bool(self.flight.culprits or (report and report.waiting))
+
+    def verdict(self, headline: str, kind: str, do: str, **more: Any) -> Verdict:
+        """Return a verdict with the last reported step."""
+        return Verdict(headline, kind, do, step=self.step, **more)
+
+    def last_output(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the last lines of these ranks' logs, as far as known."""
+        return tuple(f"the last output of rank {rank}: {self.tails[rank]}" for rank in ranks if rank in self.tails)
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return 'ranks 2-3 on n2'."""
+        found = sorted(ranks)
+        hosts = sorted({self.hosts.get(rank, "") for rank in found} - {""})
+        return named(found) + (f" on {', '.join(hosts)}" if hosts else "")
 
 
 @dataclass(frozen=True)
@@ -116,3 +172,7 @@ def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
     for host, difference in differences:
         found[host] = min(difference, found.get(host, difference))
     return found if found and max(found.values()) - min(found.values()) > AGREE_S else {}
+
+
+def named(ranks: Iterable[int]) -> str:
+    return rank_names(sorted(ranks))

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from hpcinit.base import failure_kinds
 from hpcinit.base.text import ranges
 from hpcinit.why import flight_recorder
 from hpcinit.why.flight_recorder import (
@@ -36,6 +37,7 @@ from hpcinit.why.flight_recorder import (
 
 NOT_CALLED, DEVICE_STUCK, MISMATCH = "not-called", "device-stuck", "mismatch"
 NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
+UNPROVEN = (NO_DUMP, PEER_LOST)
 CLOCKS_NS = 10 * 10**9  # clocks of two nodes may differ by seconds
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
 EARLIER = 8  # calls before a mismatch that groups with the same duty have made alike
@@ -95,6 +97,12 @@ class HangVerdict:
 
     def __bool__(self) -> bool:
         return bool(self.culprits or self.unknown)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the failure, of base/failure_kinds.py."""
+        mismatch = self.culprits and self.culprits[0].kind == MISMATCH
+        return failure_kinds.MISMATCH if mismatch else failure_kinds.HANG
 
     def lines(self) -> tuple[str, ...]:
         """Return one sentence for each root cause, then what is unknown. Ranks with the same cause share a sentence."""
@@ -164,9 +172,20 @@ class _Search:
         if silent := self.open and self.world - self.ranks.keys() - self.found.keys() - self.unreadable.keys():
             why = "" if self.found.keys() & set(self.ended) else f", and no other rank waits for {_it(silent)}"
             self.unknown.append(f"{_ranks(silent)} left no dump{why}")
-        culprits = sorted(self.found.values(), key=lambda one: (one.since_ns or 2**63, one.rank))
+        self._drop_unproven()
+        culprits = sorted(
+            self.found.values(), key=lambda one: (one.kind in UNPROVEN, one.since_ns or 2**63, one.rank)
+        )
         victims = tuple(sorted(rank for rank, waits in self.pending.items() if waits and rank not in self.found))
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)))
+
+    def _drop_unproven(self) -> None:
+        """A rank without a dump may wait as the others do, if another one explains why they wait in this call."""
+        proven = {(one.group, one.collective, one.number) for one in self.found.values() if one.kind not in UNPROVEN}
+        for one in list(self.found.values()):
+            if one.kind == NO_DUMP and (one.group, one.collective, one.number) in proven:
+                self.unknown.append(f"where rank {one.rank} is: it left no dump that can be read")
+                del self.found[one.rank]
 
     # Who is in a group
 

@@ -210,7 +210,7 @@ def test_two_at_about_the_same_time() -> None:
         ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", "no-gpu", "cluster.venv"),
         ("AssertionError: Torch not compiled with CUDA enabled", "no-gpu", "cluster.venv"),
         ("FloatingPointError: loss is nan", "not-a-number", "learning rate"),
-        ("RuntimeError: CUDA error: device-side assert triggered", "gpu", "CUDA_LAUNCH_BLOCKING"),
+        ("RuntimeError: CUDA error: device-side assert triggered", "program", "CUDA_LAUNCH_BLOCKING"),
         ("ValueError: x", "program", "traceback"),
         ("SystemExit: 3", "program", "sys.exit"),
     ],

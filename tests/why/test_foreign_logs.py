@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.why import diagnosis, foreign_job, why_command
+from hpcinit.why import diagnosis, foreign_job, log_lines, why_command
 from hpcinit.why.evidence import Verdict
 from tests import json_documents
 from tests.why import record_foreign_logs
@@ -33,7 +33,7 @@ WITHOUT_RANK = {
 
 
 def verdict(text: str, rank: int | None = None) -> tuple[Verdict, tuple[str, ...]]:
-    found = foreign_job.gather([foreign_job.Log(text, rank)])
+    found = foreign_job.gather([log_lines.Log(text, rank)])
     return diagnosis.diagnose(found.evidence), found.unknown
 
 
@@ -52,7 +52,7 @@ def test_each_fault_in_the_logs_of_another_launcher(launcher: str) -> None:
 def test_errors_of_torchruns_agents_are_secondary() -> None:
     """Two agents without Slurm, recorded: rank 0 raises, then the other agent loses the store and prints three
     tracebacks. Its log alone shows only that."""
-    logs = [foreign_job.Log((LOGS / f"agents/agent-{number}.log").read_text()) for number in (0, 1)]
+    logs = [log_lines.Log((LOGS / f"agents/agent-{number}.log").read_text()) for number in (0, 1)]
     both = foreign_job.gather([logs[1], logs[0]])
     found = diagnosis.diagnose(both.evidence)
     assert (found.headline, found.rank) == ("rank 0 on localhost failed first: ValueError: bad sample 17", 0)
@@ -78,7 +78,7 @@ def test_a_worker_that_is_gone_when_slurm_ends_the_job() -> None:
     """torch's message about a worker that died of the job's SIGTERM; without an end by Slurm it is the cause."""
     error = "Traceback (most recent call last):\nRuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly\n"
     for state, kind in (("CANCELLED", "cancelled"), ("TIMEOUT", "time-limit"), ("FAILED", "host-memory")):
-        found = foreign_job.gather([foreign_job.Log(error)], state)
+        found = foreign_job.gather([log_lines.Log(error)], state)
         assert diagnosis.diagnose(found.evidence).kind == kind
 
 

@@ -11,7 +11,7 @@ from hpcinit.base.console import plain_lines
 from hpcinit.base.failure_kinds import GPU, NOT_A_NUMBER, PROGRAM
 from hpcinit.records import causes, job_log
 from hpcinit.why import diagnosis, flight_recorder, foreign_job, hang_verdict
-from hpcinit.why.foreign_job import Log
+from hpcinit.why.log_lines import Log
 from tests.conftest import Run
 from tests.corpus.generate import long_log
 

@@ -1,0 +1,100 @@
+"""The ranking of findings: which one is the first cause.
+
+A finding that another one explains does not count. The first one with the highest grade that is left is the verdict.
+
+| grade      | what shows the failure                                                      | explained by          |
+|------------|-----------------------------------------------------------------------------|-----------------------|
+| PROVEN     | dumps of torch's flight recorder name ranks that others wait for            | a failure of that rank|
+| WAITING    | stacks: some ranks wait in a collective, and others do not                  | a failure of that rank|
+| STATED     | a message of torch, NCCL or gloo names the rank that others wait for        | a failure of that rank|
+| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: any of those|
+| RAISED     | an error that no other rank causes, after which its rank printed no step    |                       |
+| NODE       | Slurm reports the loss of a node                                            |                       |
+| MEMORY     | Slurm reports the kernel's OOM killer                                       |                       |
+| HUNG       | ranks timed out in a collective, and nothing shows for which rank they wait | any failure above     |
+| ENDED      | Slurm ended the job: a time limit, scancel, a preemption                    |                       |
+| STOPPED    | most ranks died of SIGTERM                                                  |                       |
+| TERMINATED | a rank died of SIGTERM before Slurm ended the step                          |                       |
+| INTERRUPTED| a rank was interrupted by SIGINT                                            |                       |
+| EXITED     | a launcher lists an exit status other than 0 of a rank without an error     |                       |
+| EARLY      | a rank ended with status 0 while others failed                              |                       |
+| DIFFERENT  | errors were raised in different collectives                                 |                       |
+| UNLISTED   | all ranks that are listed failed because of one that is not                 |                       |
+| MISSING    | a rank has no error, and the collective of all others timed out             |                       |
+| LOST       | all errors are consequences of another rank's failure                       |                       |
+| SCRIPT     | the batch script or srun failed, and no rank did                            |                       |
+| NOTHING    | no failure is in the evidence                                               |                       |
+
+A failure of a rank is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain every
+hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+
+from hpcinit.why.evidence import Verdict
+
+
+class Grade(IntEnum):
+    """The grades of the table above, the highest first."""
+
+    PROVEN = auto()
+    WAITING = auto()
+    STATED = auto()
+    KILLED = auto()
+    RAISED = auto()
+    NODE = auto()
+    MEMORY = auto()
+    HUNG = auto()
+    ENDED = auto()
+    STOPPED = auto()
+    TERMINATED = auto()
+    INTERRUPTED = auto()
+    EXITED = auto()
+    EARLY = auto()
+    DIFFERENT = auto()
+    UNLISTED = auto()
+    MISSING = auto()
+    LOST = auto()
+    SCRIPT = auto()
+    NOTHING = auto()
+
+
+HANGS = (Grade.PROVEN, Grade.WAITING, Grade.STATED, Grade.HUNG)
+OF_RANKS = (Grade.KILLED, Grade.RAISED, Grade.TERMINATED, Grade.EXITED, Grade.EARLY)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one source of evidence shows.
+
+    verdict: the text and the fields of the answer if this is the first cause. ranks: those at fault; () if unknown.
+    abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
+    """
+
+    grade: Grade
+    verdict: Verdict
+    ranks: tuple[int, ...] = ()
+    abort: bool = False
+
+
+def explains(cause: Finding, effect: Finding) -> bool:
+    """Return whether `cause` is why `effect` happened."""
+    if effect.abort:
+        return cause.grade in HANGS or cause.grade is Grade.RAISED
+    if effect.grade not in HANGS or cause.abort:
+        return False
+    if cause.grade in (Grade.NODE, Grade.MEMORY):
+        return True
+    if not effect.ranks or not cause.ranks:
+        return cause.grade in (Grade.KILLED, Grade.RAISED)
+    return cause.grade in OF_RANKS and not set(cause.ranks).isdisjoint(effect.ranks)
+
+
+def first(findings: Sequence[Finding]) -> Finding:
+    """Return the finding that is the first cause. Readers return findings of a grade in the order of time."""
+    left = [one for one in findings if not any(explains(other, one) for other in findings)]
+    return min(left or findings, key=lambda one: one.grade)

@@ -1,0 +1,185 @@
+"""Findings of how ranks ended, as srun and other launchers list it, and of ranks that are missing among the errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hpcinit.base import failure_kinds
+from hpcinit.base.text import brief, ranges
+from hpcinit.records import causes, hang_report
+from hpcinit.records.hang_report import Waiting
+from hpcinit.records.job_log import End
+from hpcinit.why import read_hang, read_records
+from hpcinit.why.evidence import Evidence, Verdict, named
+from hpcinit.why.ranking import Finding, Grade
+
+GONE = "a rank or its node disappeared without an error; the other ranks only report that they lost it"
+EARLY = (
+    "it left before the others were done: an early return, sys.exit(0) or os._exit(0) on this rank alone, or it made "
+    "one call less than the others; compare what it does after that step"
+)
+UNSEEN = (
+    "where that rank was is unknown: its stack is written after hang.after_s, which must be below the timeout of "
+    "collectives (comm.collective_timeout_s, or the program's own)"
+)
+_INFINIBAND = re.compile(r"from peer \S+ with status=\d+")  # NCCL's net_ib.cc
+READ_LOGS = "read the job's log, and the logs of ranks without an error record"
+
+
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the ends that no error record explains."""
+    yield from _signals(evidence)
+    yield from _sigterm(evidence)
+    yield from _exits(evidence)
+    yield from _early(evidence)
+    calls = _calls(evidence)
+    if odd := hang_report.different_call(calls):
+        yield Finding(Grade.DIFFERENT, read_hang.of_odd_call(odd, tuple(calls), evidence), odd.ranks)
+    yield from _unlisted(evidence)
+    yield from _missing(evidence, calls)
+
+
+def first_signal(evidence: Evidence) -> End | None:
+    """Return the ranks that a signal killed before the step was aborted, and before the launcher listed a rank with an
+    error of its own."""
+    cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
+    for end in evidence.log.ends:
+        if cause and cause.record.rank in end.ranks:
+            return None
+        if not end.after_abort and not end.how.startswith(("Exited with", "Terminated")):
+            return end
+    return None
+
+
+def _signals(evidence: Evidence) -> Iterator[Finding]:
+    if end := first_signal(evidence):
+        yield Finding(Grade.KILLED, _of_signal(end, evidence), end.ranks, end.how.startswith("Aborted"))
+
+
+def _sigterm(evidence: Evidence) -> Iterator[Finding]:
+    """Yield ranks that SIGTERM ended before Slurm ended the step."""
+    recorded = {one.record.rank for one in evidence.found}
+    for end in evidence.log.ends:
+        known = bool(end.ranks) and recorded.issuperset(end.ranks)
+        if not end.after_abort and end.how.startswith("Terminated") and not known:
+            yield Finding(Grade.TERMINATED, _of_signal(end, evidence), end.ranks)
+
+
+def _of_signal(end: End, evidence: Evidence) -> Verdict:
+    name = next((name for name in causes.SIGNALS if end.how.startswith(name)), "")
+    kind, do = failure_kinds.SIGNAL, causes.SIGNALS.get(name, "read the end of that rank's log")
+    rank, oom = (end.ranks[0] if end.ranks else None), evidence.oom
+    was, plural = ("were", "s") if len(end.ranks) > 1 else ("was", "")
+    how = f"{was} killed by a signal ({end.how})"
+    if oom or end.how.startswith("Out Of Memory"):
+        kind, do = failure_kinds.HOST_MEMORY, causes.HOST_MEMORY
+        how = f"{was} killed by the kernel (the node ran out of the memory of this job)"
+    report = "srun's report" if end.after_abort else "srun's first report"
+    lines = [f"{report}: task{plural} {ranges(end.ranks)}: {end.how}" if end.host else "", oom]
+    if rank is not None and (tail := evidence.tails.get(rank)):
+        lines.append(f"its last output: {tail}")
+    host = end.host or evidence.hosts.get(-1 if rank is None else rank, "")
+    who = replace(evidence, hosts=dict.fromkeys(end.ranks, host)).named(end.ranks) if end.ranks else "a rank"
+    head = f"{who} {how} first{evidence.at_step}"
+    return evidence.verdict(head, kind, do, rank=rank, host=host, evidence=tuple(line for line in lines if line))
+
+
+def _exits(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first rank that exited with another status than 0 and without an error record."""
+    recorded = {one.record.rank for one in evidence.found}
+    ends = [(end, rank) for end in evidence.log.ends for rank in end.ranks or (-1,) if rank not in recorded]
+    bad = [(end, rank) for end, rank in ends if end.how.startswith("Exited with") and not end.succeeded]
+    first = [(end, rank) for end, rank in bad if not causes.is_secondary_text(evidence.tails.get(rank, ""))]
+    if not bad or (not first and (evidence.found or _ended_early(evidence))):
+        return
+    end, rank = (first or bad)[0]
+    tail = evidence.tails.get(rank, "")
+    kind, do = causes.kind(tail)
+    who = replace(evidence, hosts={rank: end.host}).named([rank]) if rank >= 0 else "a rank"
+    head = f"{who} failed first{evidence.at_step}: {end.how.lower()}" + (f": {brief(tail)}" if tail else "")
+    do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
+    known, error = rank if rank >= 0 else None, brief(tail) or end.how
+    verdict = evidence.verdict(head, kind, do, rank=known, host=end.host, error=error)
+    yield Finding(Grade.EXITED, verdict, (rank,))
+
+
+def _ended_early(evidence: Evidence) -> tuple[int, ...]:
+    """Return the ranks that ended with status 0 although others failed with secondary errors."""
+    known = {rank for end in evidence.log.ends if end.succeeded for rank in end.ranks} | evidence.returned
+    # srun prints nothing about a task that ended with status 0. While a node is unreachable it prints nothing either.
+    # A rank that hangs is not listed either.
+    listed = evidence.every_end_is_logged and not evidence.watched
+    if listed and evidence.log.ends and evidence.state == "FAILED":
+        logged = {rank for end in evidence.log.ends for rank in end.ranks}
+        known |= set(range(evidence.size)) - logged
+    ranks = tuple(sorted(known - {one.record.rank for one in evidence.found}))
+    return ranks if 2 * len(ranks) < evidence.size else ()
+
+
+def _early(evidence: Evidence) -> Iterator[Finding]:
+    ranks = _ended_early(evidence)
+    if not ranks:
+        return
+    head = f"{evidence.named(ranks)} ended first, with exit status 0{evidence.at_step}"
+    waiting = tuple(f"{call} when {'they' if len(ranks) > 1 else 'it'} ended" for call in _calls(evidence))
+    verdict = _of_ranks(head, failure_kinds.EARLY_END, EARLY, ranks, evidence)
+    lines = (*waiting, *read_hang.in_dumps(evidence))
+    yield Finding(Grade.EARLY, replace(verdict, evidence=lines), ranks)
+
+
+def _unlisted(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a rank that is missing in a list of those that failed; its number is unknown."""
+    timed_out = any(causes.is_timeout(one.record) for one in evidence.found)
+    if evidence.lists_failed_ranks and evidence.found and not _without_error(evidence) and not timed_out:
+        lost = named(one.record.rank for one in evidence.found)
+        head = f"a rank that is not among the failed ones ended first, with exit status 0; {lost} lost it"
+        yield Finding(Grade.UNLISTED, evidence.verdict(head, failure_kinds.EARLY_END, EARLY))
+
+
+def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
+    """Yield ranks without any error while the collective of all others timed out, or broke."""
+    missing = _without_error(evidence)
+    if missing and any(causes.is_timeout(one.record) for one in evidence.found):
+        head = f"a collective timed out{evidence.at_step}, and {evidence.named(missing)} did not call it"
+        lines = (*map(str, calls), *evidence.last_output(missing))
+        verdict = _of_ranks(head, failure_kinds.HANG, UNSEEN, missing, evidence)
+        yield Finding(Grade.MISSING, replace(verdict, evidence=lines), missing)
+    texts = (one.record.foreign for one in evidence.found)
+    broken = next((found for text in texts if (found := _INFINIBAND.search(text))), None)
+    if broken:
+        head = f"a connection over InfiniBand broke ({broken[0]}): the link, or the process of that peer, failed"
+        yield Finding(Grade.LOST, evidence.verdict(head, failure_kinds.NETWORK, causes.NETWORK))
+    elif not missing and evidence.found:
+        yield Finding(Grade.LOST, evidence.verdict(GONE, failure_kinds.UNKNOWN, READ_LOGS))
+    elif missing and evidence.found:
+        # srun may receive the end of a peer first and abort the step. The peers lost this rank before that.
+        killed = [end for end in evidence.log.ends if [*end.ranks] == [*missing] and end.how.startswith("Killed")]
+        if killed and len(missing) == 1:
+            verdict = _of_signal(killed[0], evidence)
+        else:
+            head = GONE.replace("a rank or its node", evidence.named(missing))
+            verdict = _of_ranks(head, failure_kinds.UNKNOWN, READ_LOGS, missing, evidence)
+        yield Finding(Grade.LOST, verdict, missing)
+
+
+def _of_ranks(head: str, kind: str, do: str, ranks: tuple[int, ...], evidence: Evidence) -> Verdict:
+    return evidence.verdict(head, kind, do, rank=ranks[0], host=evidence.hosts.get(ranks[0], ""))
+
+
+def _calls(evidence: Evidence) -> list[Waiting]:
+    """Return the collectives in which ranks failed with secondary errors, from their tracebacks, most ranks first."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for one in evidence.found:
+        place = hang_report.place_of_error(one.record.traceback)
+        if place.waits_in and causes.is_secondary(one.record):
+            together.setdefault((place.waits_in, place.at), []).append(one.record.rank)
+    found = (Waiting(tuple(sorted(ranks)), *where) for where, ranks in together.items())
+    return sorted(found, key=lambda call: (-len(call.ranks), call.ranks))
+
+
+def _without_error(evidence: Evidence) -> tuple[int, ...]:
+    """Return the ranks without an error record, if they are the minority."""
+    missing = tuple(sorted(set(range(evidence.size)) - {one.record.rank for one in evidence.found}))
+    return missing if 2 * len(missing) < evidence.size else ()

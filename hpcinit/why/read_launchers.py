@@ -1,0 +1,111 @@
+"""How ranks ended, from the messages of torchrun, accelerate, DeepSpeed, mpirun and Lightning."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+
+from hpcinit.records import job_log
+from hpcinit.records.job_log import End
+from hpcinit.why.evidence import NO_RANK
+from hpcinit.why.log_lines import Line
+from hpcinit.why.read_tracebacks import Error
+
+# The table of torchrun's ChildFailedError.
+_FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (\S+)(?: \(local_rank: (\d+)\))?(?:.*\(pid: (\d+)\))?")
+_NUMBER = re.compile(r"-?\d{1,6}")
+_FORCED = re.compile(r"Unable to shutdown process (\d+) via \S+, forcefully exiting")  # by the agent, after SIGTERM
+_ROOT = "Root Cause (first observed failure):"
+# Errors of launchers, which report that a rank failed, or that the launcher on another node ended.
+_LAUNCHER = re.compile(
+    r"ChildFailedError|CalledProcessError|'NoneType' object has no attribute 'is_failed'|RendezvousClosedError"
+)
+_OF_LAUNCHER = re.compile(
+    r'File "[^"]*(?:bin/(?:torchrun|accelerate|accelerate-launch|deepspeed)|accelerate/commands/launch\.py'
+    r"|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))"
+)
+# DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
+_SPAWNED = re.compile(r"process (\d{1,9}) spawned with command: .*'--local_rank=(\d{1,6})'")
+_NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
+_SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
+_RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d{1,3})(?!\d)")
+# Open MPI's mpirun names the first process that failed.
+_MPI_SIGNAL = re.compile(r"process rank (\d{1,6}) with PID \d+ on node (\S+) exited on signal (\d{1,2})\b")
+_MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
+_MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
+_RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
+
+
+def is_of_launcher(error: Error) -> bool:
+    return is_report(error) or bool(_OF_LAUNCHER.search(error.traceback))
+
+
+def is_report(error: Error) -> bool:
+    """Return whether a launcher only reports with this error that something else failed."""
+    return bool(_LAUNCHER.search(error.text))
+
+
+def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
+    """Return (time, whether it is not the first observed failure, end) of ranks in torchrun's tables, of which every
+    node prints one."""
+    ends: list[tuple[str, bool, End]] = []
+    fields: dict[str, str] = {}
+    root = False
+    forced = {found[1] for line in lines if (found := _FORCED.search(line.text))}
+    for line in lines:
+        root = root or line.text.startswith(_ROOT)
+        if found := _FIELD.match(line.text):
+            fields[found[1]] = found[2]
+            complete = found[1] == "exitcode" and {"host", "rank"} <= fields.keys()
+            if complete and _NUMBER.fullmatch(fields["exitcode"]) and _NUMBER.fullmatch(fields["rank"]):
+                how = job_log.how(int(fields["exitcode"]))
+                by_agent = not root and (how == "Terminated" or found[4] in forced)
+                ends.append(
+                    (fields.get("time", ""), not root, End(fields["host"], (int(fields["rank"]),), how, by_agent))
+                )
+                fields = {}
+        elif line.text.startswith("====="):
+            root = False
+    return ends
+
+
+def ends(lines: Sequence[Line], with_error: set[int]) -> list[End]:
+    """Return the ends of ranks that other launchers report. with_error: ranks whose error is known."""
+    return [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_of_mpirun(lines)]
+
+
+def _received_sigterm(lines: Sequence[Line]) -> list[End]:
+    """Return the ranks for which Lightning reports a SIGTERM before Slurm ended the step."""
+    ranks: dict[int, None] = {}
+    for line in lines:
+        if job_log.ABORTED.search(line.text):
+            break
+        if line.text.startswith(_RECEIVED) and line.rank != NO_RANK:
+            ranks[line.rank] = None
+    return [End("", (rank,), job_log.how(-signal.SIGTERM), False) for rank in ranks]
+
+
+def _of_deepspeed(lines: Sequence[Line], with_error: set[int]) -> list[End]:
+    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is the only one
+    without an error; if there are several, the end has no rank."""
+    several = any(_NODES.search(line.text) for line in lines)  # local ranks are then no ranks
+    spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line.text))}
+    done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line.text)) and found[1] in spawned}
+    ended = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]
+    code = next((int(match[1]) for line in lines if (match := _RETURNED.search(line.text))), 0)
+    if code < 0 or (code > 0 and not with_error):
+        left = set(spawned.values()) - done - with_error
+        ended.append(End("", tuple(left) if len(left) == 1 else (), job_log.how(code), False))
+    return ended
+
+
+def _of_mpirun(lines: Sequence[Line]) -> Iterator[End]:
+    rank = NO_RANK
+    for line in lines:
+        if found := _MPI_SIGNAL.search(line.text):
+            yield End(found[2], (int(found[1]),), job_log.how(-int(found[3])), False)
+        elif found := _MPI_NAME.match(line.text):
+            rank = int(found[1])
+        elif rank != NO_RANK and (found := _MPI_CODE.match(line.text)):
+            yield End("", (rank,), job_log.how(int(found[1])), False)

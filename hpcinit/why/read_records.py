@@ -1,0 +1,125 @@
+"""Findings of errors: the error records of ranks, and the errors in the logs of other launchers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from hpcinit.base import failure_kinds
+from hpcinit.base.text import brief, rank_names
+from hpcinit.records import causes, hang_report, program_use
+from hpcinit.records.error_records import ErrorRecord, Found
+from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict, named
+from hpcinit.why.ranking import Finding, Grade
+
+OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
+INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
+
+
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the errors that are no consequence of another rank's, in their order, then an interrupt."""
+    ordered = evidence.ordered
+    for one in ordered:
+        if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:
+            yield _of_record(one, ordered, evidence)
+    interrupted = [one for one in ordered if is_interrupt(one.record)]
+    if interrupted and len(interrupted) == len(ordered) > 1:
+        head = f"{named(one.record.rank for one in interrupted)} were interrupted (SIGINT){evidence.at_step}"
+        yield Finding(Grade.INTERRUPTED, evidence.verdict(head, failure_kinds.CANCELLED, INTERRUPTED))
+    elif interrupted:
+        record, at = interrupted[0].record, evidence.when(interrupted[0])
+        head = f"{who(record)} was interrupted by SIGINT first{_clock(at, evidence)}{_place(record)}"
+        when = at if evidence.has_clock else None
+        rank = record.rank if record.rank >= 0 else None
+        advice = causes.SIGNALS["Interrupt"]
+        verdict = Verdict(head, failure_kinds.SIGNAL, advice, rank, record.host, when, record.step)
+        yield Finding(Grade.INTERRUPTED, verdict, (record.rank,))
+
+
+def is_cause(one: Found, evidence: Evidence) -> bool:
+    """Return whether the error is no consequence of another rank's failure or of the end of the job."""
+    if causes.is_secondary(one.record) or is_interrupt(one.record):
+        return False
+    ended = evidence.log.cancelled
+    late = ended and ended.at is not None and evidence.when(one) >= ended.at and ended.why != "NODE FAILURE"
+    return not (late and evidence.has_clock)
+
+
+def is_interrupt(record: ErrorRecord) -> bool:
+    return "KeyboardInterrupt" in record.foreign[:20]  # Python's exception
+
+
+def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Finding:
+    record, at = first.record, evidence.when(first)
+    kind, do = causes.of_record(record)
+    if kind == failure_kinds.PROGRAM and evidence.oom:
+        kind, do = failure_kinds.HOST_MEMORY, causes.HOST_MEMORY
+    if kind == failure_kinds.CUDA_MEMORY and evidence.uses != program_use.WRAP:
+        do = causes.CUDA_MEMORY_OF_PROGRAM
+    said = causes.message(record.foreign)
+    at_fault = said[1] if said else ()
+    lines = _source(record.traceback) + [evidence.oom] * bool(evidence.oom) + _others(first, ordered, evidence)
+    text = causes.short(record.error)
+    if said and kind in OF_OTHERS and not record.kind:
+        return _stated(at_fault, text, kind, do, lines, evidence)
+    rank = at_fault[0] if at_fault else record.rank
+    subject = who(record) if rank == record.rank else evidence.named([rank])
+    head = f"{subject} failed first{_clock(at, evidence)}{_place(record)}: {text}"
+    when = at if evidence.has_clock else None
+    host = record.host if rank == record.rank else evidence.hosts.get(rank, "")
+    known = rank if rank >= 0 else None
+    verdict = Verdict(head, kind, do, known, host, when, record.step, tuple(lines), error=brief(record.error))
+    return Finding(Grade.RAISED, verdict, (rank,) if rank >= 0 else ())
+
+
+def _stated(
+    at_fault: Sequence[int], text: str, kind: str, do: str, lines: Sequence[str], evidence: Evidence
+) -> Finding:
+    """Return the finding on an error whose message shows what another rank did, or did not do."""
+    who_is = evidence.named(at_fault) + ": " if at_fault else ""
+    what = {failure_kinds.HANG: "others waited for it", failure_kinds.START_UP: "a rank did not connect in time"}
+    head = f"{who_is}{what.get(kind, 'the ranks called different collectives')}{evidence.at_step}: {text}"
+    rank = at_fault[0] if at_fault else None
+    host = evidence.hosts.get(rank, "") if rank is not None else ""
+    verdict = evidence.verdict(head, kind, do, rank=rank, host=host, evidence=tuple(lines))
+    return Finding(Grade.STATED if at_fault or kind != failure_kinds.HANG else Grade.HUNG, verdict, tuple(at_fault))
+
+
+def who(record: ErrorRecord) -> str:
+    """Return 'rank 3 on n2'. A log that hpcinit did not write may show neither."""
+    subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
+    return f"{subject} on {record.host}" if record.host else subject
+
+
+def _clock(at: float, evidence: Evidence) -> str:
+    return f", {time.strftime('%H:%M:%S', time.localtime(at))}" if evidence.has_clock else ""
+
+
+def _place(record: ErrorRecord) -> str:
+    """Return ' (saving, step 40)': the last reported step, and the phase unless that is training."""
+    phase = [record.phase] if record.phase not in ("", "training") else []
+    step = [f"step {record.step}"] if record.step >= 0 else []
+    return f" ({', '.join(phase + step)})" if phase or step else ""
+
+
+def _others(first: Found, ordered: Sequence[Found], evidence: Evidence) -> list[str]:
+    """Return lines about the other errors that are not secondary, with their delay after the first."""
+    rest = [one for one in ordered if one is not first and is_cause(one, evidence)]
+    lines = []
+    same = [one.record.rank for one in rest if brief(one.record.error) == brief(first.record.error)]
+    if same:
+        lines.append(f"the same error on {rank_names(sorted(same))}")
+    for one in [one for one in rest if one.record.rank not in same][:2]:
+        later = evidence.when(one) - evidence.when(first)
+        doubt = ", which may have failed first" if later < AGREE_S and one.record.host != first.record.host else ""
+        delay = f"{later:.1f} s later{doubt}" if evidence.has_clock else "later"
+        lines.append(f"{who(one.record)} {delay}: {brief(one.record.error)}")
+    return lines
+
+
+def _source(traceback: str) -> list[str]:
+    """Return the innermost place in the user's program: 'train.py:9 in <module>'."""
+    lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith('File "')]
+    files = {line: line.partition('"')[2].partition('"')[0] for line in lines}
+    program = [line for line in lines if hang_report.is_user_code(files[line])]
+    return [f"raised at {line.removeprefix('File ')}" for line in program[-1:]]

@@ -1,0 +1,130 @@
+"""Findings of Slurm: a lost node, the OOM killer, the end of the job, a batch script or srun that failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from hpcinit.base import failure_kinds
+from hpcinit.base.text import brief
+from hpcinit.records import causes
+from hpcinit.records.job_log import Cancelled
+from hpcinit.why import setup_failure
+from hpcinit.why.evidence import Evidence, Verdict
+from hpcinit.why.ranking import Finding, Grade
+
+MORE_TIME = (
+    "request more time (time_min=...), or several jobs in a row that resume from the last checkpoint (chain=3); "
+    "run.should_stop() saves before the limit"
+)
+EXCLUDE = "hpcinit excludes a node that fails again; to exclude it now: +cluster.sbatch.exclude="
+STOP_SIGNAL = (
+    "Slurm sends it before a preemption, at the time limit and with scancel: sacct -o State,Reason shows which; "
+    "run.should_stop() saves when it arrives"
+)
+UNFINISHED = "nothing failed that the logs show; if the ranks did not advance before, the stacks and dumps show why"
+REFUSED = "read the message: an option, a variable of the environment, a file or the time of the job does not fit"
+
+
+def findings(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what Slurm reports about the job and its nodes."""
+    log, ended = evidence.log, evidence.log.cancelled
+    lost = log.lost or tuple(evidence.nodes if evidence.state == "NODE_FAIL" else ())
+    if lost or evidence.state in ("NODE_FAIL", "BOOT_FAIL") or (ended and ended.why == "NODE FAILURE"):
+        yield Finding(Grade.NODE, _of_node(lost, evidence))
+    elif log.unreachable:
+        head = f"srun could not start the ranks on {', '.join(log.unreachable)}: its slurmd did not answer"
+        do = f"the node is down, or srun's own set-up failed there (an image, a mount); {EXCLUDE}{log.unreachable[0]}"
+        yield Finding(Grade.NODE, evidence.verdict(head, failure_kinds.NODE, do, host=log.unreachable[0]))
+    if evidence.oom:
+        head = "a node ran out of the memory of this job: the kernel killed one of its processes"
+        verdict = evidence.verdict(head, failure_kinds.HOST_MEMORY, causes.HOST_MEMORY, evidence=(evidence.oom,))
+        yield Finding(Grade.MEMORY, verdict)
+    if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
+        yield Finding(Grade.ENDED, end(ended, evidence))
+    yield from _of_stop_signal(evidence)
+    yield from _of_script(evidence)
+    yield Finding(Grade.NOTHING, _nothing(evidence))
+
+
+def _of_node(lost: tuple[str, ...], evidence: Evidence) -> Verdict:
+    which = ",".join(lost) or "NODE"
+    lines = tuple(f"{name}: {evidence.nodes[name]}" for name in lost if evidence.nodes.get(name))
+    do = f"submit again without that node: +cluster.sbatch.exclude={which}; report the node to the site"
+    head = f"node {', '.join(lost)} was lost" if lost else "a node was lost"
+    head += f"{evidence.at_step}: Slurm reports a node failure"
+    host = lost[0] if lost else ""
+    return evidence.verdict(head, failure_kinds.NODE, do, host=host, evidence=lines, resubmit=True)
+
+
+def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
+    """Return the verdict on a job that Slurm ended."""
+    why = {"TIMEOUT": "TIME LIMIT", "PREEMPTED": "PREEMPTION"}.get(evidence.state, "") or (ended.why if ended else "")
+    at = ended.at if ended else None
+    when = (f", {time.strftime('%H:%M:%S', time.localtime(at))}" if at else "") + evidence.at_step
+    if "TIME LIMIT" in why:
+        limit = f" of {evidence.time_min} min" if evidence.time_min else ""
+        head = f"the time limit{limit} ended the job{when}"
+        if evidence.silence:
+            first, *rest = evidence.silence.lines()
+            do = f"if the ranks did not hang (hang/ has their stacks): {MORE_TIME}"
+            return evidence.verdict(f"{head}, but {first}", failure_kinds.TIME_LIMIT, do, evidence=tuple(rest))
+        return evidence.verdict(head, failure_kinds.TIME_LIMIT, MORE_TIME, time=at)
+    if "REQUEUE" in why:
+        head = f"the job was requeued{when} by its batch script, an administrator, or scontrol requeue"
+        return evidence.verdict(head, failure_kinds.REQUEUED, "nothing to fix: no part of the run failed", time=at)
+    if "PREEMPT" in why:
+        do = "submit it again; run.should_stop() saves when Slurm sends its warning"
+        head = f"a job of higher priority took the nodes{when}"
+        return evidence.verdict(head, failure_kinds.PREEMPTED, do, time=at, resubmit=True)
+    who = f" by {evidence.who}" if evidence.who else ""
+    head = f"the job was canceled{who}{when} (scancel, hpcinit cancel, or an administrator)"
+    busy = (evidence.hang or evidence.silence) if not evidence.hangs else None
+    lines = busy.lines() if busy else ()
+    return evidence.verdict(head, failure_kinds.CANCELLED, UNFINISHED, time=at, evidence=lines)
+
+
+def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a SIGTERM to the whole job step: it ended a DataLoader worker, or a handler of the program exited with 143,
+    or most ranks died of it."""
+    ended = [one.record for one in evidence.found if causes.STOPPED_BY_SIGTERM.search(one.record.foreign)]
+    died = {rank for one in evidence.log.ends if not one.after_abort and one.how == "Terminated" for rank in one.ranks}
+    if not ended and not (evidence.size > 1 and 2 * len(died) > evidence.size):
+        return
+    if evidence.preempted:
+        yield Finding(Grade.STOPPED, end(Cancelled("PREEMPTION", "", None), evidence))
+        return
+    lines = tuple(f"{evidence.named([one.rank])}: {causes.short(one.error)}" for one in ended[:2])
+    head = f"the ranks were terminated by SIGTERM{evidence.at_step}, and its sender is unknown"
+    yield Finding(Grade.STOPPED, evidence.verdict(head, failure_kinds.SIGNAL, STOP_SIGNAL, evidence=lines))
+
+
+def _of_script(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a batch script that ended before any rank left an error."""
+    if evidence.setup and evidence.setup.ended:
+        yield Finding(Grade.SCRIPT, setup_failure.verdict(evidence.setup))
+    output, status = evidence.log.output, evidence.exit_status
+    if evidence.log.refused:
+        head = f"Slurm could not start the program: {evidence.log.refused}"
+        yield Finding(Grade.SCRIPT, evidence.verdict(head, failure_kinds.SCRIPT, REFUSED, error=evidence.log.refused))
+    elif output or status:
+        head = f"the batch script ended with exit status {status} and no rank left an error"
+        head += f": {output[-1]}" if output else ""
+        do = "read the lines above it in the job's log: modules, cluster.setup, srun"
+        if status == 127:  # of the shell
+            do = "a command was not found: check cluster.modules, cluster.setup, cluster.venv"
+        error = (output or ("",))[-1]
+        verdict = evidence.verdict(head, failure_kinds.SCRIPT, do, evidence=output[:-1], error=error)
+        yield Finding(Grade.SCRIPT, verdict)
+
+
+def _nothing(evidence: Evidence) -> Verdict:
+    if evidence.alarms:
+        head = f"the cause is unknown; the last line that may show a failure: {brief(evidence.alarms[-1])}"
+        return evidence.verdict(head, failure_kinds.UNKNOWN, "read the log around this line")
+    if not evidence.has_clock and evidence.state in ("UNKNOWN", "COMPLETED"):
+        handled = tuple(f"an error after which its process trained on: {text}" for text in evidence.handled[:3])
+        return evidence.verdict("the logs show no failure", failure_kinds.NONE, "", evidence=handled)
+    about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
+    head = f"the cause is unknown: Slurm's state is {about}"
+    return evidence.verdict(head, failure_kinds.UNKNOWN, "scontrol show job")

@@ -1,0 +1,148 @@
+"""Errors in the lines of a log: tracebacks of Python and rich, exception groups, and messages without a traceback.
+
+Ranks write to one log, so tracebacks are interleaved, and each process is read on its own. Of exceptions that were
+raised while another was handled, the last counts. An error after which its process trained on was handled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpcinit.records import causes
+from hpcinit.why.evidence import NO_RANK
+from hpcinit.why.log_lines import Line
+
+HEADER = "Traceback (most recent call last)"
+CUT = "the log ends inside this traceback"
+MOST_DETAILS = 8  # further lines of one message
+HANDLED_AFTER = 2  # lines of a rank that trains, after an error that was handled
+_MARGIN = re.compile(r"^\s*(?:\+-[+-]*|[|+])(?: (?=\S)|(?= ))")  # of an exception group
+_BOX = re.compile(r"^│ ?(.*?)\s*│?$")  # of rich
+_BOX_FRAME = re.compile(r"^\s*(\S+):(\d+) in (.+)$")
+_ERROR = re.compile(r"^(?!(?:INFO|WARNING|WARN|DEBUG|ERROR|CRITICAL|srun|slurmstepd)\b)[A-Za-z_][\w.]*(?::|$)")
+# A program that catches an exception, and C++ below 'terminate called after throwing', print the message alone.
+_ALONE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)|^\s+what\(\):\s+(\[enforce fail .*)")
+# Log frameworks: 'ERROR | rank=5 | app | Uncaught HfHubHTTPError: 429 ...'; the driver: 'NVRM: Xid ...'
+_LOGGED = re.compile(r"\b(?:[Uu]ncaught|[Uu]nhandled)(?: exception)?:? ((?:\w+\.)*[A-Z]\w*: \S.*)|(NVRM: Xid .*)")
+_LOGGED_BY = re.compile(r"\brank ?[=:] ?(\d{1,6})\b")
+_CHAIN = re.compile(
+    r"^(?:During handling of the above exception|The above exception was the direct cause"
+    r"|-- Process (?P<rank>\d{1,6}) terminated with the following error)"  # torch.multiprocessing.spawn
+)
+_WRAPPER = re.compile(r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b")
+_IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^--- Logging error ---")
+_DETAIL = re.compile(r"^(?:\t|  +(?!File \")\S|nccl[A-Z]\w+:|Last error:)")
+_NAMED = re.compile(r"^[\w.]+: Rank (\d{1,6}): ")  # Megatron-LM: 'AssertionError: Rank 11: found NaN in ...'
+_NCCL_WARNING = re.compile(r"NCCL WARN (.*)")
+_TRAINS = re.compile(
+    r"(?i)\b(?:step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\[|\btraining finished\b"
+)
+_RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")  # torchrun
+_HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback that its handler of SIGTERM raises
+
+
+@dataclass(frozen=True)
+class Error:
+    """An error in a log. rank: who printed it, or who the message names. text: its message, of several lines.
+    traceback: with its frames. number: of its line. handled: whether its process trained on."""
+
+    rank: int
+    text: str
+    traceback: str
+    number: int
+    handled: bool = False
+
+
+def read(lines: Sequence[Line]) -> list[Error]:
+    """Return the errors in the order of their lines, without those before torchrun's last restart of the ranks."""
+    streams: dict[str, list[tuple[int, Line]]] = {}
+    restarted = -1
+    for number, line in enumerate(lines):
+        streams.setdefault(line.stream, []).append((number, line))
+        if _RESTARTED.search(line.text):
+            restarted = number
+    found = [error for stream in streams.values() for error in _of_process(stream, len(lines))]
+    warnings = [match[1] for line in lines if (match := _NCCL_WARNING.search(line.text)) and _is_cause(match[1])]
+    if warnings:
+        found = [_with_reason(error, warnings[0]) for error in found] or [
+            Error(NO_RANK, f"NCCL WARN {warnings[0]}", "", len(lines))
+        ]
+    return sorted((one for one in found if one.number > restarted), key=lambda one: one.number)
+
+
+def _is_cause(warning: str) -> bool:
+    return causes.message(f"NCCL WARN {warning}") is not None and not causes.is_secondary_text(warning)
+
+
+def _with_reason(error: Error, warning: str) -> Error:
+    """Return an error of NCCL with the reason that NCCL has printed before."""
+    is_reason = re.search("(?i)nccl", error.text) and "Last error" not in error.text
+    if not is_reason or causes.is_secondary_text(error.text):
+        return error
+    return replace(error, text=f"{error.text}\nLast error: {warning}")
+
+
+def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
+    """Return the errors of one process. size: of the log, in lines."""
+    trains = [number for number, line in lines if _TRAINS.search(line.text)]
+    # Lines without a rank may be of several processes.
+    enough = HANDLED_AFTER + (lines[0][1].rank == NO_RANK)
+    return [
+        replace(one, handled=sum(1 for number in trains if number > one.number) >= enough)
+        for one in _errors(lines, size)
+        if _HANDLER not in one.traceback
+    ]
+
+
+def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
+    found: list[Error] = []
+    opened: list[str] = []  # the lines of a traceback whose message follows
+    details, ignored, chained, named, before = 0, False, False, NO_RANK, ""
+    for number, line in lines:
+        text = _plain(line.text)
+        if opened:
+            opened.append(text)
+            if _ERROR.match(text):
+                if chained and not ignored:
+                    found.pop()
+                if not ignored:
+                    found.append(Error(_rank(line, text, named), text, "\n".join(opened), number))
+                    details = MOST_DETAILS
+                opened, ignored, chained, named = [], False, False, NO_RANK
+        elif HEADER in text:
+            opened = [text]
+            chained = bool(found) and (chained or bool(_WRAPPER.match(found[-1].text)))
+        elif details and (_DETAIL.match(text) or before.strip() == "Last error:"):
+            found[-1] = replace(found[-1], text=f"{found[-1].text}\n{text}")
+            details -= 1
+        elif chain := _CHAIN.match(text):
+            chained, named = bool(found), int(chain["rank"] or NO_RANK)
+        elif _IGNORED.match(text):
+            ignored = True
+        elif (alone := _ALONE.match(text)) or (alone := _LOGGED.search(text)):
+            message = alone[1] or alone[2]
+            logged = _LOGGED_BY.search(text)
+            found.append(Error(int(logged[1]) if logged else _rank(line, message, NO_RANK), message, "", number))
+            details = MOST_DETAILS
+        elif text.strip():
+            details, ignored = 0, False
+        before = text
+    if opened and not ignored and lines[-1][0] >= size - 2:
+        found.append(Error(lines[-1][1].rank, CUT, "\n".join(opened), lines[-1][0]))
+    return found
+
+
+def _plain(text: str) -> str:
+    """Return a line without the margin of an exception group or the box of rich."""
+    if box := _BOX.match(text):
+        frame = _BOX_FRAME.match(box[1])
+        return f'  File "{frame[1]}", line {frame[2]}, in {frame[3]}' if frame else f"    {box[1]}"
+    return _MARGIN.sub("", text, count=1)
+
+
+def _rank(line: Line, message: str, named: int) -> int:
+    if found := _NAMED.match(message):
+        return int(found[1])
+    return line.rank if named == NO_RANK else named
