@@ -109,8 +109,11 @@ KINDS = {
     "shared-memory": "/dev/shm of the node is full",
     "disk": "a disk is full",
     "import": "a package is not in the ranks' Python",
-    "no-gpu": "this torch finds no GPU",
-    "gpu": "a GPU, or the program on it, has failed",
+    "no-gpu": "the rank does not have a GPU",
+    "gpu": "a GPU or its driver has failed",
+    "mismatch": "the ranks called different collectives",
+    "signal": "a signal ended a rank",
+    "unknown": "the message does not show the cause",
     "port": "another program uses the port",
     "not-a-number": "the loss is not a number",
     "file": "a file is missing or not readable",
@@ -179,7 +182,9 @@ def _causes() -> str:
 def _readable(pattern: str) -> str:
     """Return the alternatives of a regular expression as plain text: `No space left on device`, `Xid`."""
     depth, parts = 0, [""]
-    for letter in re.sub(r"^\^\(\?!\w+\)\.\*", "", pattern):  # without an exception that the text must not name
+    pattern = re.sub(r"^\^\(\?!\w+\)\.\*", "", pattern)  # without an exception that the text must not name
+    pattern = re.sub(r"\(\?P<ranks>.*?\)", "N", pattern).replace(r"^(?:\w+: )?", "").replace("(?:", "(")
+    for letter in re.sub(r"\[(\w)\w\]", r"\1", pattern):
         depth += (letter == "(") - (letter == ")")
         parts = [*parts, ""] if letter == "|" and not depth else [*parts[:-1], parts[-1] + letter]
     shown = [

@@ -33,7 +33,7 @@ SECONDARY = re.compile(
         )
     )
 )
-# Python's own sockets break with these words too: a hub's download, a logger. C++ raises RuntimeError and Dist...Error.
+# Python's own sockets break with this text too: a hub's download, a logger. C++ raises RuntimeError and Dist...Error.
 OF_ANY_SOCKET = re.compile(r"Connection (?:closed|reset) by peer|[Bb]roken pipe")
 OF_RANKS = re.compile(r"^(?:[\w.]*\.)?(?:RuntimeError|Dist\w*Error)\b|gloo|nccl|c10d|TCPStore|UCX|MPI", re.IGNORECASE)
 # The rank that has the store is at fault, whether it is late or has ended.
@@ -57,6 +57,10 @@ HOST_MEMORY = (
 _OWN_DEVICE = (
     "each process must use its own GPU: torch.cuda.set_device(LOCAL_RANK), as many processes per node as GPUs, and "
     "either all GPUs of the node visible to each process or one each"
+)
+_DIVERGED = (
+    "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
+    "checkpoint"
 )
 _HARDWARE = (
     "exclude the node (+cluster.sbatch.exclude=NODE) and report it to the site; nvidia-smi -q and dmesg on the node "
@@ -102,15 +106,16 @@ KINDS = (
     Message(failure_kinds.CUDA_MEMORY, r"CUBLAS_STATUS_NOT_INITIALIZED",
      "cuBLAS could not start, usually because the GPU's memory is full (nvidia-smi shows other processes on it); if "
      "not, run once with CUDA_LAUNCH_BLOCKING=1"),
+    # torch.multiprocessing shares tensors in files in /dev/shm
+    Message(failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error"
+     r"|file </torch_|/dev/shm/nccl-|Error while creating shared memory segment",
+     "the node's /dev/shm is full: fewer data loader workers, "
+     "or torch.multiprocessing.set_sharing_strategy('file_system')"),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError"
-     r"|Cannot allocate memory", HOST_MEMORY),
+     r"|Cannot allocate memory|node running low on memory", HOST_MEMORY),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
      "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
      "crashed; with num_workers=0 the rank's log shows the traceback"),
-    Message(failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error"
-     r"|NCCL WARN .*/dev/shm|Error while creating shared memory segment",
-     "the node's /dev/shm is full: fewer data loader workers, "
-     "or torch.multiprocessing.set_sharing_strategy('file_system')"),
     Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded",
      "free space (df -h, quota), or write to another disk: runs_dir, TMPDIR"),
     # torch.save on a full disk: https://github.com/pytorch/pytorch/issues/121833
@@ -141,10 +146,10 @@ KINDS = (
      "run once with CUDA_LAUNCH_BLOCKING=1; if only ranks on one node fail, look for Xid errors in its dmesg"),
     Message(failure_kinds.PORT, r"[Aa]ddress already in use|EADDRINUSE",
      "another process uses the port: hpcinit chooses another one at the next start"),
-    Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*(\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b"
-     r"|loss scale (already at minimum|reached)|[Mm]inimum loss scale)",
-     "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
-     "checkpoint"),
+    Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
+     _DIVERGED),
+    # fairseq; DeepSpeed
+    Message(failure_kinds.NOT_A_NUMBER, r"Minimum loss scale reached|loss scale already at minimum", _DIVERGED),
     Message(failure_kinds.FILE, r"^(?:\w+: )?(FileNotFoundError|PermissionError|IsADirectoryError)"
      r"|error: execve\(\): ",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
@@ -159,7 +164,8 @@ KINDS = (
     Message(failure_kinds.PROGRAM, r"ncclInvalidUsage|ncclInvalidArgument|invalid usage|NCCL error.*invalid argument",
      "the program uses NCCL in an invalid way; the line after 'Last error' shows how"),
     Message(failure_kinds.NETWORK, r"ncclSystemError|ncclRemoteError|No route to host|Network is unreachable"
-     r"|no socket interface found|NET/IB : Got (?:completion|async)|socketStartConnect|retry counter exceeded",
+     r"|no socket interface found|NET/IB : Got (?:completion|async)|socketStartConnect|retry counter exceeded"
+     r"|Call to (?:connect|ibv_\w+)\b.* failed",
      NETWORK),
     Message(failure_kinds.UNKNOWN, r"ncclInternalError|NCCL error",
      "NCCL does not show the cause here: run again with +job.env.NCCL_DEBUG=INFO"),

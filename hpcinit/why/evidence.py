@@ -68,7 +68,7 @@ class Evidence:
     lists_failed_ranks: whether ranks may be missing because the log lists only those that failed. setup: a line of the
     batch script that failed before the ranks started, None if none did. watched: messages of torch's NCCL watchdog.
     handled: errors after which their processes trained on. alarms: lines of a log that may show a failure, and that no
-    reader knows.
+    reader knows. trains: whether a log shows steps.
     """
 
     state: str
@@ -97,6 +97,7 @@ class Evidence:
     watched: Sequence[Watched] = ()
     handled: Sequence[str] = ()
     alarms: Sequence[str] = ()
+    trains: bool = False
 
     @property
     def at_step(self) -> str:

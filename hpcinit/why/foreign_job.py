@@ -29,10 +29,15 @@ _SIZE = re.compile(
 )
 # As `scontrol show job` and `sacct` print it, which scripts call at their end.
 _STATE = re.compile(r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b", re.MULTILINE)
-# Of srun, the shell, C's library and Fortran: what no reader knows may still be the cause.
+# What no reader knows may still be the cause.
 _ALARM = re.compile(
-    r"^(?:srun|slurmstepd|sbatch|prterun|mpirun)\S*: error|(?i:\b(?:fatal|segmentation fault|bus error|core dumped|"
-    r"terminate called|floating point exception|illegal instruction|internal error)\b)|: line \d+: +\d+ Killed"
+    r"(?i)\b(?:error|exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
+    r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable)\b"
+)
+# The ends of jobs of other schedulers: PBS and LSF.
+_OTHER_ENDS = (
+    ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed")),
+    ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
 )
 _STACK = "(most recent call first):"  # of faulthandler
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)", re.MULTILINE)
@@ -61,6 +66,7 @@ def gather(
     lines = [line for log in logs for line in log_lines.lines(log, known)]
     size = max([0, *(int(found[1]) for log in logs for found in _SIZE.finditer(log.text))])
     state = state or next((found[1] for log in logs if (found := _STATE.search(log.text))), "")
+    state = state or next((end for end, text in _OTHER_ENDS for log in logs if text.search(log.text)), "")
     slurm = job_log.read("\n".join(line.text for line in lines))
     ends = [end for _, _, end in sorted(read_launchers.table(lines), key=lambda one: one[:2])]
     of_ranks = known.task and not ends  # srun's tasks are the agents of torchrun otherwise
@@ -69,11 +75,15 @@ def gather(
     watched, errors = read_watchdog.read(lines)
     every = sorted([*read_tracebacks.read(lines), *errors], key=lambda one: one.number)
     ended = bool(slurm.cancelled or preempted_at or state in ENDED_BY_SLURM)
-    handled = [one for one in every if one.handled]
-    errors = [one for one in every if not one.handled and not (ended and WORKER_GONE.search(one.text))]
+    failed = any(not end.succeeded for end in (*slurm.ends, *read_launchers.ends(lines, (), listed=bool(slurm.ends))))
+    # Of several processes that print without a rank, one may fail while others train on.
+    handled = [one for one in every if one.handled and not (failed and one.rank == NO_RANK)]
+    errors = [one for one in every if one not in handled and not (ended and WORKER_GONE.search(one.text))]
+    errors = _without_caught(errors)
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
-    by_others = read_launchers.ends(lines, {one.rank for one in errors if one.rank != NO_RANK})
+    with_error = {one.rank for one in errors if one.rank != NO_RANK}
+    by_others = read_launchers.ends(lines, with_error, listed=bool(slurm.ends))
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
     if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists
         errors = [replace(one, rank=LAUNCHER) for one in sorted(of_launcher, key=read_launchers.is_report)]
@@ -94,11 +104,12 @@ def gather(
         flight=hang_verdict.verdict(dumps or {}, hosts),
         every_end_is_logged=every_end or bool(ends),
         has_clock=False,
-        lists_failed_ranks=bool(ends) and not size,
+        lists_failed_ranks=bool(ends) and not size and (known.local or len({end.host for end in ends}) > 1),
         preempted=bool(preempted_at),
         watched=watched,
         handled=[causes.short(one.text) for one in handled],
-        alarms=[line.text.strip() for line in lines if _ALARM.search(line.text)],
+        alarms=_alarms(lines),
+        trains=any(read_tracebacks.TRAINS.search(line.text) for line in lines),
         hang=_of_stacks(logs),
     )
     skipped = sum(log.skipped for log in logs) >> 20
@@ -116,6 +127,12 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
     return hang_report.report([], stacks, 0.0, 0) if len(stacks) > 1 else None
 
 
+def _alarms(lines: Sequence[Line]) -> list[str]:
+    """Return the lines that may show a failure, after the last line of a rank that trains."""
+    last = max((number for number, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
+    return [line.text.strip() for line in lines[last + 1 :] if _ALARM.search(line.text)]
+
+
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
     """Return the errors, with the rank of one that was printed without it if only one rank is left that failed."""
     with_rank = {one.rank for one in errors}
@@ -124,6 +141,12 @@ def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
     if len({one.text for one in nameless}) == 1 and len(failed) == 1:
         return [replace(one, rank=next(iter(failed))) if one in nameless else one for one in errors]
     return list(errors)
+
+
+def _without_caught(errors: Sequence[Error]) -> list[Error]:
+    """Return the errors without messages that a program printed alone, if another process's traceback is a cause."""
+    traced = {one.rank for one in errors if not one.alone and not causes.is_secondary_text(one.text, one.traceback)}
+    return [one for one in errors if not one.alone or not traced or one.rank in traced]
 
 
 def _first_of_each(errors: Sequence[Error]) -> Iterator[Error]:

@@ -89,11 +89,13 @@ class Culprit:
 @dataclass(frozen=True)
 class HangVerdict:
     """culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
-    do not show, with the line that would have shown it."""
+    do not show, with the line that would have shown it. differ: whether ranks called different things, and it is
+    unknown whose call is wrong."""
 
     culprits: tuple[Culprit, ...] = ()
     victims: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
+    differ: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.culprits or self.unknown)
@@ -101,7 +103,7 @@ class HangVerdict:
     @property
     def kind(self) -> str:
         """The kind of the failure, of base/failure_kinds.py."""
-        mismatch = self.culprits and self.culprits[0].kind == MISMATCH
+        mismatch = self.culprits[0].kind == MISMATCH if self.culprits else self.differ
         return failure_kinds.MISMATCH if mismatch else failure_kinds.HANG
 
     def lines(self) -> tuple[str, ...]:
@@ -148,6 +150,7 @@ class _Search:
         self.timed = self._starts_are_recorded()
         self.found: dict[int, Culprit] = {}
         self.unknown: list[str] = []
+        self.differ = False
 
     def verdict(self) -> HangVerdict:
         for operation in self.open:
@@ -173,11 +176,9 @@ class _Search:
             why = "" if self.found.keys() & set(self.ended) else f", and no other rank waits for {_it(silent)}"
             self.unknown.append(f"{_ranks(silent)} left no dump{why}")
         self._drop_unproven()
-        culprits = sorted(
-            self.found.values(), key=lambda one: (one.kind in UNPROVEN, one.since_ns or 2**63, one.rank)
-        )
+        culprits = sorted(self.found.values(), key=lambda one: (one.kind in UNPROVEN, one.since_ns or 2**63, one.rank))
         victims = tuple(sorted(rank for rank, waits in self.pending.items() if waits and rank not in self.found))
-        return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)))
+        return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ)
 
     def _drop_unproven(self) -> None:
         """A rank without a dump may wait as the others do, if another one explains why they wait in this call."""
@@ -433,17 +434,20 @@ class _Search:
             right, tie = elsewhere, False
         if tie:
             by_call = [[rank for rank, key in keys.items() if key == each] for each, _ in counts]
-            calling = "; ".join(f"{_ranks(same)} called {_described(calls[same[0]])}" for same in by_call)
+            shown = _described([calls[same[0]] for same in by_call])
+            calling = "; ".join(f"{_ranks(same)} called {call}" for same, call in zip(by_call, shown, strict=True))
+            self.differ = True
             self.unknown.append(f"{calling} ({_where(operation)}): the dumps do not show whose call is wrong")
             return True
         usual = next(calls[rank] for rank, key in keys.items() if key == right)
         for rank in (rank for rank, key in keys.items() if key != right):
             others = [other for other in calls if other != rank]
+            mine, theirs = _described([calls[rank], usual])
             clause = _clause(
                 "called {mine} where {others} called {theirs} ({where})",
-                mine=_described(calls[rank]),
+                mine=mine,
                 others=_ranks(r for r in others if keys[r] != keys[rank]),
-                theirs=_described(usual),
+                theirs=theirs,
                 where=_where(operation),
             )
             self._blame(rank, MISMATCH, operation, others, clause)
@@ -700,12 +704,26 @@ def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
     return sizes, types if typed else ()
 
 
-def _described(call: Call) -> str:
-    """'all_reduce of [1024, 8]'."""
-    sizes = _nth(call.input_sizes, 0) or _nth(call.output_sizes, 0)
-    shape = f" of {list(sizes[0])}" if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], tuple) else ""
-    types = _nth(call.input_dtypes, 0)
-    return f"{call.name}{shape}" + (f" {types[0]}" if isinstance(types, tuple) and types and shape else "")
+def _described(calls: Sequence[Call]) -> list[str]:
+    """Return 'all_reduce of [1024, 8]' for each of different calls: with their inputs, or their outputs if only these
+    differ."""
+    shown = [f"{call.name}{_shape(call.input_sizes)}{_type(call.input_dtypes)}" for call in calls]
+    if len(set(shown)) > 1:
+        return shown
+    return [
+        f"{text} into{_shape(call.output_sizes).removeprefix(' of')}{_type(call.output_dtypes)}"
+        for text, call in zip(shown, calls, strict=True)
+    ]
+
+
+def _shape(sizes: Sequence[Any]) -> str:
+    first = _nth(sizes, 0)
+    return f" of {list(first[0])}" if isinstance(first, tuple) and first and isinstance(first[0], tuple) else ""
+
+
+def _type(types: Sequence[Any]) -> str:
+    first = _nth(types, 0)
+    return f" {first[0]}" if isinstance(first, tuple) and first else ""
 
 
 def _count(shapes: Any) -> int | None:

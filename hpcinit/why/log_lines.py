@@ -7,6 +7,7 @@ agent, and '[default1]:' is a local rank; both then name no rank.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _PREFIXES = (  # the group is a rank
     re.compile(r"^\[rank(\d{1,6})\]: ?"),  # torch
     re.compile(r"^\[\d+,(\d{1,6})\]<std(?:out|err)>: ?"),  # mpirun --tag-output
 )
-# Without a rank: CRI's and others' timestamps, and Ray's actors, whose processes are told apart by their process ID.
+# Without a rank: CRI's and others' timestamps, and Ray's actors, whose processes differ in their process ID.
 _TIME = re.compile(
     r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]? (?:std(?:out|err) [FP] )?"
 )
@@ -38,6 +39,11 @@ _FILE = re.compile(
 )
 _FOLDER = re.compile(r"attempt_\d+/(\d{1,6})/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
 _TABLE = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)")  # of torchrun's failures
+# Any other prefix of a traceback's lines: a host of pdsh, a pod, a logger that prefixes each line.
+_OTHER = re.compile(r"^(?P<prefix>\S.{0,120}?)Traceback \(most recent call last\):")
+_NAMED = re.compile(r"(?i)\brank[ =:_-]{0,2}(\d{1,6})\b")
+_CLOCK = re.compile(r"[\d:.,/-]*\d:\d\d[\d:.,]*")
+MOST_PREFIXES = 8
 _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
 
 
@@ -107,6 +113,7 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
     labelled = sum(1 for line in every if _SRUN.match(line)) * 2 > sum(
         1 for line in every if line.strip() and not job_log.is_from_slurm(line)
     )
+    others = _other_prefixes(every)
     for line in every:
         rank, rest, stream = NO_RANK if log.rank is None else log.rank, line, ""
         if labelled and (found := _SRUN.match(rest)):
@@ -120,4 +127,19 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
             rank, rest = int(found[1]), rest[found.end() :]
         elif found := _LIGHTNING.match(rest):
             rank, rest = int(found[1]) if rank == NO_RANK else rank, rest[found.end() :]
+        if found := next((match for prefix in others if (match := prefix.match(rest))), None):
+            named = _NAMED.search(found[0])
+            rank, stream = int(named[1]) if named and rank == NO_RANK else rank, _CLOCK.sub("", found[0])
+            rest = rest[found.end() :]
         yield Line(rank, rest, str(rank) if rank != NO_RANK else stream)
+
+
+def _other_prefixes(every: Sequence[str]) -> list[re.Pattern[str]]:
+    """Return the prefixes of unknown form that lines of tracebacks have, with any number for each number in them."""
+    shapes: dict[str, None] = {}
+    for line, following in itertools.pairwise(every):
+        if len(shapes) < MOST_PREFIXES and (found := _OTHER.match(line)) and "─" not in line:
+            shape = re.sub(r"\d+", r"\\d+", re.escape(found["prefix"]))
+            if re.match(shape, following):
+                shapes[shape] = None
+    return [re.compile(shape) for shape in shapes]

@@ -42,8 +42,8 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return the ranks that a signal killed before the step was aborted, and before the launcher listed a rank with an
-    error of its own."""
+    """Return the ranks that a signal killed before the step was aborted, and before the launcher listed a rank that
+    had failed with an error."""
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
         if cause and cause.record.rank in end.ranks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from hpcinit.records import job_log
 from hpcinit.records.job_log import End
@@ -30,6 +30,20 @@ _SPAWNED = re.compile(r"process (\d{1,9}) spawned with command: .*'--local_rank=
 _NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
 _SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
 _RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d{1,3})(?!\d)")
+# bash, the agent of torchrun, subprocess in other launchers, and Lightning report a signal.
+_SIGNALS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"^\S+: line \d+: +\d+ (?P<name>Killed|Segmentation fault|Bus error|Aborted|Illegal instruction)\b",
+        r"failed \(exitcode: -(?P<signal>\d{1,2})\) local_rank: \d+ \(pid",
+        r"died with <Signals\.SIG\w+: (?P<signal>\d{1,2})>",
+        r"Child process with PID \d+ terminated with code -(?P<signal>\d{1,2})\b",
+        r"KILLED BY SIGNAL: (?P<signal>\d{1,2})\b",
+        r"EXIT STRING: .* \(signal (?P<signal>\d{1,2})\)",
+    )
+)
+# Intel MPI: 'RANK 3 PID 4242 RUNNING AT n1', then 'KILLED BY SIGNAL: 9 (Killed)'
+_MPI_RANK = re.compile(r"\bRANK (\d{1,6}) PID \d+ RUNNING AT (\S+)")
 # Open MPI's mpirun names the first process that failed.
 _MPI_SIGNAL = re.compile(r"process rank (\d{1,6}) with PID \d+ on node (\S+) exited on signal (\d{1,2})\b")
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
@@ -70,9 +84,25 @@ def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
     return ends
 
 
-def ends(lines: Sequence[Line], with_error: set[int]) -> list[End]:
-    """Return the ends of ranks that other launchers report. with_error: ranks whose error is known."""
-    return [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_of_mpirun(lines)]
+def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
+    """Return the ends of ranks that other launchers report. with_error: ranks that printed an error. listed: whether
+    srun or torchrun list how ranks ended."""
+    known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_of_mpirun(lines)]
+    return known if known or listed else _without_rank(lines)
+
+
+def _without_rank(lines: Sequence[Line]) -> list[End]:
+    """Return a signal that a launcher or shell reports without a rank, or with it in another line."""
+    rank, host = NO_RANK, ""
+    for line in lines:
+        if found := _MPI_RANK.search(line.text):
+            rank, host = int(found[1]), found[2]
+        elif found := next((match for each in _SIGNALS if (match := each.search(line.text))), None):
+            known = found.groupdict()
+            how = known.get("name") or job_log.how(-int(known["signal"]))
+            rank = line.rank if "Child" in found[0] else rank
+            return [End(host, (rank,) if rank != NO_RANK else (), how, False)]
+    return []
 
 
 def _received_sigterm(lines: Sequence[Line]) -> list[End]:
@@ -86,7 +116,7 @@ def _received_sigterm(lines: Sequence[Line]) -> list[End]:
     return [End("", (rank,), job_log.how(-signal.SIGTERM), False) for rank in ranks]
 
 
-def _of_deepspeed(lines: Sequence[Line], with_error: set[int]) -> list[End]:
+def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[End]:
     """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is the only one
     without an error; if there are several, the end has no rank."""
     several = any(_NODES.search(line.text) for line in lines)  # local ranks are then no ranks
@@ -95,7 +125,7 @@ def _of_deepspeed(lines: Sequence[Line], with_error: set[int]) -> list[End]:
     ended = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]
     code = next((int(match[1]) for line in lines if (match := _RETURNED.search(line.text))), 0)
     if code < 0 or (code > 0 and not with_error):
-        left = set(spawned.values()) - done - with_error
+        left = set(spawned.values()) - done - set(with_error)
         ended.append(End("", tuple(left) if len(left) == 1 else (), job_log.how(code), False))
     return ended
 

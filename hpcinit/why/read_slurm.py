@@ -104,7 +104,7 @@ def _of_script(evidence: Evidence) -> Iterator[Finding]:
     if evidence.setup and evidence.setup.ended:
         yield Finding(Grade.SCRIPT, setup_failure.verdict(evidence.setup))
     output, status = evidence.log.output, evidence.exit_status
-    if evidence.log.refused:
+    if evidence.log.refused and not (output or status):
         head = f"Slurm could not start the program: {evidence.log.refused}"
         yield Finding(Grade.SCRIPT, evidence.verdict(head, failure_kinds.SCRIPT, REFUSED, error=evidence.log.refused))
     elif output or status:
@@ -122,9 +122,12 @@ def _nothing(evidence: Evidence) -> Verdict:
     if evidence.alarms:
         head = f"the cause is unknown; the last line that may show a failure: {brief(evidence.alarms[-1])}"
         return evidence.verdict(head, failure_kinds.UNKNOWN, "read the log around this line")
-    if not evidence.has_clock and evidence.state in ("UNKNOWN", "COMPLETED"):
+    if evidence.trains and evidence.state in ("UNKNOWN", "COMPLETED"):
         handled = tuple(f"an error after which its process trained on: {text}" for text in evidence.handled[:3])
         return evidence.verdict("the logs show no failure", failure_kinds.NONE, "", evidence=handled)
+    if not evidence.has_clock and evidence.state == "UNKNOWN":
+        head = "the cause is unknown: the logs have no message of a failure that hpcinit knows"
+        return evidence.verdict(head, failure_kinds.UNKNOWN, "read the end of the log")
     about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
     head = f"the cause is unknown: Slurm's state is {about}"
     return evidence.verdict(head, failure_kinds.UNKNOWN, "scontrol show job")

@@ -1,6 +1,6 @@
 """Errors in the lines of a log: tracebacks of Python and rich, exception groups, and messages without a traceback.
 
-Ranks write to one log, so tracebacks are interleaved, and each process is read on its own. Of exceptions that were
+Ranks write to one log, so tracebacks are interleaved, and each process is read alone. Of exceptions that were
 raised while another was handled, the last counts. An error after which its process trained on was handled.
 """
 
@@ -36,7 +36,7 @@ _IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^
 _DETAIL = re.compile(r"^(?:\t|  +(?!File \")\S|nccl[A-Z]\w+:|Last error:)")
 _NAMED = re.compile(r"^[\w.]+: Rank (\d{1,6}): ")  # Megatron-LM: 'AssertionError: Rank 11: found NaN in ...'
 _NCCL_WARNING = re.compile(r"NCCL WARN (.*)")
-_TRAINS = re.compile(
+TRAINS = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\[|\btraining finished\b"
 )
 _RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")  # torchrun
@@ -46,13 +46,15 @@ _HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback
 @dataclass(frozen=True)
 class Error:
     """An error in a log. rank: who printed it, or who the message names. text: its message, of several lines.
-    traceback: with its frames. number: of its line. handled: whether its process trained on."""
+    traceback: with its frames. number: of its line. handled: whether its process trained on. alone: whether the
+    message has no traceback, so that the program has caught the exception."""
 
     rank: int
     text: str
     traceback: str
     number: int
     handled: bool = False
+    alone: bool = False
 
 
 def read(lines: Sequence[Line]) -> list[Error]:
@@ -86,7 +88,7 @@ def _with_reason(error: Error, warning: str) -> Error:
 
 def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     """Return the errors of one process. size: of the log, in lines."""
-    trains = [number for number, line in lines if _TRAINS.search(line.text)]
+    trains = [number for number, line in lines if TRAINS.search(line.text)]
     # Lines without a rank may be of several processes.
     enough = HANDLED_AFTER + (lines[0][1].rank == NO_RANK)
     return [
@@ -124,7 +126,8 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
         elif (alone := _ALONE.match(text)) or (alone := _LOGGED.search(text)):
             message = alone[1] or alone[2]
             logged = _LOGGED_BY.search(text)
-            found.append(Error(int(logged[1]) if logged else _rank(line, message, NO_RANK), message, "", number))
+            rank = int(logged[1]) if logged else _rank(line, message, NO_RANK)
+            found.append(Error(rank, message, "", number, alone=alone.re is _ALONE))
             details = MOST_DETAILS
         elif text.strip():
             details, ignored = 0, False

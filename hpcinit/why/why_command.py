@@ -117,9 +117,7 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
         f"the dumps of {counted(len(dumps), 'rank')} show no rank that waits in a collective",
     )
     if options.json:
-        cause = found.culprits[0].kind if found.culprits else ""
-        kind = failure_kinds.MISMATCH if cause == failure_kinds.MISMATCH else failure_kinds.HANG
-        kind = kind if cause else failure_kinds.UNKNOWN if found else OK
+        kind = found.kind if found.culprits or found.differ else failure_kinds.UNKNOWN if found else OK
         print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}))
     elif options.quiet:
         print(plain_lines([first]))
