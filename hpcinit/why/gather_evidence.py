@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.errors import SpecError
@@ -26,14 +26,23 @@ from hpcinit.records import (
     spec,
     timeline,
 )
-from hpcinit.records.error_records import Found
+from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport
 from hpcinit.slurm import scontrol, slurm_client
-from hpcinit.why import flight_recorder, hang_verdict, large_logs, setup_failure
-from hpcinit.why.evidence import Evidence, clocks
+from hpcinit.why import (
+    flight_recorder,
+    hang_verdict,
+    large_logs,
+    log_lines,
+    read_tracebacks,
+    read_watchdog,
+    setup_failure,
+)
+from hpcinit.why.evidence import Evidence, Watched, clocks
+from hpcinit.why.read_tracebacks import Error
 
 LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without its answer is better than a long wait
-TAIL_BYTES = 4096  # of each rank's log
+TAIL_BYTES = 32768  # of each rank's log: torch's watchdog prints stacks of C++
 MOST_LOGS = 1024
 MOST_OF_JOB_LOG = 64 << 20  # bytes of logs/job.log that are read completely
 # Lines in a rank's log that other programs print, or that do not explain an end.
@@ -55,7 +64,16 @@ def gather(path: Path, now: state.State) -> Evidence:
         job = {}
     if job and state.is_other(state.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")):
         job = {}
-    tails, oom = _tails(path, {one.record.rank for one in found})
+    started = _started(path, job_id, restart)
+    hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
+    recorded = {one.record.rank for one in found}
+    # A log has the output of all attempts.
+    since = min((min(rank.events.values(), default=0.0) for rank in started), default=0.0) if restart else 0.0
+    ends = _ends_of_logs(path, since)
+    tails = {rank: end.last for rank, end in ends.items() if end.last and rank not in recorded}
+    for rank in ends.keys() - recorded:
+        found += ends[rank].errors(rank, hosts.get(rank, ""))
+    oom = next((end.oom for end in ends.values() if end.oom), "")
     if oom and not log.oom:
         log = replace(log, oom=oom)
     gone = now.name == "NODE_FAIL" or (log.cancelled is not None and log.cancelled.why == "NODE FAILURE")
@@ -67,9 +85,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     reported = progress.read(path)
     silence = _silence(path, now, job_id, restart) if not reported else None
     planned = _spec(path)
-    started = _started(path, job_id, restart)
     returned = frozenset(rank.rank for rank in started if rank.returned is not None)
-    hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
     return Evidence(
         state="NODE_FAIL" if silent and nodes else now.name,
         reason=now.reason,
@@ -92,6 +108,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         returned=returned,
         setup=setup_failure.read(path, attempt, log.output),
         every_end_is_logged=planned is not None and planned.launch.kind == "srun",
+        watched=[one for end in ends.values() for one in end.watched],
     )
 
 
@@ -179,26 +196,45 @@ def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, floa
                 yield node.host, (folder / f"{node.host}.json").stat().st_mtime - node.time
 
 
-def _tails(path: Path, recorded: set[int]) -> tuple[dict[int, str], str]:
-    """Return the last line of each rank without a record, and the first line about the OOM killer in any log."""
-    tails: dict[int, str] = {}
-    oom = ""
+class LogEnd(NamedTuple):
+    """The end of a rank's log. last: the last line of the program. oom: Slurm's line about the OOM killer, or ''.
+    watched, ended: the messages of torch's watchdog after the last step. written: when the log changed."""
+
+    last: str
+    oom: str
+    watched: Sequence[Watched]
+    ended: Sequence[Error]
+    written: float
+
+    def errors(self, rank: int, host: str) -> Iterator[Found]:
+        """Yield the error with which the watchdog ended the rank. It wrote no record."""
+        for one in self.ended[:1]:
+            yield Found(ErrorRecord(self.written, rank, host, one.text, ""), self.written)
+
+
+def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:
+    """Return the end of each rank's log. since: when the attempt started, before which the messages are of another."""
+    found = {}
     for rank in logs.ranks(path)[:MOST_LOGS]:
-        lines = _end(logs.of_rank(path, rank))
-        oom = oom or job_log.oom(lines)
+        text, written = _end(logs.of_rank(path, rank))
+        lines = text.splitlines()
         last = next((line.strip() for line in reversed(lines) if not _NOT_LAST.match(line)), "")
-        if last and rank not in recorded:
-            tails[rank] = last
-    return tails, oom
+        printed = list(log_lines.lines(log_lines.Log(text, rank), log_lines.Labels(task=True, local=True)))
+        steps = [number for number, line in enumerate(printed) if read_tracebacks.TRAINS.search(line.text)]
+        after = printed[max(steps, default=-1) + 1 :] if written >= since else []
+        found[rank] = LogEnd(last, job_log.oom(lines), *read_watchdog.read(after), written)
+    return found
 
 
-def _end(path: Path) -> list[str]:
+def _end(path: Path) -> tuple[str, float]:
+    """Return the end of a file, and when it changed."""
     try:
         with safe_files.open_file(path) as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()
+            status = path.stat()
+            file.seek(max(0, status.st_size - TAIL_BYTES))
+            return file.read().decode(errors="replace"), status.st_mtime
     except OSError:
-        return []
+        return "", 0.0
 
 
 def _hosts(path: Path, job_id: str, restart: object) -> list[str]:

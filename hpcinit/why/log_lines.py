@@ -21,7 +21,7 @@ from hpcinit.why.evidence import NO_RANK
 NAMES = ("*.out", "*.err", "*.log", "*.txt", "log*", "*stderr*", "*stdout*")
 MOST_FILES = 1024  # of one folder
 MOST_BYTES = 256 << 20  # of all files that are read completely
-_SRUN = re.compile(r"^ *(\d{1,6}): ?")  # srun -l
+_SRUN = re.compile(r"^ *(\d{1,6}):(?: |$)")  # srun -l
 _PREFIXES = (  # the group is a rank
     re.compile(r"^\[rank(\d{1,6})\]: ?"),  # torch
     re.compile(r"^\[\d+,(\d{1,6})\]<std(?:out|err)>: ?"),  # mpirun --tag-output

@@ -1,0 +1,169 @@
+"""Findings, what explains them, and the readers of logs: wordings of programs that need a GPU or another launcher."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcinit.base import failure_kinds
+from hpcinit.observe.state import State
+from hpcinit.why import diagnosis, foreign_job, ranking, why_command
+from hpcinit.why.evidence import Verdict
+from hpcinit.why.log_lines import Log
+from hpcinit.why.ranking import Finding, Grade
+
+# As torch 2.5 prints it: ProcessGroupNCCL.cpp
+TIMEOUT = (
+    "[rank{rank}]:[E1122 20:00:00.1 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={number}, OpType={call}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000) ran for 600013 "
+    "milliseconds before timing out.\n"
+)
+ABORTED = "srun: error: n{rank}: task {rank}: Aborted (core dumped)\n"
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n'
+
+
+def verdict(text: str) -> Verdict:
+    return diagnosis.diagnose(foreign_job.gather([Log(text)]).evidence)
+
+
+def timeout(rank: int, number: int = 7, call: str = "ALLREDUCE", size: int = 1024) -> str:
+    return TIMEOUT.format(rank=rank, number=number, call=call, size=size)
+
+
+def finding(grade: Grade, *ranks: int, abort: bool = False) -> Finding:
+    return Finding(grade, Verdict(grade.name, failure_kinds.UNKNOWN), ranks, abort)
+
+
+@pytest.mark.parametrize(
+    ("findings", "first"),
+    [
+        ([finding(Grade.KILLED, 0, abort=True), finding(Grade.HUNG)], Grade.HUNG),
+        ([finding(Grade.KILLED, 0, abort=True), finding(Grade.STATED, 2)], Grade.STATED),
+        ([finding(Grade.STATED, 1), finding(Grade.RAISED, 1)], Grade.RAISED),
+        ([finding(Grade.PROVEN, 2), finding(Grade.RAISED, 1)], Grade.PROVEN),
+        ([finding(Grade.PROVEN, 2), finding(Grade.EARLY, 2)], Grade.EARLY),
+        ([finding(Grade.WAITING, 2), finding(Grade.NODE)], Grade.NODE),
+        ([finding(Grade.WAITING, 2), finding(Grade.ENDED)], Grade.WAITING),
+        ([finding(Grade.HUNG), finding(Grade.EXITED, 1)], Grade.HUNG),
+        ([finding(Grade.KILLED, 0, abort=True)], Grade.KILLED),
+    ],
+)
+def test_what_explains_what(findings: list[Finding], first: Grade) -> None:
+    """Consequences do not count, whichever reader yields them first."""
+    assert ranking.first(findings).grade is first
+    assert ranking.first(findings[::-1]).grade is first
+
+
+def test_the_table_has_every_grade() -> None:
+    """The docstring of ranking.py lists the grades in their order."""
+    rows = [line.split("|")[1].strip() for line in (ranking.__doc__ or "").splitlines() if line.startswith("| ")]
+    assert rows[1:] == [grade.name for grade in Grade]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "rank"),
+    [
+        (timeout(0) + timeout(1) + timeout(3) + "world size: 4\n" + ABORTED.format(rank=0), "hang", 2),
+        (timeout(0) + timeout(1) + timeout(2, 5, "BROADCAST"), "mismatch", 2),
+        (timeout(0) + timeout(1) + timeout(2, size=9), "mismatch", 2),
+        (timeout(0) + timeout(1, 5), "mismatch", None),
+        (timeout(0) + timeout(1) + ABORTED.format(rank=1), "hang", None),
+        (timeout(0) + timeout(1) + f"[rank2]: {TRACE}".replace("\n  ", "\n[rank2]:   ") + "[rank2]: KeyError: 'x'\n",
+         "program", 2),
+    ],
+)  # fmt: skip
+def test_the_call_in_which_each_rank_timed_out(text: str, kind: str, rank: int | None) -> None:
+    """The rank that is behind, calls something else, or did not time out; none if no majority differs from it."""
+    found = verdict(text)
+    assert (found.kind, found.rank) == (kind, rank), found.headline
+
+
+def test_a_hang_in_the_logs_of_a_run(tmp_path: Path) -> None:
+    """The ranks that torch aborted wrote no error record, but their logs have the watchdog's messages."""
+    (tmp_path / "logs").mkdir()
+    for rank in (0, 1, 3):
+        (tmp_path / f"logs/rank-{rank}.log").write_text(f"step 7 loss 2.1\n{timeout(rank)}")
+    (tmp_path / "logs/rank-2.log").write_text("step 7 loss 2.1\nreading shard 17\n")
+    (tmp_path / "logs/job.log").write_text("".join(ABORTED.format(rank=rank) for rank in (0, 1, 3)))
+    for path in (tmp_path / "logs").iterdir():
+        os.utime(path, (0, 0))
+    found = why_command.explain_run(tmp_path, State("FAILED", "5", "local"))
+    assert (found.kind, found.rank) == ("hang", 2), found.headline
+    assert "the last output of rank 2: reading shard 17" in found.evidence
+
+
+STEPS = "1: step 8 loss 2.1\n1: step 9 loss 2.1\n"
+ERROR = "".join(f"1: {line}\n" for line in f"{TRACE}ConnectionError: hub".splitlines())
+
+
+def test_an_error_that_the_program_handled() -> None:
+    """Its rank trains on, so another failure is the cause, or none is."""
+    assert verdict(ERROR + STEPS).kind == "none"
+    assert verdict(ERROR + STEPS + "srun: error: n1: task 0: Exited with exit code 4\n").rank == 0
+    assert verdict(STEPS + ERROR).rank == 1
+    nameless = (ERROR + STEPS * 2).replace("1: ", "")
+    assert verdict(nameless + "srun: error: n1: task 0: Exited with exit code 1\n").headline.endswith("hub")
+
+
+def test_the_last_attempt_of_torchrun() -> None:
+    """Errors before a restart of the ranks were not the end."""
+    restart = "I0304 10:22:31 9 torch/distributed/elastic/agent/server/api.py:7] [default] Restarting worker group\n"
+    assert verdict(f"{TRACE}KeyError: 'first'\n{restart}{TRACE}KeyError: 'last'\n").error == "KeyError: 'last'"
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [("ConnectionResetError: [Errno 104] Connection reset by peer", 1), ("BrokenPipeError: [Errno 32] Broken pipe", 1)],
+)
+def test_a_broken_connection_of_the_program(error: str, rank: int) -> None:
+    """It is secondary only if it was raised in torch.distributed."""
+    own = "".join(f"{rank}: {line}\n" for line in f"{TRACE}{error}".splitlines())
+    other = "".join(f"0: {line}\n" for line in f"{TRACE}RuntimeError: Connection closed by peer".splitlines())
+    assert verdict(other + own).rank == rank
+    inside = own.replace("train.py", "/v/site-packages/torch/distributed/distributed_c10d.py")
+    assert verdict(inside).kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "rank"),
+    [
+        # pdsh of DeepSpeed, and a logger that prefixes each line
+        ("".join(f"gpu-07: {line}\n" for line in f"{TRACE}ValueError: x".splitlines()), "program", None),
+        ("".join(f"10:00:01 [rank=3] app: {line}\n" for line in f"{TRACE}ValueError: x".splitlines()), "program", 3),
+        ("train.sh: line 3: torchrun: command not found\n", "script", None),
+        ("train.sh: line 3:  8156 Segmentation fault (core dumped) python train.py\n", "signal", None),
+        ("=   RANK 3 PID 4242 RUNNING AT n1\n=   KILLED BY SIGNAL: 9 (Killed)\n", "signal", 3),
+        ("subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n", "signal", None),
+        ("=>> PBS: job killed: walltime 3604 exceeded limit 3600\n", "time-limit", None),
+        ("[ 1.0] Out of memory: Killed process 4242 (python)\n", "host-memory", None),
+        (f"{TRACE}RuntimeError: unable to write to file </torch_7_1>\n", "shared-memory", None),
+        ("something has failed\n", "unknown", None),
+    ],
+)
+def test_other_programs(text: str, kind: str, rank: int | None) -> None:
+    """Messages of launchers, shells and schedulers; what no reader recognizes is unknown, not 'no failure'."""
+    found = verdict(text)
+    assert (found.kind, found.rank) == (kind, rank), found.headline
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (
+            "ncclInvalidUsage: x\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 10",
+            "no-gpu",
+        ),
+        ("ncclUnhandledCudaError: x\nLast error:\nFailed to CUDA calloc async 608 bytes", "cuda-memory"),
+        ("ncclUnhandledCudaError: x\nLast error:\nCuda failure 999 'unknown error'", "gpu"),
+        ("ncclUnhandledCudaError: x\nLast error:\nCuda failure 1 'invalid argument'", "program"),
+        ("ncclSystemError: x\nLast error:\nsocketStartConnect: Connect to 10.0.0.1<7> failed", "network"),
+        ("ncclInternalError: Internal check failed.", "unknown"),
+    ],
+)
+def test_the_reason_that_nccl_gives(reason: str, kind: str) -> None:
+    """NCCL's own result and its last error decide, not that it is an error of NCCL."""
+    found = verdict(f"{TRACE}torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275\n{reason}\n")
+    assert found.kind == kind, found.headline
+    assert ("exclude" in found.do) == (kind == "network")
