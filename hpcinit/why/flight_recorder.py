@@ -21,10 +21,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import io
 import itertools
-import json
-import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,13 +32,12 @@ from typing import Any
 from hpcinit.base.text import MOST_RANKS
 from hpcinit.records import scratch
 from hpcinit.records.safeguards import FLIGHT
+from hpcinit.why import dump_reader
 
-MOST_BYTES = 1 << 30  # 2,000 entries with their stacks have some megabytes
 SUFFIX = r"(?:\.(?:json|pkl|pickle|pt|bin|dump|trace))?"
 NAME = re.compile(rf"(?P<prefix>.*?)(?P<rank>\d{{1,6}}){SUFFIX}")
 NAMED_RANK = re.compile(r"(?P<prefix>.*rank[_.=-]?)(?P<rank>\d{1,6})(?!\d).*", re.IGNORECASE)  # trace_rank3_of_8.json
 DEPTHS = ("*", "*/*", "*/*/*")  # a folder for each attempt, and one for each node
-FIRST_BYTES = b"\x80{(}"  # of a pickle of any protocol, and of JSON
 UNREADABLE = "unreadable"  # key of the document for a file that cannot be read: the reason
 WRITTEN_NS = "written_ns"  # key added to a document: when its file was written, since 1970
 # The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
@@ -163,29 +159,9 @@ class Recording:
         return not self.complete and not self.only_active and older < FEW
 
 
-class _Plain(pickle.Unpickler):
-    """Unpickle values that need no code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a flight recorder's dump names nothing")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError(f"it refers to {pid!r} outside of it")
-
-
 def load(data: bytes) -> Mapping[str, Any]:
     """Return the document of a dump, pickled or JSON. Raise ValueError if it is none, or if it would call something."""
-    try:
-        document = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
-    except Exception as error:  # pickle raises anything for broken bytes: IndexError, KeyError, MemoryError, ...
-        raise ValueError(f"not a flight recorder's dump: {error}") from None
-    if not isinstance(document, dict):
-        raise ValueError("not a flight recorder's dump: it is no dictionary")
-    if "entries" not in document and {"version", "pg_config", "pg_status"} <= document.keys():
-        document["entries"] = []
-    if not isinstance(document.get("entries"), list | tuple):
-        raise ValueError("not a flight recorder's dump: it has no entries")
-    return document
+    return dump_reader.load(data)
 
 
 def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
@@ -538,7 +514,7 @@ def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: I
 
 def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[str, Any]]:
     """Return the dumps flight/JOB.STEP.RESTART.rank_N of an attempt, by rank."""
-    found: dict[int, Mapping[str, Any]] = {}
+    found: dict[int, Path] = {}
     for path in sorted((run / FLIGHT).glob("*.rank_*")):
         attempt, _, rank = path.name.rpartition(".rank_")
         job, _, rest = attempt.partition(".")
@@ -546,8 +522,8 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
             restart is None or rest.rpartition(".")[2] in ("", str(restart))
         )
         if mine and rank.isdigit() and len(rank) < 7:
-            found[int(rank)] = _read(path)
-    return found if _has_a_dump(found) else {}
+            found[int(rank)] = path
+    return _read(found, dump_reader.Budget(len(found)))
 
 
 def read_folder(folder: Path) -> dict[int, Mapping[str, Any]]:
@@ -555,19 +531,28 @@ def read_folder(folder: Path) -> dict[int, Mapping[str, Any]]:
 
     Files with different prefixes belong together if they are of different ranks (a prefix or a folder for each node).
     If not, they are of several attempts, and the newest count. A file beside readable dumps that is none itself, such
-    as a truncated one, counts as an unreadable dump of its rank.
+    as a truncated one, counts as an unreadable dump of its rank. If none can be read, those with 'rank' in their names
+    count as unreadable dumps.
     """
     sets: dict[tuple[Path, str], dict[int, Path]] = {}
     for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
         match = NAMED_RANK.fullmatch(path.name) or NAME.fullmatch(path.name)
         if match and path.is_file():
             sets.setdefault((path.parent, match["prefix"]), {}).setdefault(int(match["rank"]), path)
-    read = [(_written(files.values()), {rank: _read(path) for rank, path in files.items()}) for files in sets.values()]
+    budget = dump_reader.Budget(len({rank for files in sets.values() for rank in files}))
     found: dict[int, Mapping[str, Any]] = {}
-    for _, dumps in sorted((one for one in read if _has_a_dump(one[1])), key=lambda one: one[0], reverse=True):
-        if not found.keys() & dumps.keys():
+    unreadable: dict[int, Mapping[str, Any]] = {}
+    for files in sorted(sets.values(), key=lambda files: _written(files.values()), reverse=True):
+        if found.keys() & files.keys():
+            continue
+        dumps = _read(files, budget)
+        if _has_a_dump(dumps):
             found |= dumps
-    return found
+        elif all(NAMED_RANK.fullmatch(path.name) for path in files.values()):
+            unreadable = unreadable or dumps
+    return found or {
+        rank: dump for rank, dump in unreadable.items() if not dump[UNREADABLE].endswith(dump_reader.NO_DUMP)
+    }
 
 
 def _has_a_dump(dumps: Mapping[int, Mapping[str, Any]]) -> bool:
@@ -582,17 +567,19 @@ def _written(paths: Iterable[Path]) -> float:
     return max(times)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """Return the document of a dump, or one with the reason why the file cannot be read."""
-    try:
-        state = path.stat()
-        if state.st_size > MOST_BYTES:
-            return {UNREADABLE: f"{path.name} has {state.st_size >> 20} MB, at most {MOST_BYTES >> 20} are read"}
-        with path.open("rb") as file:
-            first = file.read(64).lstrip()[:1]
-            if not first or first not in FIRST_BYTES:
-                return {UNREADABLE: f"{path.name} is no dump"}
-            file.seek(0)
-            return {WRITTEN_NS: state.st_mtime_ns, **load(file.read())}
-    except (OSError, ValueError) as error:
-        return {UNREADABLE: f"{path.name}: {error}"}
+def _read(paths: Mapping[int, Path], budget: dump_reader.Budget) -> dict[int, Mapping[str, Any]]:
+    """Return the document of each dump, or one with the reason why the file cannot be read. Small files are first, so
+    that a large one does not use up the time for them."""
+    sizes = dict.fromkeys(paths, 0)
+    for rank, path in paths.items():
+        with contextlib.suppress(OSError):
+            sizes[rank] = path.stat().st_size
+    found: dict[int, Mapping[str, Any]] = {}
+    for rank in sorted(paths, key=lambda rank: sizes[rank]):
+        try:
+            document, written_ns = dump_reader.read(paths[rank], budget)
+            found[rank] = {WRITTEN_NS: written_ns, **document}
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            found[rank] = {UNREADABLE: f"{paths[rank].name}: {reason}"}
+    return dict(sorted(found.items()))

@@ -509,12 +509,7 @@ class _Search:
         return bool(call and call.failed_ns and call.created_ns <= one.written_ns < call.failed_ns)
 
     def _look_at_unreadable(self) -> None:
-        """Blame a rank whose dump cannot be read only if nothing else explains why others wait for it."""
-        for operation in self.open if not self.found else ():
-            for rank in sorted(self._concerned(operation) & self.unreadable.keys()):
-                waiting = [one for one in self._concerned(operation) & self.ranks.keys() if self._waits(one, operation)]
-                clause = _clause("left a dump that cannot be read: {why}", why=self.unreadable[rank])
-                self._blame(rank, NO_DUMP, operation, sorted(waiting), clause)
+        """Report each rank whose dump cannot be read. It is not blamed: what it has called is unknown."""
         self.unknown += [
             f"what rank {rank} has called: its dump cannot be read: {why}"
             for rank, why in sorted(self.unreadable.items())

@@ -1,0 +1,301 @@
+"""Read the files of torch's flight recorder, which another user may have written, with limits of time and memory.
+
+Of each file only the fields that the verdict needs are kept, of the newest calls: as if the recorder had been smaller.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base.text import MOST_RANKS
+from hpcinit.why import plain_pickle
+from hpcinit.why.plain_pickle import FORGOTTEN, Forgotten, Incomplete
+
+MOST_S = 30.0  # of CPU time for all dumps of a question; 200 MB take 3 s
+MOST_BYTES = 256 << 20  # of a file; 2,000 entries with their stacks have some megabytes
+MOST_MEMORY = 256 << 20  # bytes beside the file, while it is read
+MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 1_000  # that are kept of a file, 600 bytes each
+ALL_ENTRIES = 150_000  # of all files together, if they have more than FEWEST_ENTRIES each
+MOST_JSON = 8 << 20  # characters of one entry, or of all groups
+MOST_TEXT, MOST_VALUES = 4_096, 100_000  # characters of a text, and values in the sizes of one call
+NO_DUMP = "it is no dump"  # neither a pickle nor JSON
+KNOWN_FORMATS = 2  # torch 2.4 to 2.13 writes formats 2.2 to 2.10
+NUMBERS = ("record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "seq_id", "is_p2p", "retired", "timeout_ms")
+TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
+TEXTS = ("process_group", "pg_name", "profiling_name", "state")
+SHAPES = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+FIELDS = (*NUMBERS, *TIMES, *TEXTS, *SHAPES)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
+
+
+class Budget:
+    """The CPU time for all files of a question, and the number of calls kept of each."""
+
+    def __init__(self, files: int = 1, most_s: float = MOST_S) -> None:
+        self.most_s = most_s
+        self.end = time.process_time() + most_s
+        self.entries = min(MOST_ENTRIES, max(FEWEST_ENTRIES, ALL_ENTRIES // max(files, 1)))
+
+    def checker(self) -> Callable[[], None]:
+        """Return a function that raises ValueError if the time or the memory for the next file is used up."""
+        most = _memory() + MOST_MEMORY
+
+        def check() -> None:
+            if time.process_time() > self.end:
+                raise ValueError(f"reading the dumps takes more than {self.most_s:g} s of CPU time")
+            if _memory() > most:
+                raise ValueError(f"it takes more than {MOST_MEMORY >> 20} MB of memory")
+
+        return check
+
+
+def _memory() -> int:
+    """Return the bytes of memory that this process uses."""
+    with Path("/proc/self/statm").open("rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def read(path: Path, budget: Budget) -> tuple[dict[str, Any], int]:
+    """Return the document of a dump, and when its file was written, in ns since 1970. Raise ValueError or OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
+    with os.fdopen(descriptor, "rb") as file:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("it is no regular file")
+        if state.st_size > MOST_BYTES:
+            raise ValueError(f"it has {state.st_size >> 20} MB, at most {MOST_BYTES >> 20} are read")
+        budget.checker()()
+        data = file.read(state.st_size)
+        if not data:
+            raise ValueError("it is empty")
+        if data[:64].lstrip()[:1] not in (b"\x80", b"{", b"(", b"}"):  # a pickle of any protocol, or JSON
+            raise ValueError(NO_DUMP)
+        return load(data, budget), state.st_mtime_ns
+
+
+def load(data: bytes, budget: Budget | None = None) -> dict[str, Any]:
+    """Return what is needed of a dump, pickled or JSON: version, groups, newest calls. Raise ValueError."""
+    budget = budget or Budget()
+    try:
+        found = _load_json(data, budget) if data[:64].lstrip()[:1] == b"{" else _load_pickle(data, budget)
+    except Incomplete:
+        raise ValueError(
+            f"not a flight recorder's dump: it ends after {len(data)} bytes. "
+            "Its rank was writing it, or ended before it was complete"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a flight recorder's dump: {error}") from None
+    major = re.match(r"\d{1,9}", str(found.get("version", "")))
+    if major and int(major[0]) > KNOWN_FORMATS:
+        raise ValueError(f"it has format {found['version']}, and hpcinit reads formats up to {KNOWN_FORMATS}.x")
+    return found
+
+
+def _load_pickle(data: bytes, budget: Budget) -> dict[str, Any]:
+    check = budget.checker()
+    for skip in (len(data) > 100_000, False):
+        reader = plain_pickle.Reader(data, "entries", budget.entries, _entry, check, skip)
+        try:
+            document, entries, before = reader.read()
+            found = document.get("entries")
+            if isinstance(found, tuple) or (isinstance(found, list) and found):
+                entries, before = [_entry(one) for one in found[-budget.entries :]], max(len(found) - budget.entries, 0)
+            elif found is not None and not isinstance(found, list):
+                raise ValueError("it has no entries")
+            return _document(document, None if found is None else entries, before, check)
+        except Forgotten:
+            continue
+    raise ValueError(plain_pickle.MALFORMED)
+
+
+def _document(
+    fields: Mapping[Any, Any], entries: Sequence[dict[str, Any] | None] | None, before: int, check: Callable[[], None]
+) -> dict[str, Any]:
+    """Return the document of a dump. before: how many entries were older than `entries`."""
+    if entries is None and not {"version", "pg_config", "pg_status"} <= fields.keys():
+        raise ValueError("it has no entries")
+    kept = []
+    for place, entry in enumerate(entries or (), before):
+        if entry is not None:
+            if before:  # shows that the recorder has older entries
+                entry.setdefault("record_id", place)
+            kept.append(entry)
+    found: dict[str, Any] = {"entries": kept}
+    for name in ("version", "written_ns"):
+        if isinstance(fields.get(name), str | int):
+            found[name] = _plain(fields[name])
+    if isinstance(config := fields.get("pg_config"), dict):
+        found["pg_config"] = dict(_groups(config, check))
+    if isinstance(status := fields.get("pg_status"), dict):
+        found["pg_status"] = {
+            str(_plain(key)): {_plain(name): _plain(value) for name, value in one.items() if _is_scalar(value)}
+            for key, one in status.items()
+            if isinstance(one, dict)
+        }
+    return found
+
+
+def _groups(config: Mapping[Any, Any], check: Callable[[], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each group, and its description and ranks."""
+    for name, one in config.items():
+        check()
+        description, ranks = (one.get("desc"), one.get("ranks")) if isinstance(one, dict) else ("", one)
+        if FORGOTTEN in (description, ranks):
+            raise Forgotten
+        if isinstance(ranks, str):
+            ranks = _ranks(ranks)
+        elif isinstance(ranks, list | tuple) and len(ranks) <= MOST_RANKS:
+            ranks = tuple(rank for rank in ranks if isinstance(rank, int))
+        else:
+            ranks = None
+        yield str(_plain(name)), {"desc": _plain(description) if isinstance(description, str) else "", "ranks": ranks}
+
+
+@lru_cache(maxsize=256)  # all ranks list the group of all ranks
+def _ranks(text: str) -> tuple[int, ...] | None:
+    """Return the numbers in '[0, 1]'; None for other texts."""
+    if len(text) > 9 * MOST_RANKS or not _RANKS.fullmatch(text):
+        return None
+    numbers = re.findall(r"\d+", text)
+    return tuple(map(int, numbers)) if all(len(number) < 8 for number in numbers) else None
+
+
+def _entry(raw: object) -> dict[str, Any] | None:
+    """Return the fields of an entry that the verdict needs; None for what is no entry."""
+    if not isinstance(raw, dict):
+        return None
+    found = {}
+    for name in FIELDS:
+        value = raw.get(name)
+        if value is not None and (plain := _plain(value)) is not None:
+            found[name] = plain
+    return found
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, str | int | float)
+
+
+_shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes are one object
+
+
+def _plain(value: object) -> Any:
+    """Return a number or text that is not too large, or a tuple of such values; None for everything else."""
+    if isinstance(value, list | tuple):
+        if len(_shared) > MOST_ENTRIES:
+            _shared.clear()
+        found = _nested(value, [MOST_VALUES])
+        return _shared.setdefault(found, found)
+    if isinstance(value, str):
+        return value[:MOST_TEXT]
+    if isinstance(value, int):
+        return value if -(1 << 63) <= value < 1 << 64 else None
+    if value is FORGOTTEN:
+        raise Forgotten
+    return value if isinstance(value, float) else None
+
+
+def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
+    """Return nested lists as tuples. left: how many values they may have together, and how deep they may be."""
+    left[0] -= len(values) + 1
+    if left[0] < 0:
+        raise ValueError(f"a call has sizes of more than {MOST_VALUES} values")
+    return tuple(_nested(one, left) if isinstance(one, list | tuple) else _plain(one) for one in values)
+
+
+class _Text:
+    """JSON that is decoded in parts."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.read, self.text, self.at = data, 0, "", 0
+        self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self.scan = json.JSONDecoder().raw_decode
+
+    def _more(self) -> bool:
+        """Decode more of the data; return whether there was more."""
+        part = self.data[self.read : self.read + max(1 << 20, len(self.text) - self.at)]
+        self.read += len(part)
+        self.text, self.at = self.text[self.at :] + self.decode(part), 0
+        return bool(part)
+
+    def next(self) -> str:
+        """Return the next character that is no space, and move behind it. Raise Incomplete at the end."""
+        while True:
+            space = _SPACE.match(self.text, self.at)
+            self.at = space.end() if space else self.at
+            if self.at < len(self.text):
+                self.at += 1
+                return self.text[self.at - 1]
+            if not self._more():
+                raise Incomplete
+
+    def expect(self, characters: str) -> str:
+        """Return the next character, which must be one of `characters`. Raise ValueError."""
+        if (found := self.next()) not in characters:
+            raise ValueError(f"it is no JSON: {found!r} instead of {' or '.join(characters)}")
+        return found
+
+    def value(self) -> Any:
+        """Return the next value. Raise ValueError, or Incomplete at the end."""
+        self.next()
+        self.at -= 1
+        while True:
+            try:
+                value, end = self.scan(self.text, self.at)
+                if end < len(self.text) or not self._more():  # a number may continue
+                    self.at = end
+                    return value
+            except json.JSONDecodeError as error:
+                if len(self.text) - self.at > MOST_JSON:
+                    raise ValueError(f"it is no JSON, or a value has more than {MOST_JSON} characters") from None
+                if not self._more():
+                    is_whole = self.data[-64:].rstrip().endswith(b"}")
+                    raise (ValueError(f"it is no JSON: {error.msg}") if is_whole else Incomplete()) from None
+
+
+def _load_json(data: bytes, budget: Budget) -> dict[str, Any]:
+    check = budget.checker()
+    text, fields, entries, before = _Text(data), {}, None, 0
+    text.expect("{")
+    character = ","
+    while character == ",":
+        if text.expect('"}') == "}":
+            break
+        text.at -= 1
+        name = text.value()
+        text.expect(":")
+        if name == "entries":
+            text.expect("[")
+            entries, before = _json_entries(text, budget.entries, check)
+        else:
+            value = text.value()
+            if name in ("version", "written_ns", "pg_config", "pg_status"):
+                fields[name] = value
+        character = text.expect(",}")
+    return _document(fields, entries, before, check)
+
+
+def _json_entries(text: _Text, most: int, check: Callable[[], None]) -> tuple[list[dict[str, Any] | None], int]:
+    """Return the last `most` entries, and the number of those before."""
+    last: deque[dict[str, Any] | None] = deque(maxlen=most)
+    count = 0
+    more = text.next() != "]"
+    text.at -= more
+    while more:
+        last.append(_entry(text.value()))
+        count += 1
+        if count % 256 == 0:
+            check()
+        more = text.expect(",]") == ","
+    return list(last), count - len(last)

@@ -1,0 +1,272 @@
+"""Read a pickle of plain values that another user may have written: nothing is called, and time and memory are bounded.
+
+Python's unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every value: a
+dump of 200 MB takes 2 GB. This reader knows only the opcodes of plain values, executes each in constant time, and of a
+long list of dicts it creates only the last ones. It finds the ends of the others with a regular expression, because a
+loop in Python over all opcodes of 200 MB takes 10 s.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+STEP = 1 << 18  # bytes between two calls of `check`
+MOST_OF_ITEM = 1 << 20  # bytes of an item that is skipped as a whole
+MOST_DEPTH = 1000  # of open lists, dicts and tuples
+MOST_KEY = 1 << 31  # among larger numbers, many can have one hash
+
+
+class Incomplete(ValueError):
+    """The bytes end too early."""
+
+
+class Forgotten(ValueError):
+    """A value refers to a part of an item that was skipped."""
+
+
+EARLY = "it ends too early"
+MALFORMED = "it is no pickle of plain values"
+FORGOTTEN = object()  # instead of a value that was in a skipped item
+
+_FLOAT = struct.Struct(">d")
+_CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
+_LONG = b"|".join(rb"\x8a%c.{%d}" % (size, size) for size in range(10))
+_FIXED = rb"[N\x88\x89\])(eat\x85-\x87]|[Kqh].|[jJr].{4}|M..|[G\x95].{8}|" + _LONG
+# Opcodes with their arguments, except those of dicts and texts; and dicts without texts, such as frames of a stack. The
+# numbers limit the memory for a match.
+_RUN = re.compile(rb"(?:%s|\}(?:q.|r.{4})\((?:%s){0,100}u){0,10000}" % (_FIXED, _FIXED), re.DOTALL)
+_DICT = re.compile(rb"\}(?:q.|r.{4}|(\x94))?\(", re.DOTALL)
+
+
+class _Place(NamedTuple):
+    """Where an item starts in the data, and how many values were numbered before it."""
+
+    start: int
+    memoized: int
+
+
+class Reader:
+    """A machine for the opcodes of one pickle."""
+
+    def __init__(
+        self, data: bytes, key: str, most: int, take: Callable[[Any], Any], check: Callable[[], None], skip: bool = True
+    ) -> None:
+        """Read the dict in `data`, and of its list `key` the last `most` items.
+
+        take: is called with each of these items when it is complete, and returns what to keep of it. check: is called
+        regularly, and raises ValueError to end the reading. skip: create no other items. If a later value refers to a
+        part of one, it contains FORGOTTEN.
+        """
+        self.data, self.key, self.take, self.check, self.skip = data, key, take, check, skip
+        self.memo: dict[int, Any] = {}
+        self.memoized = 0  # values that got the next number of the memo
+        self.texts: dict[str, str] = {}
+        self.items: list[Any] = []  # stays empty
+        self.last: deque[Any] = deque(maxlen=most)  # an item, or its _Place
+        self.count = 0
+
+    def read(self) -> tuple[dict[Any, Any], list[Any], int]:
+        """Return the dict, the last items of its list `key`, and how many were before them. The list in the dict is
+        empty. Raise ValueError for other values, Incomplete for a part of a pickle."""
+        document = self._run(0)
+        if not isinstance(document, dict):
+            raise ValueError("it is no dictionary")
+        before = self.count - len(self.last)
+        self.items = []  # a hostile item that refers to the list changes nothing
+        items = []
+        for number, one in enumerate(self.last):
+            if number % 256 == 0:
+                self.check()
+            items.append(self._run_item(one) if isinstance(one, _Place) else one)
+        return document, items, before
+
+    def _run_item(self, place: _Place) -> Any:
+        self.memoized = place.memoized
+        return self.take(self._run(place.start, one_item=True))
+
+    def _add(self, items: list[Any]) -> None:
+        self.count += len(items)
+        self.last.extend(items)
+
+    def _run(self, at: int, *, one_item: bool = False) -> Any:  # noqa: PLR0912, PLR0915  # a case for each opcode
+        """Execute the opcodes from `at` to the end of the pickle or of one item. Return the value."""
+        data, memo = self.data, self.memo
+        stack: list[Any] = []
+        outer: list[list[Any]] = []  # the stacks below the open marks
+        items_depth = 0 if one_item else -1  # number of marks around each item
+        begun = _Place(at, self.memoized)
+        try:
+            while True:
+                stop = at + STEP
+                while at < stop:
+                    code = data[at]
+                    at += 1
+                    if code == 0x68:  # BINGET
+                        stack.append(memo.get(data[at], FORGOTTEN))
+                        at += 1
+                    elif code == 0x6A:  # LONG_BINGET
+                        stack.append(memo.get(int.from_bytes(data[at : at + 4], "little"), FORGOTTEN))
+                        at += 4
+                    elif code == 0x71:  # BINPUT
+                        memo[data[at]] = stack[-1]
+                        at += 1
+                    elif code == 0x72:  # LONG_BINPUT
+                        memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
+                        at += 4
+                    elif code == 0x94:  # MEMOIZE
+                        memo[self.memoized] = stack[-1]
+                        self.memoized += 1
+                    elif code == 0x28:  # MARK
+                        outer.append(stack)
+                        if len(outer) > MOST_DEPTH:
+                            raise ValueError(f"its values are nested more than {MOST_DEPTH} times")
+                        if items_depth < 0 and stack and stack[-1] is self.items:
+                            items_depth = len(outer)
+                        stack = []
+                    elif code == 0x4B:  # BININT1
+                        stack.append(data[at])
+                        at += 1
+                    elif code == 0x5D:  # EMPTY_LIST
+                        is_key = len(stack) > 0 and stack[-1] == self.key and len(outer) < 2 and not one_item
+                        stack.append(self.items if is_key else [])
+                    elif code == 0x61:  # APPEND
+                        value = stack.pop()
+                        if stack[-1] is self.items:
+                            self._add([self.take(value)])
+                        else:
+                            stack[-1].append(value)
+                    elif code == 0x65:  # APPENDS
+                        values, stack = stack, outer.pop()
+                        if stack[-1] is self.items:
+                            self._add([self.take(value) for value in values])
+                            items_depth = -1
+                        else:
+                            stack[-1].extend(values)
+                    elif code == 0x75:  # SETITEMS
+                        values, stack = stack, outer.pop()
+                        _set(stack[-1], values)
+                        if len(outer) == items_depth and len(stack) == 1:
+                            if one_item:
+                                return stack.pop()
+                            item = stack.pop()
+                            self._add([begun if self.skip else self.take(item)])
+                    elif code == 0x7D:  # EMPTY_DICT
+                        if len(outer) == items_depth and not stack and not one_item:
+                            begun = _Place(at - 1, self.memoized)
+                            if self.skip and (end := self._end_of_item(at - 1)):
+                                self._add([begun])
+                                at = end
+                                continue
+                            self.memoized = begun.memoized
+                        stack.append({})
+                    elif code in _CONSTANTS:
+                        stack.append(_CONSTANTS[code])
+                    elif code == 0x4D:  # BININT2
+                        stack.append(int.from_bytes(data[at : at + 2], "little"))
+                        at += 2
+                    elif code == 0x4A:  # BININT
+                        stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
+                        at += 4
+                    elif code == 0x8A:  # LONG1
+                        size = data[at]
+                        stack.append(int.from_bytes(data[at + 1 : at + 1 + size], "little", signed=True))
+                        at += 1 + size
+                    elif code in (0x58, 0x8C):  # BINUNICODE, SHORT_BINUNICODE
+                        text, at = self._text(code, at)
+                        stack.append(text)
+                    elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+                        size = code - 0x84
+                        stack[-size:] = [tuple(stack[-size:])]
+                    elif code == 0x74:  # TUPLE
+                        values, stack = stack, outer.pop()
+                        stack.append(tuple(values))
+                    elif code == 0x73:  # SETITEM
+                        value, key = stack.pop(), stack.pop()
+                        _set(stack[-1], [key, value])
+                    elif code == 0x47:  # BINFLOAT
+                        (number,) = _FLOAT.unpack_from(data, at)
+                        stack.append(number)
+                        at += 8
+                    elif code == 0x95:  # FRAME
+                        at += 8
+                    elif code == 0x80:  # PROTO
+                        at += 1
+                    elif code == 0x2E:  # STOP
+                        return stack.pop()
+                    else:
+                        raise ValueError(_refusal(data, at, stack))
+                self.check()
+        except (IndexError, struct.error):
+            raise (Incomplete(EARLY) if at >= len(data) else ValueError(MALFORMED)) from None
+        except (TypeError, AttributeError):
+            raise ValueError(MALFORMED) from None
+
+    def _end_of_item(self, at: int) -> int:
+        """Return where the dict at `at` ends, and memoize its texts, to which later items refer; 0 for a large or
+        broken dict. No other value is created."""
+        data, depth, most = self.data, 0, min(at + MOST_OF_ITEM, len(self.data) - 1)
+        while at < most:
+            code = data[at]
+            if code == 0x7D:  # EMPTY_DICT
+                opened = _DICT.match(data, at)
+                if not opened:
+                    return 0
+                self.memoized += opened[1] is not None
+                at, depth = opened.end(), depth + 1
+            elif code == 0x75:  # SETITEMS
+                at, depth = at + 1, depth - 1
+                if not depth:
+                    return at
+            elif code in (0x58, 0x8C):  # BINUNICODE, SHORT_BINUNICODE
+                text, at = self._text(code, at + 1)
+                code = data[at] if at < most else 0
+                if code == 0x71:  # BINPUT
+                    self.memo[data[at + 1]] = text
+                elif code == 0x72:  # LONG_BINPUT
+                    self.memo[int.from_bytes(data[at + 1 : at + 5], "little")] = text
+                elif code == 0x94:  # MEMOIZE
+                    self.memo[self.memoized] = text
+            elif code == 0x94:
+                at, self.memoized = at + 1, self.memoized + 1
+            else:
+                run = _RUN.match(data, at)
+                if not run or run.end() == at:
+                    return 0
+                at = run.end()
+        return 0
+
+    def _text(self, code: int, at: int) -> tuple[str, int]:
+        """Return the text whose length is at `at`, and where it ends. Raise Incomplete."""
+        start = at + (4 if code == 0x58 else 1)
+        end = start + int.from_bytes(self.data[at:start], "little")
+        if end > len(self.data):
+            raise Incomplete(EARLY)
+        text = self.data[start:end].decode(errors="replace")
+        return self.texts.setdefault(text, text), end
+
+
+def _set(target: Any, values: list[Any]) -> None:
+    """Add the keys and values to a dict. The hash of a nested tuple can take years, so keys are texts and numbers."""
+    keys = values[::2]
+    kinds = set(map(type, keys))
+    if not isinstance(target, dict) or kinds - {str, int}:
+        raise ValueError("a key is neither a text nor a number")
+    if int in kinds and any(abs(key) > MOST_KEY for key in keys if isinstance(key, int)):
+        raise ValueError(f"a key is a number above {MOST_KEY}")
+    target.update(zip(keys, values[1::2], strict=False))
+
+
+def _refusal(data: bytes, at: int, stack: list[Any]) -> str:
+    """Return why the opcode before `at` is refused."""
+    code, names = data[at - 1 : at], []
+    if code in (b"c", b"i"):  # GLOBAL, INST
+        names = [line[:100].decode(errors="replace") for line in data[at : at + 300].split(b"\n")[:2]]
+    elif code == b"\x93":  # STACK_GLOBAL
+        names = [one[:100] for one in stack[-2:] if isinstance(one, str)]
+    if names:
+        return f"it names {'.'.join(names)}, and a flight recorder's dump names nothing"
+    return f"it contains an opcode that torch's dumps do not have: {code!r}"
