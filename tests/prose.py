@@ -161,6 +161,8 @@ def findings(path: Path, skipped: list[tuple[re.Pattern[str], re.Pattern[str]]])
                 yield first + line, f"a sentence of {len(words)} words: '{' '.join(words[:6])} ...'"
         if path.suffix == ".md":
             for line, content in enumerate(plain.splitlines()):
+                if content.startswith(("<<<<<<< ", ">>>>>>> ")):
+                    yield first + line, "a conflict that git could not merge"
                 table_or_code = content.lstrip().startswith(("|", "`", "http"))
                 excepted = any(pattern.search(content) for pattern in mine)
                 if len(content) > MOST_CHARACTERS and not table_or_code and not excepted:

@@ -30,6 +30,12 @@ def test_old_phrases_are_found(found) -> None:  # type: ignore[no-untyped-def]
     assert [line for line, _ in found("a.yaml", "key: 1  # what it holds\n")] == [1]
 
 
+def test_conflicts_are_found(found) -> None:  # type: ignore[no-untyped-def]
+    """The markers of a merge that failed are findings in a page."""
+    text = "| a |\n<<<<<<< HEAD\n| b |\n=======\n| c |\n>>>>>>> fcca50d (c)\n"
+    assert [line for line, _ in found("a.md", text)] == [2, 6]
+
+
 def test_code_and_plain_text_are_not_findings(found) -> None:  # type: ignore[no-untyped-def]
     """Code in backticks, links, identifiers and words that contain a rejected one are accepted."""
     plain = "Incoming ranks become peers; `say told` is code, [x](come.md) a link, and a lawful flaw holds the lock.\n"
