@@ -81,8 +81,9 @@ class Run:
         """Wait until the run has ended and return its final state.
 
         Raise TimeoutError after `timeout_s` seconds; the run continues. A run that Slurm no longer knows counts as
-        ended after a minute, with the state UNKNOWN.
+        ended after a minute, with the state UNKNOWN. Raise RequestError if `timeout_s` is not a number.
         """
+        python_arguments.check_timeout(timeout_s)
         end = None if timeout_s is None else time.monotonic() + timeout_s
         watched = poll.Poll(self.path)
         while not watched.ask():
@@ -93,6 +94,7 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """Return what `rank` printed so far, '' before it has started. Raise RequestError if there is no such rank."""
+        python_arguments.check_rank(rank)
         known = logs.ranks(self.path)
         if known and rank not in known:
             raise RequestError(f"{self.name} has no log of rank {rank}, expected one of: {', '.join(map(str, known))}")

@@ -137,6 +137,24 @@ def test_a_program_that_is_no_list(call: Callable[..., object], program: object,
         call(program=program)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: run.wait("60"), "timeout_s is '60' (str), expected a number of seconds or None: timeout_s=60"),
+        (lambda run: run.wait(timeout_s=True), "timeout_s is True (bool), expected a number of seconds"),
+        (lambda run: run.result(float("nan")), "timeout_s is nan (float), expected a number of seconds"),
+        (lambda run: run.logs("0"), "rank is '0' (str), expected a whole number: rank=0"),
+        (lambda run: run.logs(0.0), "rank is 0.0 (float), expected a whole number"),
+        (lambda run: run.logs(rank=[0, 1]), "rank is [0, 1] (list), expected a whole number"),
+        (lambda run: run.logs(rank=True), "rank is True (bool), expected a whole number"),
+    ],
+)
+def test_a_wrong_timeout_or_rank(call: Callable[[api.Run], object], message: str, folder: Path) -> None:
+    """It is a RequestError with its value, what was expected and what to type, before the run folder is read."""
+    with pytest.raises(RequestError, match=re.escape(message)):
+        call(api.Run(folder / "no run"))
+
+
 def test_tab_offers_the_public_names() -> None:
     """Tab after `api.` and `hpcinit.` offers the documented names and no imports, and each name can be used."""
     for module, names in ((api, api.__all__), (hpcinit, [*hpcinit.__all__, "api"])):

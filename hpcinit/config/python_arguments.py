@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,19 @@ def check(overrides: Sequence[object], program: object, keys: Mapping[str, objec
     ]
     if problems:
         raise RequestError("\n".join(problems))
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Raise RequestError if `timeout_s` is neither None nor a number of seconds."""
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and not math.isnan(timeout_s)
+    if timeout_s is not None and not is_number:
+        raise RequestError(f"timeout_s is {_shown(timeout_s)}, expected a number of seconds or None: timeout_s=60")
+
+
+def check_rank(rank: object) -> None:
+    """Raise RequestError if `rank` is not a whole number."""
+    if not isinstance(rank, Integral) or isinstance(rank, bool):
+        raise RequestError(f"rank is {_shown(rank)}, expected a whole number: rank=0")
 
 
 def override_value(value: object) -> str:
