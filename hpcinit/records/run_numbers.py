@@ -1,8 +1,11 @@
 """The numbers of runs: NAME-0042 in a runs_dir. A number is never used twice, also after its folder was removed.
 
-The highest number of a name is in the name of an empty file, `.NAME-0042.number`: a name is never half-written, also
-not over NFS. A file is removed only after a run with a higher number was submitted. So the highest one remains,
-whatever several login nodes do at the same time. If it is missing, the folders alone decide.
+The highest numbers of a name are in the names of empty files, `.NAME-0042.number`: a name is never half-written, also
+not over NFS. A file is removed only after runs with higher numbers were submitted. So the highest one remains, whatever
+several login nodes do at the same time. If all are missing, the folders alone decide.
+
+A submission may be slow, or see an old list of the folder over NFS. Then another run may have had its number, and may
+even be removed. So the last KEPT files remain as well, and take() refuses the number.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from pathlib import Path
 from hpcinit.base import safe_files
 
 _RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours, and no room for the next number
+
+
+KEPT = 20
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
@@ -32,10 +38,17 @@ def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> in
     return last + 1
 
 
-def mark(run: Path) -> None:
-    """Record the number of the folder `run`. Raise OSError."""
-    path = _mark(run)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+def take(run: Path) -> None:
+    """Record the number of the new folder `run`. Raise FileExistsError if another run may have had it, and OSError."""
+    mark(run, os.O_EXCL)
+    if (found := _RUN.fullmatch(run.name)) and next_number(run.parent, found["name"]) - int(found["number"]) > KEPT:
+        unmark(run)
+        raise FileExistsError(run)
+
+
+def mark(run: Path, flags: int = 0) -> None:
+    """Record the number of the folder `run`. flags: further ones of os.open. Raise OSError."""
+    os.close(os.open(_mark(run), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600))
 
 
 def unmark(run: Path) -> None:
@@ -45,11 +58,11 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """Remove the marks below that of `run`, which was submitted, so that its mark remains."""
+    """Remove the marks below the last KEPT before that of `run`, which was submitted, so that its mark remains."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):
-        if one.startswith(".") and any(number < int(found["number"]) for number in _numbers(one, found["name"])):
+        if one.startswith(".") and any(number < int(found["number"]) - KEPT for number in _numbers(one, found["name"])):
             with suppress(OSError):
                 (run.parent / one).unlink()
 

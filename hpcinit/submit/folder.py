@@ -50,13 +50,15 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
                 raise SubmitError(problem, NOTHING_SUBMITTED)
             path.mkdir(mode=PRIVATE)
             made = True
-            run_numbers.mark(path)
+            run_numbers.take(path)
             for inner in below:
                 (path / inner).mkdir(mode=PRIVATE)
             _refuse_wrong_owner(path, path)
             return path
         except FileExistsError:
-            if not runs_dir.is_dir():
+            if made:  # another run had this number
+                path.rmdir()
+            elif not runs_dir.is_dir():
                 raise SubmitError(f"runs_dir is {str(runs_dir)!r}, which is not a folder") from None
         except OSError as error:
             if made:  # otherwise it may be another submission's
