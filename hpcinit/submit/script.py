@@ -188,10 +188,10 @@ def _bookkeeping(config: Config, run: RunPath) -> tuple[list[str], list[str], bo
     }
     blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
         (chain or needs_reason, "facts", {}),
-        (chain or spares, "srun_messages", {}),
+        (slurm, "srun_messages", {}),
         (chain, "chain_check", {}),
         (True, "record", {"hpcinit_job": run.job_id}),
-        (chain or needs_reason, "preempted", {}),
+        (slurm, "preempted", {}),
         (chain, "chain_record", {}),
         (requeues, "restarts", most),
         (slurm and not requeues, "requeued", {}),
@@ -278,7 +278,7 @@ def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
 
 def _command(config: Config, steps: Sequence[str]) -> list[str]:
     """Return the lines that run `steps`, which start the ranks, and the lines that decide what to do after it."""
-    own = ["hpcinit_own_status $?"] if config.chain > 1 else []
+    own = ["hpcinit_own_status $?"] if config.cluster.engine == "slurm" and config.worlds != "each" else []
     requeue = ["hpcinit_requeue $?"] if restart.wanted(config) else []
     if not config.spare_nodes:
         return [*steps, *own, *requeue]

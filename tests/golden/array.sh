@@ -25,8 +25,34 @@ unset SLURM_JWT
 # The run folder, and the files in it that this script uses. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"
 hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
+hpcinit_log="$HPCINIT_RUN/logs/job.log" # what this script and srun print
 hpcinit_stopped="$HPCINIT_RUN/stopped.txt" # why the ranks stopped early: job and reason
 hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
+
+# srun returns the highest status of all ranks. After a failure it terminates the others, and returns their 143 or 137.
+# Its messages show which rank failed first, and no other code reads them:
+#   srun: error: n2: task 3: Killed                  srun: error: n[1-2]: tasks 2-3: Exited with exit code 1
+hpcinit_log_lines() { # how many lines the log has now
+  wc -l < "$hpcinit_log"
+}
+hpcinit_failures() { # print 'HOW NODE STATUS' for each failure after line $1; HOW: exited, signal or terminated
+  tail -n "+$(($1 + 1))" "$hpcinit_log" | sed -En '
+    s/^srun: error: ([^:]*): tasks? [^:]*: Exited with exit code ([0-9]+)$/exited \1 \2/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Terminated.*/terminated \1 143/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Aborted.*/signal \1 134/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Killed.*/signal \1 137/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Segmentation fault.*/signal \1 139/p; t
+    s/^srun: error: ([^:]*): tasks? .*/signal \1 1/p; t
+    s/.*(CANCELLED AT|Job step aborted|forcing job termination).*/terminated - 143/p'
+}
+hpcinit_own_status() { # srun ended with status $1; return the status of the rank that failed first
+  local how status
+  [ "$1" -ne 0 ] && read -r how _ status < <(hpcinit_failures "$hpcinit_from") || return "$1"
+  # During the grace time of a preemption, only the ranks get SIGTERM.
+  [ "$how" != terminated ] && ! hpcinit_preempted || return "$1"
+  return "$status"
+}
+hpcinit_from=$(hpcinit_log_lines)
 
 # Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
@@ -45,6 +71,14 @@ hpcinit_record began
 trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
+
+# Slurm stores when it decided to preempt a job, and keeps that over a requeue: it counts if it is not before the start.
+hpcinit_preempted() { # whether Slurm preempts this attempt
+  local job start=''
+  job=$(scontrol --oneliner show job "$hpcinit_job" 2>/dev/null)
+  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${BASH_REMATCH[1]}
+  [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${BASH_REMATCH[1]} < $start ]]
+}
 
 # Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
@@ -82,3 +116,4 @@ srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --m
     --output=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/logs/rank-%t.log \
     /shared/me/venv/bin/python -u -m hpcinit.run \
     /shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/spec.json
+hpcinit_own_status $?

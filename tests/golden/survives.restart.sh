@@ -20,32 +20,30 @@ hpcinit_fact() { # print the value of the key $2 in the file $1; nothing without
   done < "$1"
 }
 
-# What srun and Slurm printed about failed ranks. No other code reads their messages, for example:
+# srun returns the highest status of all ranks. After a failure it terminates the others, and returns their 143 or 137.
+# Its messages show which rank failed first, and no other code reads them:
 #   srun: error: n2: task 3: Killed                  srun: error: n[1-2]: tasks 2-3: Exited with exit code 1
-#   srun: error: Node failure on n2                  *** JOB 15 ON n1 CANCELLED AT ... DUE TO NODE FAILURE ***
 hpcinit_log_lines() { # how many lines the log has now
   wc -l < "$hpcinit_log"
 }
-hpcinit_node_failed() { # whether a message after line $1 of the log reports a lost node
-  tail -n "+$(($1 + 1))" "$hpcinit_log" | grep -qi 'node failure'
+hpcinit_failures() { # print 'HOW NODE STATUS' for each failure after line $1; HOW: exited, signal or terminated
+  tail -n "+$(($1 + 1))" "$hpcinit_log" | sed -En '
+    s/^srun: error: ([^:]*): tasks? [^:]*: Exited with exit code ([0-9]+)$/exited \1 \2/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Terminated.*/terminated \1 143/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Aborted.*/signal \1 134/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Killed.*/signal \1 137/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Segmentation fault.*/signal \1 139/p; t
+    s/^srun: error: ([^:]*): tasks? .*/signal \1 1/p; t
+    s/.*(CANCELLED AT|Job step aborted|forcing job termination).*/terminated - 143/p'
 }
-hpcinit_failures() { # print 'HOW NODE' for each failure after line $1; HOW: an exit status, 'signal' or 'terminated'
-  local line how node
-  tail -n "+$(($1 + 1))" "$hpcinit_log" |
-    grep '^srun: error: .*: tasks\? \|CANCELLED AT\|Job step aborted\|forcing job termination' |
-    while read -r line; do
-      node=-
-      case $line in
-        'srun: error: '*': task'*) node=${line#srun: error: } node=${node%%:*} ;;
-      esac
-      case $line in
-        'srun: error: '*': Exited with exit code '*) how=${line##* } ;;
-        'srun: error: '*': Terminated' | *'CANCELLED AT'* | *'Job step'* | *forcing*) how=terminated ;;
-        *) how=signal ;;
-      esac
-      echo "$how $node"
-    done
+hpcinit_own_status() { # srun ended with status $1; return the status of the rank that failed first
+  local how status
+  [ "$1" -ne 0 ] && read -r how _ status < <(hpcinit_failures "$hpcinit_from") || return "$1"
+  # During the grace time of a preemption, only the ranks get SIGTERM.
+  [ "$how" != terminated ] && ! hpcinit_preempted || return "$1"
+  return "$status"
 }
+hpcinit_from=$(hpcinit_log_lines)
 
 # This job is part of a chain, and the record of the previous job decides whether it runs. It runs
 # - if that record has no status: the job was killed, or its first node was lost;
@@ -53,6 +51,9 @@ hpcinit_failures() { # print 'HOW NODE' for each failure after line $1; HOW: an 
 # - after 0, if the ranks recorded a stop: rank 0 removes that record when the program is done;
 # - after any other status, if a node was lost: the ranks on the other nodes then fail as well.
 # A requeued job finds its own record, and runs.
+hpcinit_node_failed() { # whether a message after line $1 of the log reports a lost node: 'srun: error: Node failure on n2'
+  tail -n "+$(($1 + 1))" "$hpcinit_log" | grep -qi 'node failure'
+}
 hpcinit_check_chain() {
   local job from status
   job=$(hpcinit_fact "$hpcinit_chain" job)
@@ -113,21 +114,8 @@ hpcinit_end_link() { # this job ends with status $1
   hpcinit_record ended "$1"
   hpcinit_record_link "$1"
 }
-hpcinit_own_status() { # the ranks ended with status $1; return the status of the first one that failed
-  # srun returns the highest status of all ranks. After a failure it terminates the others: 143, as if Slurm had ended
-  # the job. During the grace time of a preemption, only the ranks get SIGTERM.
-  local how=''
-  [ "$1" -eq 143 ] && ! hpcinit_preempted || return "$1"
-  read -r how _ < <(hpcinit_failures "$hpcinit_from")
-  case $how in
-    '' | terminated) return "$1" ;;
-    signal) return 1 ;;
-    *) return "$how" ;;
-  esac
-}
 rm -f "$hpcinit_stopped"
-hpcinit_chain_from=$(hpcinit_log_lines)
-hpcinit_from=$hpcinit_chain_from
+hpcinit_chain_from=$hpcinit_from
 hpcinit_record_link ''
 trap 'hpcinit_end_link $?' EXIT
 
@@ -225,7 +213,7 @@ hpcinit_excluded="" # nodes that the ranks no longer use: n2,n3
 hpcinit_failed_node() { # print the node of the first rank that a signal ended, or else of the first that failed
   # A rank that a signal ended is the cause: the others fail because it is gone. 'n[1-2]' names no single node.
   local how node first=''
-  while read -r how node; do
+  while read -r how node _; do
     case $node in - | *'['*) continue ;; esac
     [ "$how" != signal ] || { echo "$node"; return; }
     first=${first:-$node}

@@ -39,7 +39,7 @@ hpcinit_source() { # read the file $1 into this shell, or end the job
   . "/dev/fd/$fd"
   exec {fd}<&-
 }
-hpcinit_source /shared/me/runs/x-0001/restart-13a35024.sh
+hpcinit_source /shared/me/runs/x-0001/restart-40f87a5d.sh
 
 # When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600

@@ -116,7 +116,7 @@ def test_old_keys_are_refused(key: str, advice: str) -> None:
 def test_a_plain_script_has_no_chain_lines(hpcinit: Run) -> None:
     """Without these keys the script has no lines about chains or dependencies."""
     text = hpcinit("submit", "cluster=mini", "dry_run=true").stdout
-    assert "dependency" not in text and "hpcinit_check_chain" not in text and "hpcinit_preempted" not in text
+    assert "dependency" not in text and "hpcinit_check_chain" not in text
 
 
 LOST = "srun: error: Node failure on n2\n"
@@ -134,6 +134,7 @@ LOST = "srun: error: Node failure on n2\n"
         ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason not_recorded\n", "", None, "was the disk full?"),
         ("job 15\nfrom 0\nstatus 7\n", "", "", 7, "job 15 of this chain failed with exit status 7"),
         ("job 15\nfrom 0\nstatus 7\n", "", LOST, None, ""),
+        ("job 15\nfrom 0\nstatus 7\n", "", "*** JOB 15 ON n1 CANCELLED AT ... DUE TO NODE FAILURE ***\n", None, ""),
         ("job 15\nfrom 1\nstatus 7\n", "", LOST, 7, "failed with exit status 7, so job"),  # a node of an earlier job
     ],
 )
@@ -311,23 +312,29 @@ else:
     while not sleeps.exists():
         time.sleep(0.1)
     again.touch()
-    os.kill(os.getpid(), 15) if sys.argv[1] == "143" else sys.exit(int(sys.argv[1]))
+    status = int(sys.argv[1])
+    os.kill(os.getpid(), status - 128) if status > 128 else sys.exit(status)
 """
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("status", [7, 143])
+@pytest.mark.parametrize(
+    ("chain", "status", "recorded"),
+    [(2, 7, 7), (2, 143, 0), (1, 7, 7), (1, 137, 137), (1, 134, 134), (1, 143, 143)],
+)
 def test_a_rank_that_fails_and_one_that_srun_terminates(
-    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, status: int
+    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, chain: int, status: int, recorded: int
 ) -> None:
     """srun returns 143, as if Slurm had ended the job, but the status of the rank that failed first counts."""
     (tmp_path / "two.py").write_text(OF_TWO)
-    words = ["chain=2", "nodes=2", "ranks_per_node=1", "wait=true", "--", "two.py", str(status)]
+    words = [f"chain={chain}", "nodes=2", "ranks_per_node=1", "wait=true", "--", "two.py", str(status)]
     done = submit(hpcinit, idle_slurm, *words)
     folder = folder_of(done)
-    until(lambda: states(idle_slurm, jobs(folder))[-1] in ("COMPLETED", "FAILED"))
-    assert done.returncode == (7 if status == 7 else 0), done.stdout
-    assert printed(folder, 1) == ("" if status == 7 else "again\n")
+    if chain > 1:
+        until(lambda: states(idle_slurm, jobs(folder))[-1] in ("COMPLETED", "FAILED"))
+    assert done.returncode == recorded, done.stdout
+    assert json.loads((folder / "exit.json").read_text())["exit_status"] == recorded
+    assert printed(folder, 1) == ("" if recorded else "again\n")
     assert ("failed with exit status 7, so job" in (folder / "logs/job.log").read_text()) == (status == 7)
 
 

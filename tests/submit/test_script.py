@@ -109,8 +109,13 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
     slurm = render("cluster=local", *same, "cluster.engine=slurm")
     local = render("cluster=local", *same)
     ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
-    blocks = [[*shell_blocks.block("in_a_job")], ["", *shell_blocks.block("requeued")]]
-    files = [line for line in slurm.splitlines() if line.startswith(("hpcinit_stopped=", "hpcinit_restarts="))]
+    blocks = [
+        shell_blocks.block("in_a_job"),
+        *(["", *shell_blocks.block(name)] for name in ("srun_messages", "preempted", "requeued")),
+        ["hpcinit_own_status $?"],
+    ]
+    names = ("hpcinit_log=", "hpcinit_stopped=", "hpcinit_restarts=")
+    files = [line for line in slurm.splitlines() if line.startswith(names)]
     for lines in (*blocks, files):
         text = "".join(f"{line}\n" for line in lines)
         assert text in slurm and text not in local
@@ -161,7 +166,9 @@ def test_names_in_the_blocks_are_those_of_python() -> None:
     stops = [stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token, stop_reasons.NOT_RECORDED]
     assert [word for word in stops if word not in text["reason"]] == []
     assert f"!= {stop_reasons.NOT_RECORDED} ]" in text["chain_check"]
-    assert f"*:{run_folder.ENDED_EARLY})" in text["chain_check"] and str(run_folder.ENDED_EARLY) in text["chain_record"]
+    assert (
+        f"*:{run_folder.ENDED_EARLY})" in text["chain_check"] and str(run_folder.ENDED_EARLY) in text["srun_messages"]
+    )
     assert f"/{hang_report.REPORT}" in text["reason"] and f"/{hang_report.NODE}" in text["spare_nodes"]
     assert f"/{elastic_restarts.ASIDE}" in text["spare_nodes"] and f'"reason": "{run_folder.SLURM}"' in text["requeued"]
     assert f'" {run_folder.SLURM} ||' in text["restarts"]
@@ -175,7 +182,7 @@ def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:
         step = joined(step).rstrip()
         assert "--ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 --export=ALL" in step
         assert "--kill-on-bad-exit=0" in step
-        assert step.endswith(f"-m hpcinit.{module} {FOLDER}/spec.json") and "--output" not in step
+        assert f"-m hpcinit.{module} {FOLDER}/spec.json\n" in step and "--output" not in step
     assert "--cpus-per-task" not in render(*words, "launch=fork", "cluster.cpus_per_node=null")
 
 

@@ -14,7 +14,6 @@ EXITED = "srun: error: n1: task 0: Exited with exit code 7"
 BOTH = "srun: error: n[1-2]: tasks 0,2-3: Exited with exit code 1"
 TERMINATED = "srun: error: n3: tasks 4-5: Terminated"
 STEP = "slurmstepd: error: *** STEP 15.0 ON n1 CANCELLED AT 2026-11-22T10:00:00 ***"
-JOB = "slurmstepd: error: *** JOB 15 ON n1 CANCELLED AT 2026-11-22T10:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***"
 ABORT = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
 OTHER = ["attempt 1", "hpcinit: new attempt: job 15 of a chain starts", "slurmstepd: error: x", "a task: Killed"]
 
@@ -23,7 +22,7 @@ def bash(folder: Path, *commands: str) -> str:
     """Return the output of the commands after the blocks."""
     values = {"hpcinit_nodes": 2}
     blocks = [*shell_blocks.block("srun_messages"), *shell_blocks.block("spare_nodes", values)]
-    script = "\n".join([f'hpcinit_log="{folder}/job.log"', "hpcinit_from=1", *blocks, *commands])
+    script = "\n".join([f'hpcinit_log="{folder}/job.log"', *blocks, "hpcinit_from=1", *commands])
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
 
 
@@ -32,12 +31,13 @@ def bash(folder: Path, *commands: str) -> str:
     [
         ([], [], ""),
         (OTHER, [], ""),
-        ([*OTHER, EXITED, KILLED], ["7 n1", "signal n2"], "n2"),
-        ([TERMINATED, EXITED], ["terminated n3", "7 n1"], "n3"),
-        ([BOTH], ["1 n[1-2]"], ""),
-        ([BOTH, EXITED], ["1 n[1-2]", "7 n1"], "n1"),
-        ([ABORT, STEP, TERMINATED], ["terminated -", "terminated -", "terminated n3"], "n3"),
-        (["srun: error: n1: task 0: Segmentation fault (core dumped)"], ["signal n1"], "n1"),
+        ([*OTHER, EXITED, KILLED], ["exited n1 7", "signal n2 137"], "n2"),
+        ([TERMINATED, EXITED], ["terminated n3 143", "exited n1 7"], "n3"),
+        ([BOTH], ["exited n[1-2] 1"], ""),
+        ([BOTH, EXITED], ["exited n[1-2] 1", "exited n1 7"], "n1"),
+        ([ABORT, STEP, TERMINATED], ["terminated - 143", "terminated - 143", "terminated n3 143"], "n3"),
+        (["srun: error: n1: task 0: Segmentation fault (core dumped)"], ["signal n1 139"], "n1"),
+        (["srun: error: n1: task 0: Out Of Memory"], ["signal n1 1"], "n1"),
     ],
 )
 def test_failures_since_the_ranks_started(tmp_path: Path, lines: list[str], failures: list[str], node: str) -> None:
@@ -47,9 +47,21 @@ def test_failures_since_the_ranks_started(tmp_path: Path, lines: list[str], fail
     assert bash(tmp_path, "hpcinit_failed_node").strip() == node
 
 
-def test_a_lost_node(tmp_path: Path) -> None:
-    """Only messages after the given line count."""
-    for line in (JOB, "srun: error: Node failure on n2"):
-        (tmp_path / "job.log").write_text(f"one\n{line}\ntwo\n")
-        assert bash(tmp_path, "hpcinit_node_failed 1 && echo yes") == "yes\n"
-        assert bash(tmp_path, "hpcinit_node_failed 2 || echo no") == "no\n"
+@pytest.mark.parametrize(
+    ("lines", "preempted", "status"),
+    [
+        ([EXITED, TERMINATED], False, 7),
+        ([KILLED, TERMINATED], False, 137),
+        ([STEP, EXITED], False, 143),  # the time limit, and a rank that fails because of it
+        ([EXITED, TERMINATED], True, 143),
+        ([], False, 143),
+    ],
+)
+def test_the_status_of_the_rank_that_failed_first(
+    tmp_path: Path, lines: list[str], preempted: bool, status: int
+) -> None:
+    """It is the job's, unless Slurm ended the ranks or printed nothing: then srun's own status is."""
+    (tmp_path / "job.log").write_text("".join(f"{line}\n" for line in ["an earlier line", *lines]))
+    is_preempted = f"hpcinit_preempted() {{ {str(preempted).lower()}; }}"
+    assert bash(tmp_path, is_preempted, "hpcinit_own_status 143 || echo $?") == f"{status}\n"
+    assert bash(tmp_path, is_preempted, "hpcinit_own_status 0 && echo 0") == "0\n"

@@ -5,6 +5,9 @@
 # - after 0, if the ranks recorded a stop: rank 0 removes that record when the program is done;
 # - after any other status, if a node was lost: the ranks on the other nodes then fail as well.
 # A requeued job finds its own record, and runs.
+hpcinit_node_failed() { # whether a message after line $1 of the log reports a lost node: 'srun: error: Node failure on n2'
+  tail -n "+$(($1 + 1))" "$hpcinit_log" | grep -qi 'node failure'
+}
 hpcinit_check_chain() {
   local job from status
   job=$(hpcinit_fact "$hpcinit_chain" job)

@@ -6,7 +6,7 @@ hpcinit_excluded="" # nodes that the ranks no longer use: n2,n3
 hpcinit_failed_node() { # print the node of the first rank that a signal ended, or else of the first that failed
   # A rank that a signal ended is the cause: the others fail because it is gone. 'n[1-2]' names no single node.
   local how node first=''
-  while read -r how node; do
+  while read -r how node _; do
     case $node in - | *'['*) continue ;; esac
     [ "$how" != signal ] || { echo "$node"; return; }
     first=${first:-$node}

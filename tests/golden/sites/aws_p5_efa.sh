@@ -24,8 +24,34 @@ unset SLURM_JWT
 # The run folder, and the files in it that this script uses. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
 hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
+hpcinit_log="$HPCINIT_RUN/logs/job.log" # what this script and srun print
 hpcinit_stopped="$HPCINIT_RUN/stopped.txt" # why the ranks stopped early: job and reason
 hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
+
+# srun returns the highest status of all ranks. After a failure it terminates the others, and returns their 143 or 137.
+# Its messages show which rank failed first, and no other code reads them:
+#   srun: error: n2: task 3: Killed                  srun: error: n[1-2]: tasks 2-3: Exited with exit code 1
+hpcinit_log_lines() { # how many lines the log has now
+  wc -l < "$hpcinit_log"
+}
+hpcinit_failures() { # print 'HOW NODE STATUS' for each failure after line $1; HOW: exited, signal or terminated
+  tail -n "+$(($1 + 1))" "$hpcinit_log" | sed -En '
+    s/^srun: error: ([^:]*): tasks? [^:]*: Exited with exit code ([0-9]+)$/exited \1 \2/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Terminated.*/terminated \1 143/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Aborted.*/signal \1 134/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Killed.*/signal \1 137/p; t
+    s/^srun: error: ([^:]*): tasks? [^:]*: Segmentation fault.*/signal \1 139/p; t
+    s/^srun: error: ([^:]*): tasks? .*/signal \1 1/p; t
+    s/.*(CANCELLED AT|Job step aborted|forcing job termination).*/terminated - 143/p'
+}
+hpcinit_own_status() { # srun ended with status $1; return the status of the rank that failed first
+  local how status
+  [ "$1" -ne 0 ] && read -r how _ status < <(hpcinit_failures "$hpcinit_from") || return "$1"
+  # During the grace time of a preemption, only the ranks get SIGTERM.
+  [ "$how" != terminated ] && ! hpcinit_preempted || return "$1"
+  return "$status"
+}
+hpcinit_from=$(hpcinit_log_lines)
 
 # Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
@@ -44,6 +70,14 @@ hpcinit_record began
 trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
+
+# Slurm stores when it decided to preempt a job, and keeps that over a requeue: it counts if it is not before the start.
+hpcinit_preempted() { # whether Slurm preempts this attempt
+  local job start=''
+  job=$(scontrol --oneliner show job "$hpcinit_job" 2>/dev/null)
+  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${BASH_REMATCH[1]}
+  [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${BASH_REMATCH[1]} < $start ]]
+}
 
 # Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
@@ -72,3 +106,4 @@ srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=24 --export=ALL -
     --container-mounts=/shared/me/project:/shared/me/project,/shared/me/runs/x-0001:/shared/me/runs/x-0001,/fsx:/fsx \
     --container-env=FI_EFA_USE_HUGE_PAGE,NCCL_NET,NCCL_SOCKET_IFNAME \
     python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
+hpcinit_own_status $?
