@@ -14,14 +14,14 @@ from tests.skip_or_fail import skip_or_fail
 
 PROCESSES = 4
 # Each claims a run folder many times. It gives every second number back, as a submission does that Slurm refused. It
-# submits the others, and removes their folders. The file HELD/N exists while a process has the number N.
+# submits the others, and removes their folders. The file TAKEN/N exists while a process has the number N.
 WORKER = """
 import os, shutil, sys
 from pathlib import Path
 from hpcinit.base.errors import SubmitError
 from hpcinit.submit import folder
 
-runs, held, submitted = map(Path, sys.argv[1:4])
+runs, taken, submitted = map(Path, sys.argv[1:4])
 print("ready", flush=True)
 sys.stdin.readline()
 full = done = 0
@@ -34,7 +34,7 @@ for _ in range(1000):
         continue
     done += 1
     number = path.name
-    os.close(os.open(held / number, os.O_CREAT | os.O_EXCL))
+    os.close(os.open(taken / number, os.O_CREAT | os.O_EXCL))
     os.sched_yield()
     assert sorted(os.listdir(path)) == ["errors", "logs"], f"{number} was removed by another process"
     try:
@@ -45,7 +45,7 @@ for _ in range(1000):
         sys.exit(f"{number} was used twice")
     except OSError:  # full
         pass
-    (held / number).unlink()
+    (taken / number).unlink()
     if (path / "submission.json").exists():
         shutil.rmtree(path)
     else:
@@ -68,12 +68,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_number_is_given_back_only_by_the_submission_that_took_it(small_disk: Path, tmp_path: Path) -> None:
     """No process removes another one's folder or number, and no number is submitted twice, whatever fails meanwhile."""
-    held, submitted = tmp_path / "held", tmp_path / "submitted"
-    held.mkdir()
+    taken, submitted = tmp_path / "taken", tmp_path / "submitted"
+    taken.mkdir()
     submitted.mkdir()
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, small_disk / "runs", held, submitted],
+            [sys.executable, "-c", WORKER, small_disk / "runs", taken, submitted],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for _ in range(PROCESSES)
