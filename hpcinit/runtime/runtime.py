@@ -398,7 +398,9 @@ class Runtime:
         timeout = self._patience(timeout)
         chosen = dtype or (torch.float16 if self.training.precision.param == "fp16" else torch.bfloat16)
         with phase.during("exporting", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
-            return export_weights.export(wrapped, Path(folder), dtype=chosen, tokenizer=tokenizer, timeout=timeout)
+            return export_weights.export(
+                wrapped, Path(folder), dtype=chosen, tokenizer=tokenizer, timeout=timeout, job=self.world.job
+            )
 
     def _patience(self, timeout: timedelta | None) -> timedelta:
         """Return how long ranks wait for each other in save(), load() and export()."""

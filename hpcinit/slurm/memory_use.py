@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 from hpcinit.slurm import slurm_client
 
-FIELDS = "--format=JobID,MaxRSS,MaxRSSNode,MaxRSSTask,ReqMem,NNodes"
+FIELDS = "--format=JobID,MaxRSS,MaxRSSNode,MaxRSSTask,ReqMem,NNodes,SubmitLine"
 LIMIT = timedelta(seconds=15)  # a verdict without these numbers is better than a long wait
 
 
-def describe(job_id: str) -> str:
+def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
     """Return 'task 3 on n2 used up to 481 MB; the job requested 500 MB per node ...', '' if accounting has no record.
 
+    is_other: whether the job with this command line of sbatch is another one, because Slurm gave the id again.
     Slurm samples the memory of each task, every 30 s by default, so a short peak is missing.
     """
     command = ["sacct", "--noheader", "--parsable2", f"--jobs={job_id}", FIELDS, "--units=M"]
@@ -20,7 +22,9 @@ def describe(job_id: str) -> str:
         output = slurm_client.run(command, at_most=LIMIT).stdout
     except slurm_client.Unreachable:
         return ""
-    rows = [cells for line in output.splitlines() if len(cells := line.split("|")) == 6]
+    rows = [cells for line in output.splitlines() if len(cells := line.split("|", 6)) == 7]
+    if any("." not in row[0] and is_other(row[6]) for row in rows):  # the rows of steps have the line of srun
+        return ""
     used = [(size, row) for row in rows if (size := _mb(row[1])) and "." in row[0]]
     if not used:
         return ""

@@ -192,12 +192,16 @@ def explain_run(path: Path, now: state.State) -> Verdict:
         if (
             verdict.kind == failure_kinds.HOST_MEMORY
             and now.engine == "slurm"
-            and (used := memory_use.describe(now.job_id))
+            and (used := memory_use.describe(now.job_id, lambda line: _is_other(path, now.job_id, line)))
         ):
             verdict = replace(verdict, evidence=(*verdict.evidence, used))
         if verdict.resubmit and (what := continuation.continues(path, now)):
             verdict = replace(verdict, do=what, resubmit=False)
     return replace(verdict, evidence=(f"warning: {found}", *verdict.evidence)) if found else verdict
+
+
+def _is_other(path: Path, job_id: str, submitted: str) -> bool:
+    return state.is_other(state.last_submission(path), job_id, submitted, submitted)
 
 
 def _explain(path: Path, now: state.State) -> Verdict:

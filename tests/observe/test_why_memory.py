@@ -84,11 +84,13 @@ def test_a_rank_killed_for_its_memory(hpcinit: Run, killing: MiniSlurm, tmp_path
             "12 MB; the job requested 1000 MB per node",
         ),
         ([["7", "", "", "", "", "1"], ["7.0", "12M", "n2", "3", "", "1"]], "task 3 on n2 used up to 12 MB (sampled"),
+        ([["7", "", "", "", "1M", "1", "sbatch other"], ["7.0", "12M", "n2", "3", "", "1", "srun x"]], ""),
     ],
 )
 def test_tables_of_sacct(monkeypatch: pytest.MonkeyPatch, rows: list[list[str]], expected: str) -> None:
-    """The step with the largest value counts. A job without a sample has no line. (These tables are written here.)"""
-    text = "".join("|".join(row) + "\n" for row in rows)
+    """The step with the largest value counts. A job without a sample has no line, and neither has another job with the
+    same id. (These tables are written here.)"""
+    text = "".join("|".join([*row, "sbatch a|b"][:7]) + "\n" for row in rows)
     monkeypatch.setattr(slurm_client, "run", lambda *arguments, **options: slurm_client.Output((), 0, text, ""))
-    found = memory_use.describe("7")
+    found = memory_use.describe("7", lambda line: line == "sbatch other")
     assert expected in found if expected else found == ""

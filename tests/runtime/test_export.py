@@ -43,7 +43,7 @@ def logits_of(made):
         return made(input_ids=tokens).logits.float()
 
 def export(made, folder, **more):
-    return export_weights.export(made, Path(folder), **{"dtype": torch.bfloat16, "tokenizer": None, "timeout": timedelta(minutes=5), **more})
+    return export_weights.export(made, Path(folder), **{"dtype": torch.bfloat16, "tokenizer": None, "timeout": timedelta(minutes=5), "job": "", **more})
 
 def off(one, other):
     return float((one - other).abs().max() / other.abs().max())

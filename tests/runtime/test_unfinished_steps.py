@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
+from hpcinit.runtime.checkpoint import export_weights
 from hpcinit.runtime.checkpoint import owner as owners
 from tests.minislurm import MiniSlurm
 from tests.runtime.test_checkpoint import left_in, two_ranks, whole
@@ -93,7 +94,7 @@ def test_a_process_that_may_be_alive(killed: Path, case: str, capsys: pytest.Cap
     assert not swept(killed)
     of_steps.sweep(killed.parent, owners.of_this_process(""))
     assert not swept(killed, step=3)
-    line = f"may still write this unfinished step. If that job has ended: rm -r {shlex.quote(str(killed))}\n"
+    line = f"may still write this unfinished folder. If that job has ended: rm -r {shlex.quote(str(killed))}\n"
     assert capsys.readouterr().err.count(line) == 1
 
 
@@ -123,6 +124,45 @@ def test_a_load_removes_it(killed: Path) -> None:
     (zero, output), _ = two_ranks(code, killed.parents[1], FOLDER=str(killed.parent))
     assert zero == {"loaded": None, "left": []}, output
     assert not killed.exists()
+
+
+EXPORT = """
+import sys, time
+from pathlib import Path
+from hpcinit.runtime.checkpoint import export_weights
+print(export_weights.begin(Path(sys.argv[1]), ""), flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_unfinished_export(tmp_path: Path) -> None:
+    """The next export removes what a killed one left, at once, and keeps the folder of one that is alive, however old."""
+    folder = tmp_path / "out [1]"
+    command = [sys.executable, "-c", EXPORT, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as alive:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+            assert killed.stdout and alive.stdout
+            gone, kept = Path(killed.stdout.readline().rstrip("\n")), Path(alive.stdout.readline().rstrip("\n"))
+            assert gone.is_dir() and kept.is_dir()
+            killed.kill()
+        for path in (kept / of_steps.OWNER, kept):
+            os.utime(path, (1, 1))
+        mine = export_weights.begin(folder, "")
+        assert of_steps.wait_for_removals(100)
+        assert {*tmp_path.iterdir()} == {kept, mine}
+        alive.kill()
+
+
+def test_an_id_that_slurm_gave_again(tmp_path: Path) -> None:
+    """A job with the id of an older run is another job: it takes the folder over, and removes nothing of that run."""
+    old = dataclasses.replace(
+        owners.of_this_process("5.0.2"), host="n999", cluster="c", run="/runs/x-0001", token="old"
+    )
+    mine = dataclasses.replace(old, job="5.0.0", run="/runs/y-0001", token="mine")
+    assert owners.claim(tmp_path, old) is None
+    assert owners.claim(tmp_path, mine) == old
+    again = dataclasses.replace(mine, job="5.0.9", token="again")
+    assert again.is_restart_of(mine) and not again.is_restart_of(old)
 
 
 @pytest.mark.slurm

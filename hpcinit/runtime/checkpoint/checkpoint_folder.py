@@ -244,7 +244,7 @@ def sweep(folder: Path, owner: Owner) -> None:
     for path in aside:
         discard(path)
     for path in leftovers:
-        remove_later(partial(_remove_if_ended, path, owner))
+        remove_later(partial(remove_if_ended, path, owner))
 
 
 def discard(path: Path) -> None:
@@ -261,7 +261,8 @@ def _exists_already(final: Path) -> str:
     return f"{final} already exists{by}: load it and continue from there, save into another folder, or remove it"
 
 
-def _remove_if_ended(path: Path, mine: Owner) -> None:
+def remove_if_ended(path: Path, mine: Owner) -> None:
+    """Remove the unfinished folder if its job has ended for certain; print a line if that is unknown. Raise OSError."""
     if not safe_files.is_own(path):  # its owner removes it
         return
     owner = owners.read(path / OWNER)
@@ -274,7 +275,7 @@ def _remove_if_ended(path: Path, mine: Owner) -> None:
 
 @cache
 def _report(path: Path, owner: str) -> None:
-    say(f"{owner} may still write this unfinished step. If that job has ended: rm -r {shlex.quote(str(path))}")
+    say(f"{owner} may still write this unfinished folder. If that job has ended: rm -r {shlex.quote(str(path))}")
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:

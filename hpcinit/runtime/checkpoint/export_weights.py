@@ -9,12 +9,12 @@ It is written into .FOLDER.RANDOM.tmp beside it, and renamed when every file is 
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +30,7 @@ from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.base.versions import installed
 from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
 from hpcinit.runtime.checkpoint import native_checkpoint
+from hpcinit.runtime.checkpoint import owner as owners
 from hpcinit.runtime.wrap.wrapped import Wrapped
 
 MARKER = "hpcinit_export.json"
@@ -42,8 +43,10 @@ class Saves(Protocol):
     def save_pretrained(self, save_directory: str) -> object: ...
 
 
-def export(wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Saves | None, timeout: timedelta) -> Path:
-    """Write the whole weights into `folder` and return it. Every rank must call it; rank 0 writes.
+def export(
+    wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Saves | None, timeout: timedelta, job: str
+) -> Path:
+    """Write the whole weights into `folder` and return it. Every rank must call it; rank 0 writes. job: World.job.
 
     Rank 0 needs memory on the CPU for the whole model in `dtype`. Raise RequestError on every rank for a model or a
     folder that cannot be exported, and CheckpointError if writing fails. An older export is then unchanged.
@@ -63,7 +66,7 @@ def export(wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Sav
     temporary: Path | None = None
     with native_checkpoint.patient(timeout):
         try:
-            temporary = native_checkpoint.on_rank_0(partial(_begin, folder, timeout))
+            temporary = native_checkpoint.on_rank_0(partial(begin, folder, job))
             weights = _collect(wrapped, dtype)
             native_checkpoint.on_rank_0(partial(_write, wrapped.model, weights, dtype, tokenizer, temporary, folder))
         except CheckpointError as error:
@@ -74,26 +77,18 @@ def export(wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Sav
     return folder
 
 
-def _begin(folder: Path, timeout: timedelta) -> Path:
-    """Create and return a temporary folder; remove those of killed exports. Raise RequestError for a foreign folder."""
+def begin(folder: Path, job: str) -> Path:
+    """Create and return a temporary folder; remove, in the background, those of exports whose job has ended. Raise
+    RequestError for a foreign folder."""
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
-        if time.time() - _last_change(path) > timeout.total_seconds():
-            shutil.rmtree(path, ignore_errors=True)
+    owner = owners.of_this_process(job)
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        of_steps.remove_later(partial(of_steps.remove_if_ended, path, owner))
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     temporary.mkdir()
+    owners.write(temporary / of_steps.OWNER, owner)
     return temporary
-
-
-def _last_change(folder: Path) -> float:
-    """Return the time of the last change in the folder, in seconds since 1970."""
-    times = [0.0]
-    for inner, _, names in os.walk(folder):
-        for each in (".", *names):
-            with suppress(OSError):
-                times.append(Path(inner, each).stat().st_mtime)
-    return max(times)
 
 
 def _free(folder: Path) -> str:
@@ -110,7 +105,7 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.is_dir():
         raise RequestError(f"cannot export to {folder}: it is not a folder")
     try:
-        ours = {MARKER, *json.loads((folder / MARKER).read_text())["files"]}
+        ours = {MARKER, of_steps.OWNER, *json.loads((folder / MARKER).read_text())["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         ours = set()
     found = sorted(set(_files(folder)) - ours)
@@ -186,7 +181,8 @@ def _write(
     if tokenizer is not None:
         tokenizer.save_pretrained(str(temporary))
     versions = {name: found for name in ("torch", "transformers", "peft") if (found := installed(name))}
-    document = {"dtype": _name(dtype), "versions": versions, "files": _files(temporary)}
+    files = {name: size for name, size in _files(temporary).items() if name != of_steps.OWNER}
+    document = {"dtype": _name(dtype), "versions": versions, "files": files}
     (temporary / MARKER).write_text(json.dumps(document, indent=1) + "\n")
     for inner, _, names in os.walk(temporary):
         for each in [*names, "."]:
@@ -228,6 +224,7 @@ def _publish(temporary: Path, folder: Path) -> None:
         if older is not None:
             older.rename(folder)
         raise
+    (folder / of_steps.OWNER).unlink()  # not before: a temporary folder without it could never be removed
     of_steps.sync(folder.parent)
     if older is not None:
         of_steps.discard(older)

@@ -40,12 +40,14 @@ _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d
 class Owner(processes.Process):
     """The job whose rank 0 is this process.
 
-    job: World.job. cluster: Slurm's name of its cluster, which gives the job its id; '' without Slurm. token: random,
-    unique to this process and job. since: seconds since 1970.
+    job: World.job. cluster: Slurm's name of its cluster, which gives the job its id; '' without Slurm. run: the run
+    folder, because Slurm gives an id again if it loses its state; '' without one. token: random, unique to this process
+    and job. since: seconds since 1970.
     """
 
     job: str
     cluster: str = ""
+    run: str = ""
     token: str
     since: float
 
@@ -71,7 +73,8 @@ class Owner(processes.Process):
         return int(found["restart"]), step, int(found["start"] or 0)
 
     def is_same_job(self, other: Owner) -> bool:
-        return bool(self.slurm_id) and (self.cluster, self.slurm_id) == (other.cluster, other.slurm_id)
+        mine, its = ((one.cluster, one.slurm_id, one.run) for one in (self, other))
+        return bool(self.slurm_id) and mine == its
 
     def is_restart_of(self, other: Owner) -> bool:
         """Return whether Slurm or the agents of this job started it again after `other`.
@@ -85,8 +88,8 @@ class Owner(processes.Process):
 def of_this_process(job: str) -> Owner:
     """Return this process as an owner. Only `since` differs between calls."""
     me = processes.identity()
-    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
-    return Owner(**me, job=job, cluster=cluster, token=_token(me["pid"], job), since=time.time())
+    cluster, run = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", run_folder.ENV_FOLDER))
+    return Owner(**me, job=job, cluster=cluster, run=run, token=_token(me["pid"], job), since=time.time())
 
 
 @cache
