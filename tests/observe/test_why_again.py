@@ -168,7 +168,9 @@ def test_no_second_job_while_a_dependent_one_is_not_known_to_be_over(tmp_path: P
 
 
 def test_a_program_without_progress_calls(tmp_path: Path) -> None:
-    """The report of a program without run.progress recommends the call, because a hang looks like a long step."""
+    """The report of a program without run.progress recommends the call, because a hang looks like a long step, and
+    `hpcinit stacks RUN`, which needs no call."""
+    assert "seems to hang, hpcinit stacks RUN shows" in why_command.explain_run(tmp_path, RUNS).do
     assert "calls run.progress(step, total)" in why_command.explain_run(tmp_path, RUNS).do
     (tmp_path / run_folder.PROGRESS).write_text('{"step": 1, "total": 2, "values": {}, "time": 1}')
     assert why_command.explain_run(tmp_path, RUNS).do == ""

@@ -37,9 +37,17 @@ print("done", flush=True)
 SHAPE = ["nodes=2", "ranks_per_node=1", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null", "hang.after_s=6"]
 
 
+def advised_stacks(hpcinit: Run, slurm: MiniSlurm, report: str, run: str) -> str:
+    """Return what `hpcinit stacks RUN` prints, which the report advises."""
+    assert "hpcinit stacks RUN" in report, report
+    done = hpcinit("stacks", run, env=slurm.env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_an_unchanged_script_that_hangs(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """`why` reports that no rank prints, the rank that differs, its line, and the CPU time of each rank; after more
-    output it reports no hang, and the run completes."""
+    """`why` reports that no rank prints, the rank that differs, its line, and the CPU time of each rank, and advises
+    `hpcinit stacks RUN`; after more output it reports no hang, and the run completes."""
     (tmp_path / "plain.py").write_text(PLAIN)
     folder = folder_of(submit(hpcinit, idle_slurm, *SHAPE, "--", "plain.py"))
 
@@ -65,6 +73,8 @@ def test_an_unchanged_script_that_hangs(hpcinit: Run, idle_slurm: MiniSlurm, tmp
     assert shares[1] > shares.get(0, 0), used
     found = json.loads(hpcinit("why", "--json", folder.name, env=idle_slurm.env).stdout)
     assert (found["kind"], found["rank"], found["host"]) == ("hang", 1, "n2")
+    stacks = advised_stacks(hpcinit, idle_slurm, reports[-1], folder.name)
+    assert "read" in stacks and "all_reduce" in stacks, stacks
     status = hpcinit("status", folder.name, env=idle_slurm.env).stdout
     assert "no rank has printed anything for" in status, status
     (tmp_path / "go").touch()
@@ -117,7 +127,8 @@ def test_ranks_that_cannot_write_their_stacks(hpcinit: Run, idle_slurm: MiniSlur
 
 
 def test_a_silent_command(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """For a command that is not Python, `why` reports how long no rank has printed anything."""
+    """For a command that is not Python, `why` reports how long no rank has printed anything, and advises `hpcinit stacks
+    RUN`, which shows its process."""
     folder = folder_of(submit(hpcinit, idle_slurm, *SHAPE, "--", "sh", "-c", "echo ready; sleep 600"))
 
     def report() -> str:
@@ -128,6 +139,8 @@ def test_a_silent_command(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -
         assert report().startswith("the job is RUNNING: nothing has failed, but no rank has printed anything for"), (
             report()
         )
+        stacks = advised_stacks(hpcinit, idle_slurm, report(), folder.name)
+        assert "sleep 600" in stacks, stacks
     finally:
         hpcinit("cancel", folder.name, env=idle_slurm.env)
 
