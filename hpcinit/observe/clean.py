@@ -183,18 +183,18 @@ def _outside(options: argparse.Namespace) -> int:
             "--outside is about files that belong to no run, so it takes no run, --state or --older-than: "
             "hpcinit clean --outside"
         )
-    found = [(one, _used(one.path)) for one in outside.places(options.runs_dir, os.environ)]
-    free = [one.path for one, _ in found if not one.kept]
-    for one, size in found if not options.json else ():
-        kept = f"; kept: {one.kept}" if one.kept else ""
+    found = [(one, _used(one.path), one.why_kept()) for one in outside.places(options.runs_dir, os.environ)]
+    free = [one for one, _, why in found if not why]
+    for one, size, why in found if not options.json else ():
+        kept = f"; kept: {why}" if why else ""
         print(plain(str(one.path) if options.quiet else f"{_size(size):>9}  {one.path}  {one.what}{kept}"))
     removed = set()
     if options.yes or (free and not options.json and _confirmed(f"remove {counted(len(free), 'folder')}? [y/N] ")):
-        removed = {path for path in free if _removed_folder(path)}
+        removed = {one.path for one in free if _removed(one)}
     elif free:
         console.note("nothing was removed; to remove without a confirmation: hpcinit clean --outside --yes")
-    for one, size in found if options.json else ():
-        document = {"path": str(one.path), "what": one.what, "bytes": size, "kept": one.kept}
+    for one, size, why in found if options.json else ():
+        document = {"path": str(one.path), "what": one.what, "bytes": size, "kept": why}
         print(json_output.line("clean outside", {**document, "removed": one.path in removed}))
     if not options.json:
         console.note(
@@ -206,13 +206,15 @@ def _outside(options: argparse.Namespace) -> int:
     return 0
 
 
-def _removed_folder(path: Path) -> bool:
+def _removed(place: outside.Place) -> bool:
     try:
-        shutil.rmtree(path)
+        why = outside.remove(place)
     except OSError as error:
-        console.warning(f"cannot remove {path}: {error.strerror} ({error.filename}); remove it with rm -r")
+        console.warning(f"cannot remove {place.path}: {error.strerror} ({error.filename}); remove it with rm -r")
         return False
-    return True
+    if why:
+        console.warning(f"{place.path} stays: {why}")
+    return not why
 
 
 def _remove(found: Sequence[Finished]) -> set[Path]:

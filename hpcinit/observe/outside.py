@@ -3,7 +3,9 @@
 Invariant: nothing that a job or a process of this user may use is removed, and nothing that hpcinit did not write: with
 XDG_CACHE_HOME=/scratch/me, ~/.cache/hpcinit may be a checkout. A job in the queue may load an op from the
 cache, and a process may use a folder on this machine's disk. So the cache stays while this user has a job in the queue,
-and while Slurm does not answer. This machine's folder stays while any folder in it is locked.
+and while Slurm does not answer. In this machine's folder, whatever a process has locked stays.
+
+A process may start between the look and the removal, so a folder is renamed, looked at again, and then removed.
 """
 
 from __future__ import annotations
@@ -11,48 +13,77 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hpcinit.base import safe_files
 from hpcinit.base.text import home
-from hpcinit.records import node_records, scratch
+from hpcinit.records import node_records, safeguards, scratch
 from hpcinit.slurm import tokens
 from hpcinit.slurm.slurm_client import Unreachable
 
 REMOVED = re.compile(r"\..+\.removed-\d+")  # observe/clean.py renames a run folder to this before it removes it
 
 
+def _unused() -> str:
+    return ""
+
+
 @dataclass(frozen=True)
 class Place:
-    """A folder that hpcinit wrote. kept: why it is not removed, or ''."""
+    """A folder that hpcinit wrote. why_kept: returns why it is not removed now, or ''. disk: of this machine's jobs."""
 
     path: Path
     what: str
-    kept: str = ""
+    why_kept: Callable[[], str] = _unused
+    disk: bool = False
 
 
 def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
     """Return the existing places with this user's files, from this machine's view."""
-    found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir)]
-    return [one for one in dict.fromkeys(found) if safe_files.is_own(one.path, folder=True)]
+    found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir, "a run whose removal was interrupted")]
+    return [one for one in found if safe_files.is_own(one.path, folder=True)]
+
+
+def remove(place: Place) -> str:
+    """Remove the place. Return why it was kept, or ''. Raise OSError."""
+    if place.disk:
+        scratch.sweep(place.path, kernels=True)  # except what its users have locked
+        dumps = place.path / safeguards.FLIGHT
+        left = next((one for one in place.path.iterdir() if one != dumps), None)
+        if why := place.why_kept() or (f"{left} is not of this host" if left else ""):
+            return why
+        return remove(replace(place, path=dumps, disk=False)) if dumps.is_dir() else ""
+    hidden = place.path.with_name(f".{place.path.name}.removed-{os.getpid()}")
+    place.path.rename(hidden)
+    if why := place.why_kept():
+        hidden.rename(place.path)
+        return why
+    shutil.rmtree(hidden)
+    return ""
 
 
 def _node_disks(env: Mapping[str, str]) -> Iterator[Place]:
-    for parent in scratch.parents(env):
+    for parent in dict.fromkeys(scratch.parents(env)):
         path = scratch.of_user(parent)
-        if path.is_absolute() and safe_files.is_own(path, folder=True):
-            used = next((one for one in path.iterdir() if scratch.in_use(one)), None)
-            kept = f"a process uses {used}" if used else ""
-            yield Place(path, "caches of jobs on this machine, compiled kernels", kept)
+        if path.is_absolute() and safe_files.is_own(path, folder=True) and any(path.iterdir()):
+            yield Place(path, "caches of jobs on this machine, compiled kernels", partial(_locked, path), disk=True)
+
+
+def _locked(path: Path) -> str:
+    used = next((one for one in path.iterdir() if scratch.in_use(one)), None)
+    return f"a process uses {used}" if used else ""
 
 
 def _homes(env: Mapping[str, str]) -> Iterator[Place]:
     ops = Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "hpcinit/ops"
-    if ops.is_dir():
-        yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", _why_in_use())
-    yield Place(node_records.folder(env), "nodes that failed, and those added with hpcinit nodes --add")
+    nodes = node_records.folder(env)
+    yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", _why_in_use)
+    yield Place(nodes, "nodes that failed, and those added with hpcinit nodes --add")
+    for folder in (ops.parent, nodes.parent):
+        yield from _interrupted(folder, "what an interrupted removal left")
 
 
 def _why_in_use() -> str:
@@ -67,8 +98,8 @@ def _why_in_use() -> str:
     return next((f"job {job.base_id} is in the queue and may use it" for job in jobs if not job.over), "")
 
 
-def _interrupted(runs_dir: Path) -> Iterator[Place]:
-    if runs_dir.is_dir():
-        for name in sorted(os.listdir(runs_dir)):  # noqa: PTH208 - names of a thousand folders
+def _interrupted(folder: Path, what: str) -> Iterator[Place]:
+    if folder.is_dir():
+        for name in sorted(os.listdir(folder)):  # noqa: PTH208 - names of a thousand folders
             if REMOVED.fullmatch(name):
-                yield Place(runs_dir.absolute() / name, "a run whose removal was interrupted")
+                yield Place(folder.absolute() / name, what)

@@ -139,6 +139,8 @@ def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
     if parent is None:
         return ""
     try:
+        if folder is None:
+            scratch.take(parent, job)  # while this process runs, `clean --outside` sees that it uses `parent`
         (parent / FLIGHT).mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return ""

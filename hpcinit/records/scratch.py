@@ -2,7 +2,10 @@
 
 Slurm does not clean /tmp after a job. So every process that uses a folder holds a shared lock in it, which the kernel
 releases however the process ends. The last process removes the folder; the next start on the node removes the folders
-of killed jobs. Compiled kernels are in another folder, which stays."""
+of killed jobs. Compiled kernels are in another folder, which stays; who uses it holds a lock in it too.
+
+TMPDIR may be on a disk that nodes share, where other nodes often do not see a lock. So only folders whose names end
+with this host's name are removed."""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def kept(parent: Path) -> Path:
     node for KEPT_S.
     """
     folder = parent / f"{KEPT}-{os.uname().nodename}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    os.set_inheritable(_hold(folder), True)
     os.utime(folder)
     return folder
 
@@ -118,17 +121,16 @@ def _hold(folder: Path) -> int:
     raise OSError(f"{folder} is not a folder, or was removed {TRIES} times while it was created")
 
 
-def sweep(parent: Path) -> None:
-    """Remove the folders that no process uses: those of killed jobs."""
+def sweep(parent: Path, *, kernels: bool = False) -> None:
+    """Remove the folders of this host that no process uses: those of killed jobs. kernels: also new ones of kernels."""
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.endswith(GONE):
                 shutil.rmtree(folder, ignore_errors=True)
-            elif folder.name.startswith(f"{KEPT}-"):
-                if time.time() - folder.stat().st_mtime > KEPT_S:
-                    _remove(folder)
-            else:
-                _remove_unused(folder)
+            elif folder.name.endswith(f"-{os.uname().nodename}"):
+                new = folder.name.startswith(f"{KEPT}-") and time.time() - folder.stat().st_mtime <= KEPT_S
+                if kernels or not new:
+                    _remove_unused(folder)
 
 
 def _is_still(path: Path, opened: int) -> bool:
@@ -145,7 +147,7 @@ def _leave(folder: Path, lock: int) -> None:
 
 def _remove_unused(folder: Path) -> None:
     with contextlib.suppress(OSError):  # in use, without a lock (then leave it), or removed already
-        lock = os.open(folder / LOCK, os.O_RDWR)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(folder / LOCK, lock):

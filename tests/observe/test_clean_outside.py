@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpcinit.observe import clean, outside
 from hpcinit.records import scratch
 from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
+
+HOST = os.uname().nodename
 
 
 @pytest.fixture
@@ -19,13 +26,14 @@ def wrote(tmp_path: Path) -> dict[str, str]:
     """Return an environment whose folders contain what hpcinit writes."""
     disk = tmp_path / "disk" / f"hpcinit-{os.geteuid()}"
     for folder in (
-        disk / "43.0.0-n1",
-        disk / "kernels-n1",
+        disk / f"43.0.0-{HOST}",
+        disk / f"kernels-{HOST}",
         tmp_path / "cache/hpcinit/ops",
         tmp_path / "state/hpcinit/nodes",
     ):
         folder.mkdir(parents=True)
         (folder / "x").write_text("x" * 5000)
+    disk.chmod(0o700)
     (tmp_path / "runs/.x-0001.removed-7").mkdir(parents=True)
     for other in ("cache/other", "conf/cluster", "multirun"):
         (tmp_path / other).mkdir(parents=True)
@@ -62,7 +70,7 @@ def test_all_places_are_shown(hpcinit: Run, tmp_path: Path, wrote: dict[str, str
 
 def test_a_folder_in_use_stays(hpcinit: Run, tmp_path: Path, wrote: dict[str, str]) -> None:
     """While a process holds the lock of a job's folder, this machine's folder stays."""
-    with (tmp_path / own(tmp_path) / "43.0.0-n1" / scratch.LOCK).open("w") as lock:
+    with (tmp_path / own(tmp_path) / f"43.0.0-{HOST}" / scratch.LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         found = listed(hpcinit, wrote)[own(tmp_path)]
         assert str(found["kept"]).startswith("a process uses ") and not found["removed"]
@@ -86,19 +94,97 @@ def test_removed_unless_a_job_may_use_it(
 
 def test_yes_removes(hpcinit: Run, tmp_path: Path, wrote: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """--yes removes the listed places of this test; settings and files of programs stay."""
-    from hpcinit.observe import clean, outside
-
-    every = outside.places
-
-    def below(runs_dir: Path, env: object) -> list[outside.Place]:
-        # Never this machine's own /tmp/hpcinit-UID, which other tests use.
-        return [one for one in every(runs_dir, wrote) if one.path.absolute().is_relative_to(tmp_path) and not one.kept]
-
-    monkeypatch.setattr(outside, "places", below)
+    monkeypatch.setattr(outside, "places", only_below(tmp_path, wrote))
     assert clean.main(["--outside", "--yes"]) == 0
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert {"conf/cluster", "cache/other", "multirun"} <= left
-    assert not {own(tmp_path), "state/hpcinit/nodes", "runs/.x-0001.removed-7"} & left
+    assert not {"state/hpcinit/nodes", "runs/.x-0001.removed-7"} & left
+    assert not any(path.startswith(f"{own(tmp_path)}/") for path in left), "the empty folder stays for the next start"
+
+
+def only_below(tmp_path: Path, env: dict[str, str]) -> Callable[[Path, object], list[outside.Place]]:
+    """Return outside.places() without this machine's own /tmp/hpcinit-UID, which other tests use."""
+    every = outside.places
+
+    def below(runs_dir: Path, _: object) -> list[outside.Place]:
+        return [one for one in every(runs_dir, env) if one.path.absolute().is_relative_to(tmp_path)]
+
+    return below
+
+
+# Use the folders as a starting rank does. Print a line when they are taken, end after the next line of input.
+USES = """
+import os, sys
+from hpcinit.records import scratch
+mine = scratch.base(os.environ)
+assert str(mine).startswith(os.environ["TMPDIR"]), mine
+for job in sys.argv[1:]:
+    folder, kernels = scratch.take(mine, job), scratch.kept(mine)
+    for path in (folder / "x", kernels / f"x{job}"):
+        path.write_text("x")
+print("took", flush=True)
+sys.stdin.readline()
+assert all(path.exists() for path in (folder / "x", kernels / f"x{job}"))
+"""
+
+
+def uses(env: dict[str, str], *jobs: str) -> subprocess.Popen[str]:
+    """Start a process that uses the folders."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", USES, *jobs], env={**os.environ, **env}, stdin=pipe, stdout=pipe, text=True
+    )
+
+
+def test_a_process_that_starts_before_the_answer(
+    tmp_path: Path, wrote: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a process starts to use between the list and the answer stays, with kernels. The rest is removed."""
+    started = []
+
+    def answer(question: str) -> bool:
+        started.append(uses(wrote, "44.0.0"))
+        assert started[0].stdout is not None and started[0].stdout.readline() == "took\n"
+        (tmp_path / "in the queue").touch()
+        return True
+
+    def in_the_queue() -> str:
+        return "job 7 is in the queue and may use it" if (tmp_path / "in the queue").exists() else ""
+
+    monkeypatch.setattr(outside, "places", only_below(tmp_path, wrote))
+    monkeypatch.setattr(outside, "_why_in_use", in_the_queue)
+    monkeypatch.setattr(clean, "_confirmed", answer)
+    assert clean.main(["--outside"]) == 0
+    assert {path.name for path in (tmp_path / own(tmp_path)).iterdir()} == {f"44.0.0-{HOST}", f"kernels-{HOST}"}
+    assert (tmp_path / "cache/hpcinit/ops/x").exists() and not (tmp_path / "state/hpcinit/nodes").exists()
+    said = capsys.readouterr().err
+    assert "stays: a process uses " in said and "ops stays: job 7 is in the queue and may use it" in said
+    started[0].communicate("end\n", timeout=60)
+    assert started[0].returncode == 0
+
+
+def test_processes_that_start_all_the_time(tmp_path: Path, wrote: dict[str, str]) -> None:
+    """Of 300 starts in three processes, none loses its folder while another process removes what is unused."""
+    started = [uses(wrote, *(f"{one}.{number}" for number in range(100))) for one in range(3)]
+    (place,) = (one for one in only_below(tmp_path, wrote)(tmp_path, {}) if one.disk)
+    waiting = {one.stdout for one in started}
+    while waiting:
+        outside.remove(place)
+        waiting -= set(select.select(list(waiting), [], [], 0)[0])
+    for one in started:
+        assert one.communicate("end\n", timeout=60)[0] == "took\n"
+        assert one.returncode == 0
+
+
+def test_a_folder_of_another_host_stays(tmp_path: Path, wrote: dict[str, str]) -> None:
+    """TMPDIR may be on a shared disk, where a lock of another host may be invisible: neither a start nor clean removes it."""
+    theirs = tmp_path / own(tmp_path) / "43.0.0-other"
+    theirs.mkdir()
+    (theirs / scratch.LOCK).touch()
+    scratch.sweep(theirs.parent)
+    (place,) = (one for one in only_below(tmp_path, wrote)(tmp_path, {}) if one.disk)
+    assert outside.remove(place) == f"{theirs} is not of this host"
+    assert list(theirs.parent.iterdir()) == [theirs]
 
 
 def test_takes_no_run(hpcinit: Run) -> None:
