@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.slurm import queue
+from hpcinit.jobs import node_check
+from hpcinit.records.spec import NodeCheck
+from hpcinit.slurm import queue, slurm_client
 from tests import other_user
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -243,9 +246,8 @@ def test_a_step_that_was_started_from_an_ended_job(cluster: MiniSlurm, user: Use
     assert found_by_check(cluster, user) == []
 
 
-def test_a_job_of_another_cluster_on_this_node(cluster: MiniSlurm, user: User) -> None:
-    """A node may run slurmd of two clusters, and an id that has ended in one may run in the other. (Its environment is a
-    recorded one of this cluster, with another name: a second slurmd on this node is not started.)"""
+def test_an_environment_of_another_cluster(cluster: MiniSlurm, user: User) -> None:
+    """A process whose environment differs only in the cluster's name or in SLURM_CONF is not reported."""
     ended = sbatch(cluster, user, "-wn1", "--ntasks=1", "--wrap=srun env -0 > other.env")
     assert finish(cluster, ended, 150) == "COMPLETED"
     env = dict(line.split("=", 1) for line in (user.home / "other.env").read_text().split("\0") if "=" in line)
@@ -289,3 +291,82 @@ def test_slurm_that_does_not_answer_the_check(cluster: MiniSlurm, user: User, do
         go.unlink(missing_ok=True)
         waits.unlink(missing_ok=True)
         os.kill(pid, 9)
+
+
+def test_a_real_second_cluster_on_this_node(cluster: MiniSlurm, user: User) -> None:
+    """A job of a second controller runs on a node of the same name, with the id of a job that has ended here."""
+    ended = sbatch(cluster, user, "-wn1", "--ntasks=1", "--wrap=true")
+    assert finish(cluster, ended, 150) == "COMPLETED"
+    with MiniSlurm(nodes=1, gpus=0, name=f"harm-second-{os.getpid()}") as second:
+        # Its node has its own network. Here the job enters that of n1, as if both daemons ran there.
+        here = shlex.join(cluster.inside("n1", user.command("sleep", "600")))
+        before = 0
+        while before < int(ended) - 1:
+            before = int(second.run("sbatch", "--parsable", "--hold", "--wrap=true"))
+        job = second.run("sbatch", "--parsable", "-wn1", "--ntasks=1", f"--wrap=srun {here}").strip()
+        assert job == ended
+        until(lambda: sleepers(job))
+        (pid,) = sleepers(job)
+        assert found_by_check(cluster, user) == []
+        assert pid in sleepers(job)
+        second.cancel_all()
+
+
+def test_a_truncated_answer_proves_no_end(cluster: MiniSlurm, user: User, tmp_path: Path) -> None:
+    """Whatever part of its answer scontrol prints, and if it fails after it, only the whole answer shows that jobs ended."""
+    script = user.home / "het.sh"
+    script.write_text("#!/bin/bash\n#SBATCH -wn2 -n1\n#SBATCH hetjob\n#SBATCH -wn1 -n1\ntrue\n")
+    leader = sbatch(cluster, user, str(script))
+    until(lambda: queue_state(cluster, leader) == "COMPLETED")
+    whole = cluster.run("scontrol", "--all", "show", "job", leader)
+    assert whole.count("JobState=COMPLETED") == 2
+    stand_in(tmp_path, "scontrol", 'cat "$ANSWER"; exit "$STATUS"')
+    stand_in(tmp_path, "sacct", "echo COMPLETED")
+
+    def found(text: str, status: int = 0) -> bool | None:
+        (tmp_path / "answer").write_text(text)
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ANSWER": f"{tmp_path}/answer", "STATUS": str(status)}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            with suppress(slurm_client.Unreachable):
+                return queue.has_ended(leader, timedelta(seconds=30))
+        return None
+
+    assert found(whole) is True and found(whole, 1) is None
+    cuts = [0, *(match.end() for match in re.finditer(r"\n", whole)), *range(3, len(whole), 61)]
+    for cut in cuts:
+        assert found(whole[:cut]) in (None, False) or cut == len(whole), whole[:cut]
+    record = "JobId={} {}JobName=x\n   JobState=COMPLETED\n\n"
+    assert found(record.format(leader, "")) is True
+    assert found(record.format(int(leader) + 9, "")) is None, "an answer about another job"
+
+
+def test_slow_commands_do_not_use_up_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All commands of Slurm together take at most half of the check's time, and without their answers nothing is
+    reported about processes."""
+    stand_in(
+        tmp_path,
+        "scontrol",
+        f"echo >> {tmp_path}/calls; sleep 1.4; printf 'JobId=%s JobName=x\\n   JobState=COMPLETED\\n\\n' $4",
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    task = {"SLURM_PROCID": "0", "SLURMD_NODENAME": f"n-{os.getpid()}", "SLURM_CLUSTER_NAME": "harm"}
+    left = [
+        subprocess.Popen(["sleep", "600"], env={**task, "PATH": "/bin", "SLURM_JOB_ID": str(job)})
+        for job in range(91, 96)
+    ]
+    try:
+        env = {**task, "SLURM_JOB_ID": "99"}
+        assert len(list(node_check._tasks(env))) == 5
+        assert list(node_check._leftovers(NodeCheck("report", 8.0), env)) == []
+        assert len((tmp_path / "calls").read_text()) <= 3
+    finally:
+        for process in left:
+            process.kill()
+            process.wait()
+
+
+def stand_in(folder: Path, name: str, shell: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{shell}\n")
+    (folder / name).chmod(0o755)

@@ -182,9 +182,10 @@ def _leftovers(wanted: NodeCheck, env: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each process that ended jobs left, and one for the files."""
     tasks = list(_tasks(env))
     jobs = sorted(frozenset[str]().union(*(task.jobs for task in tasks)))[:MOST_JOBS]
+    # Half of the time for all commands, so that the other checks end before this process is killed.
+    until = time.monotonic() + wanted.timeout_s / 2
     try:
-        # A quarter of the time for each command, so that all end before this process is killed.
-        ended = {job: queue.has_ended(job, timedelta(seconds=wanted.timeout_s / 4)) for job in jobs}
+        ended = {job: queue.has_ended(job, timedelta(seconds=max(until - time.monotonic(), 0.0) / 2)) for job in jobs}
     except slurm_client.Unreachable:
         ended = {}
     for task in tasks:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcinit.base import console, json_output
+from hpcinit.base import console, json_output, safe_files
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
 from hpcinit.observe import find_runs, overview, state
@@ -101,6 +101,12 @@ def _recorded(run: overview.Run) -> set[str]:
 
 def _check(run: overview.Run, save: bool) -> None:
     """Raise RequestError if the run cannot be cancelled. All runs are checked before the first is cancelled."""
+    if not safe_files.is_own(folder := os.path.realpath(run.path)):
+        # Its files may name any job or process of this user.
+        owner = safe_files.user(Path(folder).stat().st_uid)
+        raise RequestError(
+            f"{run.path} belongs to {owner}: only its owner cancels it. To cancel your own job: scancel JOB"
+        )
     if run.error:
         raise run.error
     now = run.now

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -137,6 +138,16 @@ def _problems(run: overview.Run) -> Iterator[str]:
             about = "has jobs in the queue" if now.over and now.others else f"is {now.name}" if not now.over else ""
             about = about or "still writes heartbeats"
             yield f"{name} {about}: only finished runs are removed. Cancel it first: hpcinit cancel {name}"
+    for inner in _inner_runs(run):
+        yield f"{name} contains another run, {inner}: remove that first, hpcinit clean {shlex.quote(str(inner))}"
+
+
+def _inner_runs(run: overview.Run) -> Iterator[Path]:
+    """Yield the runs that were submitted with a runs_dir in this run's folder, as a program in its snapshot does."""
+    own = {str(run.path), *(str(run.path / str(task.number)) for task in run.tasks)}
+    for place, _, files in os.walk(run.path):
+        if run_folder.SUBMISSION in files and place not in own:
+            yield Path(place)
 
 
 def _is_alive(path: Path) -> bool:

@@ -18,6 +18,7 @@ from hpcinit.base import safe_files
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
+MOST_COMPONENTS = 128  # of a heterogeneous job (MAX_HET_JOB_COMPS)
 MOST = 5_000  # ids in one query: an argument may have 128 KiB
 UNKNOWN_JOB = re.compile(r"Invalid job id|\bJob \S+ not found")
 PATIENCE, PATIENCE_KNOWN = timedelta(seconds=30), timedelta(seconds=5)  # for all commands of one query
@@ -197,15 +198,33 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
     Unreachable.
     """
     shown = slurm_client.run(("scontrol", "--all", "show", "job", job_id), at_most=at_most)
-    states = [record.get("JobState", "") for record in scontrol.records(shown.stdout, "JobId")]
-    if not states and shown.status != 0 and not UNKNOWN_JOB.search(shown.stdout + shown.stderr):
+    found = scontrol.records(shown.stdout, "JobId")
+    if found:
+        # scontrol ends each record with an empty line.
+        if shown.status != 0 or not shown.stdout.endswith("\n\n") or not _is_complete(job_id, found):
+            raise Unreachable(f"scontrol: an incomplete answer about job {job_id}")
+        return all(record.get("JobState") in FINAL for record in found)
+    if not UNKNOWN_JOB.search(shown.stdout + shown.stderr):  # an empty answer is none
         raise Unreachable(f"scontrol: {shown.stderr.strip()}")
-    if not states:
-        with suppress(NotStarted):
-            rows = slurm_client.run((*SACCT, f"--jobs={job_id}", "--format=State%40"), at_most=at_most)
-            # 'CANCELLED by 1000'. Without accounting sacct fails.
-            states = [row.split()[0] for row in rows.stdout.splitlines() if row.split()] if rows.status == 0 else []
-    return all(state in FINAL for state in states) if states else None
+    with suppress(NotStarted):
+        rows = slurm_client.run((*SACCT, f"--jobs={job_id}", "--format=State%40"), at_most=at_most)
+        # 'CANCELLED by 1000'. Without accounting sacct fails.
+        states = [row.split()[0] for row in rows.stdout.splitlines() if row.split()] if rows.status == 0 else []
+        return all(state in FINAL for state in states) if states else None
+    return None
+
+
+def _is_complete(job_id: str, found: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether the records include the job, and all components of a heterogeneous one: '42', or '42+1'."""
+    leader, _, offset = job_id.partition("+")
+    if offset:
+        return any((one.get("HetJobId"), one.get("HetJobOffset")) == (leader, offset) for one in found)
+    ids = {int(one["JobId"]) for one in found if one["JobId"].isdigit()}
+    wanted = {int(job_id)}
+    for one in found:
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", one.get("HetJobIdSet", "")):  # 42-44,47
+            wanted.update(range(int(first), min(int(last or first), int(first) + MOST_COMPONENTS) + 1))
+    return wanted <= ids
 
 
 def accounting(

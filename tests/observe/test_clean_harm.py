@@ -44,6 +44,29 @@ def test_another_users_run_stays(hpcinit: Run) -> None:
     assert named.returncode == 2 and "belongs to user 51234" in named.stderr and theirs.exists()
 
 
+def test_a_run_inside_a_run_stays(hpcinit: Run) -> None:
+    """A finished run whose program submitted a run into its folder stays until that run is removed."""
+    outer = finished(hpcinit, "outer")
+    folder = folder_of(
+        hpcinit(
+            "submit",
+            "cluster=local",
+            f"runs_dir={outer}/code/runs",
+            "--",
+            "sh",
+            "-c",
+            "until [ -e go ]; do sleep 0.1; done",
+        )
+    )
+    assert folder.is_relative_to(outer)
+    assert removed(hpcinit) == [] and (folder / "job.sh").exists()
+    named, inner = hpcinit("clean", "--yes", outer.name), folder.relative_to(Path.cwd())
+    assert named.returncode == 2 and f"outer-0001 contains another run, {inner}: remove that first" in named.stderr
+    Path("go").touch()
+    until(lambda: removed(hpcinit, str(folder)) == [folder.name])
+    assert removed(hpcinit) == [outer.name]
+
+
 def test_a_linked_run_stays(hpcinit: Run, tmp_path: Path) -> None:
     """A run folder that was moved to another disk, and is a link here, keeps its link and its files."""
     run = finished(hpcinit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hpcinit.why import node_exclusion
 from tests.conftest import Run
 from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of
+from tests.waiting import until
 
 STRANGER = 65534
 DEEP = "[" * 200_000
@@ -85,3 +87,25 @@ def test_a_stranger_s_run_excludes_no_node(tmp_path: Path) -> None:
     assert [failure.host for failure in node_exclusion.look(tmp_path, "mini", now, 24)] == ["n1"]
     os.chown(run, STRANGER, STRANGER)
     assert node_exclusion.look(tmp_path, "mini", now, 24) == []
+
+
+def test_a_planted_run_cancels_nothing(hpcinit: Run, tmp_path: Path) -> None:
+    """A colleague's run folder that names a process of this user is refused, by name and by job id: it is not signaled."""
+    if os.geteuid():
+        skip_or_fail("only root can give a folder to another user")
+    done = hpcinit("submit", "cluster=local", "--", "sh", "-c", "trap '' TERM; until [ -e go ]; do sleep 0.1; done")
+    ours = folder_of(done)
+    theirs = ours.with_name("theirs-0001")
+    shutil.copytree(ours, theirs)
+    for path in (theirs.parent, theirs, *theirs.rglob("*")):
+        os.lchown(path, STRANGER, STRANGER)
+    job = json.loads((ours / "submission.json").read_text())["job_id"]
+    for word in ("theirs-0001", job):
+        found = hpcinit("cancel", word)
+        assert (
+            found.returncode == 2
+            and f"theirs-0001 belongs to {safe_files.user(STRANGER)}: only its owner cancels it" in found.stderr
+        ), found
+    assert "RUNNING" in hpcinit("status", ours.name).stdout
+    Path("go").touch()
+    until(lambda: "COMPLETED" in hpcinit("status", ours.name).stdout)
