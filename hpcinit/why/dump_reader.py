@@ -26,6 +26,7 @@ MOST_BYTES = 256 << 20  # of a file; 2,000 entries with their stacks have some m
 MOST_MEMORY = 256 << 20  # bytes beside the file, while it is read
 MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 1_000  # that are kept of a file, 600 bytes each
 ALL_ENTRIES = 150_000  # of all files together, if they have more than FEWEST_ENTRIES each
+FEW_BYTES = 300  # of an entry: a file with fewer for each that is kept has hardly any to skip
 MOST_JSON = 8 << 20  # characters of one entry, or of all groups
 MOST_TEXT, MOST_VALUES = 4_096, 100_000  # characters of a text, and values in the sizes of one call
 NO_DUMP = "it is no dump"  # neither a pickle nor JSON
@@ -34,7 +35,7 @@ NUMBERS = ("record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "seq_id", "i
 TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
 TEXTS = ("process_group", "pg_name", "profiling_name", "state")
 SHAPES = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
-FIELDS = (*NUMBERS, *TIMES, *TEXTS, *SHAPES)
+FIELDS = {*NUMBERS, *TIMES, *TEXTS, *SHAPES}
 _SPACE = re.compile(r"[ \t\r\n]*")
 _RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
 
@@ -104,8 +105,8 @@ def load(data: bytes, budget: Budget | None = None) -> dict[str, Any]:
 
 def _load_pickle(data: bytes, budget: Budget) -> dict[str, Any]:
     check = budget.checker()
-    for skip in (len(data) > 100_000, False):
-        reader = plain_pickle.Reader(data, "entries", budget.entries, _entry, check, skip)
+    for skip in (len(data) > FEW_BYTES * budget.entries, False):
+        reader = plain_pickle.Reader(data, "entries", budget.entries, _entry, check, unneeded="frames", skip=skip)
         try:
             document, entries, before = reader.read()
             found = document.get("entries")
@@ -175,10 +176,11 @@ def _entry(raw: object) -> dict[str, Any] | None:
     """Return the fields of an entry that the verdict needs; None for what is no entry."""
     if not isinstance(raw, dict):
         return None
-    found = {}
-    for name in FIELDS:
-        value = raw.get(name)
-        if value is not None and (plain := _plain(value)) is not None:
+    found: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name not in FIELDS or value is None:
+            continue
+        if (plain := _plain(value)) is not None:
             found[name] = plain
     return found
 
@@ -190,20 +192,21 @@ def _is_scalar(value: object) -> bool:
 _shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes are one object
 
 
-def _plain(value: object) -> Any:
+def _plain(value: Any) -> Any:
     """Return a number or text that is not too large, or a tuple of such values; None for everything else."""
-    if isinstance(value, list | tuple):
+    kind = value.__class__
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else None
+    if kind is str:
+        return value[:MOST_TEXT]
+    if kind is list or kind is tuple:
         if len(_shared) > MOST_ENTRIES:
             _shared.clear()
         found = _nested(value, [MOST_VALUES])
         return _shared.setdefault(found, found)
-    if isinstance(value, str):
-        return value[:MOST_TEXT]
-    if isinstance(value, int):
-        return value if -(1 << 63) <= value < 1 << 64 else None
     if value is FORGOTTEN:
         raise Forgotten
-    return value if isinstance(value, float) else None
+    return value if kind is bool or kind is float else None
 
 
 def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
@@ -211,7 +214,7 @@ def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
     left[0] -= len(values) + 1
     if left[0] < 0:
         raise ValueError(f"a call has sizes of more than {MOST_VALUES} values")
-    return tuple(_nested(one, left) if isinstance(one, list | tuple) else _plain(one) for one in values)
+    return tuple([_nested(one, left) if isinstance(one, list | tuple) else _plain(one) for one in values])
 
 
 class _Text:

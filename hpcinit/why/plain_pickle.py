@@ -39,6 +39,7 @@ _FIXED = rb"[N\x88\x89\])(eat\x85-\x87]|[Kqh].|[jJr].{4}|M..|[G\x95].{8}|" + _LO
 # Opcodes with their arguments, except those of dicts and texts; and dicts without texts, such as frames of a stack. The
 # numbers limit the memory for a match.
 _RUN = re.compile(rb"(?:%s|\}(?:q.|r.{4})\((?:%s){0,100}u){0,10000}" % (_FIXED, _FIXED), re.DOTALL)
+_REFERENCES = re.compile(rb"(?:q.|r.{4}|(\x94))?\((?:h.|j.{4}){0,1000}e", re.DOTALL)  # the items of a list
 _DICT = re.compile(rb"\}(?:q.|r.{4}|(\x94))?\(", re.DOTALL)
 
 
@@ -53,15 +54,24 @@ class Reader:
     """A machine for the opcodes of one pickle."""
 
     def __init__(
-        self, data: bytes, key: str, most: int, take: Callable[[Any], Any], check: Callable[[], None], skip: bool = True
+        self,
+        data: bytes,
+        key: str,
+        most: int,
+        take: Callable[[Any], Any],
+        check: Callable[[], None],
+        *,
+        unneeded: str = "",
+        skip: bool = True,
     ) -> None:
         """Read the dict in `data`, and of its list `key` the last `most` items.
 
         take: is called with each of these items when it is complete, and returns what to keep of it. check: is called
         regularly, and raises ValueError to end the reading. skip: create no other items. If a later value refers to a
-        part of one, it contains FORGOTTEN.
+        part of one, it contains FORGOTTEN. unneeded: a key of items whose value may be FORGOTTEN too.
         """
-        self.data, self.key, self.take, self.check, self.skip = data, key, take, check, skip
+        self.data, self.key, self.take, self.check = data, key, take, check
+        self.unneeded, self.skip = unneeded, skip
         self.memo: dict[int, Any] = {}
         self.memoized = 0  # values that got the next number of the memo
         self.texts: dict[str, str] = {}
@@ -131,8 +141,15 @@ class Reader:
                         stack.append(data[at])
                         at += 1
                     elif code == 0x5D:  # EMPTY_LIST
-                        is_key = len(stack) > 0 and stack[-1] == self.key and len(outer) < 2 and not one_item
-                        stack.append(self.items if is_key else [])
+                        key = stack[-1] if stack else None
+                        if key == self.key and len(outer) < 2 and not one_item:
+                            stack.append(self.items)
+                        elif key == self.unneeded and (list_of := _REFERENCES.match(data, at)):
+                            self.memoized += list_of[1] is not None
+                            at = list_of.end()
+                            stack.append(FORGOTTEN)
+                        else:
+                            stack.append([])
                     elif code == 0x61:  # APPEND
                         value = stack.pop()
                         if stack[-1] is self.items:

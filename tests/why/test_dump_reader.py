@@ -87,8 +87,8 @@ def test_old_calls_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[plain_pickle.Reader] = []
     init = plain_pickle.Reader.__init__
 
-    def remember(self: plain_pickle.Reader, *arguments: Any) -> None:
-        init(self, *arguments)
+    def remember(self: plain_pickle.Reader, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
         readers.append(self)
 
     monkeypatch.setattr(plain_pickle.Reader, "__init__", remember)
