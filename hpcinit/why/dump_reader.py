@@ -24,7 +24,7 @@ from hpcinit.why.plain_pickle import FORGOTTEN, Forgotten, Incomplete
 MOST_S = 30.0  # of CPU time for all dumps of a question; 200 MB take 3 s
 MOST_BYTES = 256 << 20  # of a file; 2,000 entries with their stacks have some megabytes
 MOST_MEMORY = 256 << 20  # bytes beside the file, while it is read
-MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 1_000  # that are kept of a file, 600 bytes each
+MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 500  # that are kept of a file, 600 bytes each
 ALL_ENTRIES = 150_000  # of all files together, if they have more than FEWEST_ENTRIES each
 FEW_BYTES = 300  # of an entry: a file with fewer for each that is kept has hardly any to skip
 MOST_JSON = 8 << 20  # characters of one entry, or of all groups

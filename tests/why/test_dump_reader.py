@@ -251,5 +251,5 @@ def test_the_time_for_all_dumps(tmp_path: Path) -> None:
 
 
 def test_fewer_calls_of_each_of_many_dumps() -> None:
-    """The number of calls that are kept of a dump gets smaller with the number of dumps, and is never below 1,000."""
-    assert [dump_reader.Budget(files).entries for files in (0, 1, 50, 100_000)] == [20_000, 20_000, 3_000, 1_000]
+    """The number of calls that are kept of a dump gets smaller with the number of dumps, and is never below 500."""
+    assert [dump_reader.Budget(files).entries for files in (0, 1, 50, 100_000)] == [20_000, 20_000, 3_000, 500]
