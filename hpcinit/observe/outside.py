@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ def remove(place: Place) -> str:
         if why := place.why_kept() or (f"{left} is not of this host" if left else ""):
             return why
         return remove(replace(place, path=dumps, disk=False)) if dumps.is_dir() else ""
+    if why := place.why_kept():
+        return why
     hidden = place.path.with_name(f".{place.path.name}.removed-{os.getpid()}")
     place.path.rename(hidden)
     if why := place.why_kept():
@@ -80,16 +83,21 @@ def _locked(path: Path) -> str:
 def _homes(env: Mapping[str, str]) -> Iterator[Place]:
     ops = Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "hpcinit/ops"
     nodes = node_records.folder(env)
-    yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", _why_in_use)
+    in_use = partial(_why_in_use, ops)
+    yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", in_use)
     yield Place(nodes, "nodes that failed, and those added with hpcinit nodes --add")
-    for folder in (ops.parent, nodes.parent):
-        yield from _interrupted(folder, "what an interrupted removal left")
+    # Another clean may be about to put the ops back.
+    yield from _interrupted(ops.parent, "what an interrupted removal left", in_use)
+    yield from _interrupted(nodes.parent, "what an interrupted removal left")
 
 
-def _why_in_use() -> str:
+def _why_in_use(ops: Path) -> str:
     """Return why a job may use the cache, or ''."""
     if shutil.which("squeue") is None:
-        return ""
+        return (
+            "squeue is not on PATH, so it is unknown whether jobs with this home folder use it; to remove it anyway: "
+            f"rm -r {shlex.quote(str(ops))}"
+        )
     try:
         jobs = tokens.own_jobs(os.environ, ended=False).jobs()
     except Unreachable as error:
@@ -98,8 +106,8 @@ def _why_in_use() -> str:
     return next((f"job {job.base_id} is in the queue and may use it" for job in jobs if not job.over), "")
 
 
-def _interrupted(folder: Path, what: str) -> Iterator[Place]:
+def _interrupted(folder: Path, what: str, why_kept: Callable[[], str] = _unused) -> Iterator[Place]:
     if folder.is_dir():
         for name in sorted(os.listdir(folder)):  # noqa: PTH208 - names of a thousand folders
             if REMOVED.fullmatch(name):
-                yield Place(folder.absolute() / name, what)
+                yield Place(folder.absolute() / name, what, why_kept)

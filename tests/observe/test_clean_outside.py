@@ -148,7 +148,7 @@ def test_a_process_that_starts_before_the_answer(
         (tmp_path / "in the queue").touch()
         return True
 
-    def in_the_queue() -> str:
+    def in_the_queue(_: Path) -> str:
         return "job 7 is in the queue and may use it" if (tmp_path / "in the queue").exists() else ""
 
     monkeypatch.setattr(outside, "places", only_below(tmp_path, wrote))
@@ -174,6 +174,15 @@ def test_processes_that_start_all_the_time(tmp_path: Path, wrote: dict[str, str]
     for one in started:
         assert one.communicate("end\n", timeout=60)[0] == "took\n"
         assert one.returncode == 0
+
+
+def test_without_squeue_the_cache_stays(hpcinit: Run, tmp_path: Path, wrote: dict[str, str]) -> None:
+    """On a machine that shares the home folder with a cluster, jobs may use the cache, and also what was renamed."""
+    renamed = tmp_path / "cache/hpcinit/.ops.removed-7"
+    renamed.mkdir()
+    found = listed(hpcinit, {**wrote, "PATH": str(tmp_path)})
+    for name in ("ops", renamed.name):
+        assert str(found[f"cache/hpcinit/{name}"]["kept"]).startswith("squeue is not on PATH")
 
 
 def test_a_folder_of_another_host_stays(tmp_path: Path, wrote: dict[str, str]) -> None:
