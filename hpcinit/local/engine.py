@@ -36,7 +36,7 @@ KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
 
 def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     """Start the job of a complete run folder in the background. Return its id (the process id) and the command."""
-    command = [sys.executable, "-m", "hpcinit.local.engine", str(path), str(time_min)]
+    command = [sys.executable, *orphans.ENGINE, str(path), str(time_min)]
     # The engine starts with these signals blocked and unblocks them after it installed its handlers: none is lost.
     before = signals.block(ENDING)
     try:

@@ -23,6 +23,7 @@ from hpcinit.records.spec import Program, Spec
 from tests import waiting
 from tests.conftest import Run
 from tests.submitting import folder_of, printed
+from tests.waiting import until
 
 wait_for = partial(waiting.until, timeout_s=90, pause_s=0.05)
 
@@ -127,6 +128,22 @@ def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -
                 process.kill()
     wait_for(lambda: not processes_with(number))
     wait_for(lambda: engine.read_state(folder)["state"] in {"NODE_FAIL", "FAILED"})
+
+
+@pytest.mark.parametrize("end", ["COMPLETED", "CANCELLED"])
+def test_a_run_that_a_run_submitted_outlives_it(hpcinit: Run, end: str) -> None:
+    """A local run whose program submits another one ends or is canceled without ending it, as on Slurm."""
+    inner = f"{sys.executable} -m hpcinit submit cluster=local name=inner -- sh -c 'touch started; until [ -e stop ]; do sleep 0.2; done'"
+    outer = f"{inner}; sleep 1000 & until [ -e go ]; do sleep 0.2; done"
+    folder = folder_of(hpcinit("submit", "cluster=local", "name=outer", "--", "sh", "-c", outer))
+    until(lambda: Path("started").exists())
+    if end == "CANCELLED":
+        hpcinit("cancel", folder.name)
+    Path("go").touch()
+    until(lambda: end in hpcinit("status", folder.name).stdout)
+    assert "RUNNING" in hpcinit("status", "inner-0001").stdout
+    Path("stop").touch()
+    until(lambda: "COMPLETED" in hpcinit("status", "inner-0001").stdout)
 
 
 def test_a_reused_process_id_is_not_the_engine(tmp_path: Path) -> None:
