@@ -57,11 +57,6 @@ PACKAGES = {
         ("submitit", "yaml", "rich"),
     ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
-    "timeouts": Package(
-        "the start-up timeout in force, and one proposed from past runs",
-        (*LOGIN, "config", "discover", "observe"),
-        ("yaml",),
-    ),
     "doctor": Package(
         "checks of the login node and of nodes",
         (*LOGIN, "config", "deepspeed", "observe", "why", "submit"),

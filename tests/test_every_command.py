@@ -130,7 +130,6 @@ OTHERS = [
     ("submit --json dry_run=true", 0, "script"),
     ("submit --json -m seed=1,2 dry_run=true -- true", 0, "script"),
     ("render --json smoke-0001 nodes=2", 1, "diff"),
-    ("timeouts fit --json smoke-0001", 0, "timeouts fit"),
     ("nodes --json --cluster x --add n1 --why noise", 0, "nodes"),
     ("nodes --json", 0, "nodes"),
     ("status --json nowhere", 2, "error"),
@@ -230,7 +229,7 @@ def test_sbatchs_qos_option_is_not_taken_for_quiet(here: Path, capfd: pytest.Cap
     assert "qos=debug" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*ARGUMENTS, "timeouts fit", "run"])
+@pytest.mark.parametrize("name", [*ARGUMENTS, "run"])
 def test_an_option_that_does_not_exist(here: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Every command reports an unknown option in one line and exits with 2."""
     assert main.main([*name.split(), "--bogus"]) == 2
@@ -251,7 +250,6 @@ USAGE = [
     ("why train-0001 train-0002", "why: unrecognized arguments: train-0002; see hpcinit why --help"),
     ("logs --rank", "logs: argument --rank: expected one argument; see hpcinit logs --help"),
     ("nodes --limit x", "nodes: argument --limit: invalid int value: 'x'"),
-    ("timeouts fit --factor x", "timeouts fit: argument --factor: invalid float value: 'x'"),
     ("nodes --add n1 --forget n2", "nodes: argument --forget: not allowed with argument --add"),
     ("build-ops --device tpu", "build-ops: argument --device: invalid choice: 'tpu' (choose from "),
     ("status --json=3", "status: argument --json: ignored explicit argument '3'"),
@@ -279,11 +277,8 @@ def test_completion_offers_every_flag(here: Path, name: str, capfd: pytest.Captu
 
 
 def test_completion_of_runs_and_keys(here: Path) -> None:
-    """TAB offers runs, keys and flags after the commands that take them, also after `timeouts fit`."""
+    """TAB offers runs, keys and flags after the commands that take them."""
     assert "train-0001" in completion.candidates("hpcinit why tr")
-    assert "train-0001" in completion.candidates("hpcinit timeouts fit tr")
-    assert "--factor" in completion.candidates("hpcinit timeouts fit --f")
-    assert completion.candidates("hpcinit timeouts fi") == ["fit"]
     assert completion.candidates("hpcinit nodes -q cluster=loc") == ["cluster=local"]
     assert completion.candidates("hpcinit submit --multi") == ["--multirun"]
     assert completion.candidates("hpcinit submit -- --multi") == completion.candidates("hpcinit nothing --q") == []

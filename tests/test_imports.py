@@ -76,7 +76,7 @@ def modules_after(statement: str) -> set[str]:
         "from hpcinit.submit import follow; from hpcinit.observe import status, logs, cancel",
         "from hpcinit.why import why_command; from hpcinit.report import report_command",
         "from hpcinit.discover import discover_command",
-        "from hpcinit.timeouts import timeouts_command, fit",
+        "from hpcinit.submit import timeouts_command",
         "from hpcinit.doctor import doctor_command",
     ],
 )

@@ -186,13 +186,11 @@ COMMANDS = {
   hpcinit discover --name x --diff  shows what has changed; exit status 1 if anything has""",
     ),
     "timeouts": Command(
-        "hpcinit.timeouts.timeouts_command",
-        "show the start-up timeout, or fit it to past runs",
+        "hpcinit.submit.timeouts_command",
+        "show the start-up timeout",
         CLUSTER,
         """
-  hpcinit timeouts cluster=x        the timeout formula in force, from 1 to 16384 nodes
-  hpcinit timeouts fit              a timeout formula for the cluster, fitted to all runs in ./runs
-  hpcinit timeouts fit train-0001 train-0002 --write    write it to the cluster's YAML""",
+  hpcinit timeouts cluster=x        the timeout formula in force, from 1 to 16384 nodes""",
     ),
     "build-ops": Command(
         "hpcinit.build_ops",

@@ -75,7 +75,6 @@ OF_A_RUN = {
     "exec",
     "shell",
 }
-RUNS_TOO = {("timeouts", "fit")}  # commands with a subcommand that take runs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,25 +107,21 @@ def _all(words: list[str], word: str) -> Iterable[str]:
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:
         return ()
     if word.startswith("-"):
-        return flags(words[0], words[1:])
-    if words[0] in OF_A_RUN or tuple(words[:2]) in RUNS_TOO:
+        return flags(words[0])
+    if words[0] in OF_A_RUN:
         from hpcinit.observe import find_runs  # noqa: PLC0415 - not for the other commands
 
         given = [after for option, after in pairwise(words) if option == "--runs-dir"]
         return (path.name for path in find_runs.all_runs(Path(given[-1] if given else "runs")))
     if words[0] in WITH_OVERRIDES:
-        also = ["fit"] if words == ["timeouts"] else []
         before = [each for each in words[1:] if not each.startswith("-")]
-        return [*also, *(of_config(before, word) or of_hydra([*before, word]))]
+        return of_config(before, word) or of_hydra([*before, word])
     return ()
 
 
-def flags(command: str, after: Sequence[str] = ()) -> list[str]:
-    """Return all flags of a command from its parser, and Hydra's for submit and plan. after: the other arguments."""
-    module = COMMANDS[command].module
-    if (command, *after[:1]) == ("timeouts", "fit"):
-        module = "hpcinit.timeouts.fit"
-    parser: argparse.ArgumentParser = importlib.import_module(module).parser()
+def flags(command: str) -> list[str]:
+    """Return all flags of a command from its parser, and Hydra's for submit and plan."""
+    parser: argparse.ArgumentParser = importlib.import_module(COMMANDS[command].module).parser()
     found = {word for action in parser._actions for word in action.option_strings}
     if command in WITH_HYDRAS_FLAGS:
         from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow

@@ -141,9 +141,7 @@ class Cluster:
         "folder on the node's own disk, for caches of the job; null: TMPDIR or /tmp", filled=VALUE
     )
     env: dict[str, Any] = key("environment variables of the job", {})
-    timeout_base_s: Optional[float] = key(
-        "start-up timeout: base, as proposed by `hpcinit timeouts fit`; null: 300", above=0
-    )
+    timeout_base_s: Optional[float] = key("start-up timeout: base; null: 300", above=0)
     timeout_per_node_s: Optional[float] = key("start-up timeout: added per node; null: 3.5", least=0)
     timeout_max_s: Optional[float] = key("start-up timeout: maximum; null: 3600", above=0)
     submit_patience_s: float = key("how long a submission waits for a controller that does not answer", 300.0)

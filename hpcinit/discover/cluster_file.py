@@ -201,44 +201,16 @@ def _threads(kind: Kind) -> str:
     return f"; {kind.threads_per_core} threads per core, each one a CPU" if kind.threads_per_core > 1 else ""
 
 
-# The file: a command owns the part between its two marks; every other byte is the user's and never changes.
+# The file: discover owns the part between its two marks; every other byte is the user's and never changes.
 #
-# discover and timeouts each have such a part. A key that the user sets outside the part overrides it, and is omitted
-# from the part: docs/decisions/0014-generated-part-of-a-cluster-file.md
+# A key that the user sets outside the part overrides it, and is omitted from the part:
+# docs/decisions/0014-generated-part-of-a-cluster-file.md
 
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a file that `hpcinit NAME` writes. source: where its values are from. explained: a comment."""
-
-    name: str
-    source: str
-    explained: str
-
-    @property
-    def begin(self) -> str:
-        return f"# >>> hpcinit {self.name}"
-
-    @property
-    def end(self) -> str:
-        return f"# <<< hpcinit {self.name}"
-
-    def find(self, text: str) -> re.Match[str] | None:
-        line = rf"^{self.begin} (?P<crc>[0-9a-f]{{8}})[^\n]*\n(?P<body>.*?)^{self.end}[^\n]*(?:\n|\Z)"
-        return re.search(line, text, re.MULTILINE | re.DOTALL)
-
-
-DISCOVER = Part(
-    "discover",
-    "Slurm reports",
-    "# `hpcinit discover` rewrites this part. To set a value yourself, move its line out of this part.",
+BEGIN, END = "# >>> hpcinit discover", "# <<< hpcinit discover"
+EXPLAINED = "# `hpcinit discover` rewrites this part. To set a value yourself, move its line out of this part.\n"
+PART = re.compile(
+    rf"^{BEGIN} (?P<crc>[0-9a-f]{{8}})[^\n]*\n(?P<body>.*?)^{END}[^\n]*(?:\n|\Z)", re.MULTILINE | re.DOTALL
 )
-TIMEOUTS = Part(
-    "timeouts",
-    "the runs give",
-    "# `hpcinit timeouts fit --write` rewrites this part. To set a value yourself, move its line out of this part.",
-)
-BEGIN, END = DISCOVER.begin, DISCOVER.end
 NOT_REPORTED = """\
 
 # Slurm does not report these keys. Add those that you need, as in:
@@ -252,37 +224,36 @@ NOT_REPORTED = """\
 
 @dataclass(frozen=True)
 class Document:
-    """before, after: the user's text around a command's part. body: that part. edited: the user has changed it."""
+    """before, after: the user's text around discover's part. body: that part. edited: the user has changed it."""
 
     before: str = ""
     body: str = ""
     after: str = ""
     edited: bool = False
-    part: Part = DISCOVER
 
     @property
     def own(self) -> dict[str, Any]:
         """Return the keys outside the part."""
-        return _mapping(f"{self.before}\n{self.after}", f"outside {self.part.name}'s part")
+        return _mapping(f"{self.before}\n{self.after}", "outside discover's part")
 
     @property
     def all(self) -> dict[str, Any]:
-        return {**_mapping(self.body, f"in {self.part.name}'s part"), **self.own}
+        return {**_mapping(self.body, "in discover's part"), **self.own}
 
 
-def parse_document(text: str, part: Part = DISCOVER) -> Document:
+def parse_document(text: str) -> Document:
     """Split the text at the marks. Raise RequestError if the marks do not match, or a piece is not a YAML mapping."""
-    marks = [line for line in text.splitlines() if line.startswith((part.begin, part.end))]
-    found = part.find(text)
+    marks = [line for line in text.splitlines() if line.startswith((BEGIN, END))]
+    found = PART.search(text)
     if len(marks) != (2 if found else 0):
         raise RequestError(
-            f"expected the lines {part.begin!r} and {part.end!r} once each, in this order: correct them, or delete "
+            f"expected the lines {BEGIN!r} and {END!r} once each, in this order: correct them, or delete "
             "both and everything between them"
         )
-    document = Document(text, part=part)
+    document = Document(text)
     if found:
         body = found["body"]
-        document = Document(text[: found.start()], body, text[found.end() :], found["crc"] != _crc(body), part)
+        document = Document(text[: found.start()], body, text[found.end() :], found["crc"] != _crc(body))
     _ = document.all
     return document
 
@@ -295,30 +266,29 @@ def first_document(choices: Sequence[Entry]) -> Document:
 def render_document(document: Document, facts: Sequence[Entry], heading: str) -> str:
     """Return the text of the whole file. Raise RequestError if the text would not give the expected values."""
     own = document.own
-    part = document.part
-    body = part.explained + "\n" + "".join(_line(entry, own, part) for entry in facts)
+    body = EXPLAINED + "".join(_line(entry, own) for entry in facts)
     before = document.before + "\n" * (bool(document.before) and not document.before.endswith("\n"))
-    text = f"{before}{part.begin} {_crc(body)}: {heading}\n{body}{part.end}\n{document.after}"
+    text = f"{before}{BEGIN} {_crc(body)}: {heading}\n{body}{END}\n{document.after}"
     try:
         meant = yaml.safe_load(text)
     except yaml.YAMLError:
         meant = None
     if meant != {**{entry.key: entry.value for entry in facts}, **own}:
         raise RequestError(
-            f"{part.name}'s part would change the meaning of this file's keys: remove the indentation of the top-level "
+            "discover's part would change the meaning of this file's keys: remove the indentation of the top-level "
             "keys, as in conf/cluster/example.yaml"
         )
     return text
 
 
-def _line(entry: Entry, own: Mapping[str, Any], part: Part) -> str:
+def _line(entry: Entry, own: Mapping[str, Any]) -> str:
     if entry.key not in own:
         return entry.text
     if own[entry.key] == entry.value:
         return f"# {entry.key}: your value is the same\n"
     if isinstance(entry.value, dict):
         return f"# {entry.key}: your value is used; see Slurm's with `hpcinit discover --diff`\n"
-    return f"# {entry.key}: your value is used; {part.source} {scalar(entry.value)}\n"
+    return f"# {entry.key}: your value is used; Slurm reports {scalar(entry.value)}\n"
 
 
 def document_difference(document: Document, facts: Sequence[Entry]) -> list[str]:

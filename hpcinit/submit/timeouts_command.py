@@ -1,4 +1,4 @@
-"""`hpcinit timeouts [OVERRIDES...]`: print the start-up timeout in force. `hpcinit timeouts fit RUN...`: see fit.py."""
+"""`hpcinit timeouts [OVERRIDES...]`: print the start-up timeout in force."""
 
 from __future__ import annotations
 
@@ -12,27 +12,18 @@ NODES = tuple(2**power for power in range(15))  # 1 to 16384
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hpcinit timeouts",
-        description="Print the start-up timeout in force. `hpcinit timeouts fit` proposes one from past runs.",
-    )
+    parser = argparse.ArgumentParser(prog="hpcinit timeouts", description="Print the start-up timeout in force.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit: cluster=x nodes=8")
     return console.add_verbosity_options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
     """Raises RequestError, ConfigError."""
-    if list(argv[:1]) == ["fit"]:
-        from hpcinit.timeouts import fit  # noqa: PLC0415 - needs no Hydra, and this command needs no timelines
-
-        return fit.main(argv[1:])
     options = console.parse_arguments(parser(), list(argv), intermixed=True)
     from hpcinit.config import compose, job_spec, overrides  # noqa: PLC0415
 
     if wrong := overrides.not_overrides(options.overrides):
-        raise RequestError(
-            f"{wrong[0]!r} is not an override: expected KEY=VALUE such as cluster=x, or `hpcinit timeouts fit RUN`"
-        )
+        raise RequestError(f"{wrong[0]!r} is not an override: expected KEY=VALUE such as cluster=x")
     config = compose.compose(options.overrides)
     formula, sources = job_spec.startup_timeout(config), job_spec.timeout_sources(config)
     seconds = {nodes: formula.start_up(nodes).total_seconds() for nodes in NODES}
