@@ -99,9 +99,9 @@ KINDS = (
     # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
     Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined",
      "start as many processes as the world size, and read the log of the node that did not connect"),
-    Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|CUDA error: out of memory|HIP out of memory"
+    Message(failure_kinds.CUDA_MEMORY, r"(CUDA|HIP|XPU|NPU) out of memory|CUDA error: out of memory"
      r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
-     r"|NCCL WARN .*out of memory", _CUDA),
+     r"|NCCL WARN .*out of memory|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
     # cuBLAS reports this if it finds no memory for its handle; a broken context is rarer.
     Message(failure_kinds.CUDA_MEMORY, r"CUBLAS_STATUS_NOT_INITIALIZED",
      "cuBLAS could not start, usually because the GPU's memory is full (nvidia-smi shows other processes on it); if "
@@ -128,16 +128,17 @@ KINDS = (
     Message(failure_kinds.IMPORT, r"^(?:\w+: )?(ModuleNotFoundError|ImportError)",
      "the ranks' Python lacks this module: check cluster.venv, cluster.conda, cluster.modules or container.image"),
     Message(failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
-     r"|Found no NVIDIA driver|no CUDA-capable device",
+     r"|Found no NVIDIA driver|no CUDA-capable device|No CUDA GPUs are available|Driver/library version mismatch",
      "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
      "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
     Message(failure_kinds.NO_GPU, r"invalid device ordinal|Duplicate GPU detected", _OWN_DEVICE),
     # https://docs.nvidia.com/deploy/xid-errors: 13, 31, 43 and 45 are errors of the program, the others of the device.
     Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43|45), ", _KERNEL),
-    Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|system not yet initialized",
+    Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|uncorrectable|"
+     r"system not yet initialized",
      _HARDWARE),
     Message(failure_kinds.PROGRAM, r"device-side assert|illegal memory access|misaligned address"
-     r"|illegal instruction was encountered", _KERNEL),
+     r"|illegal instruction was encountered|Memory access fault by GPU", _KERNEL),
     Message(failure_kinds.PROGRAM, r"Cuda failure (?:1 )?'invalid argument'|CUDA error: invalid argument"
      r"|no kernel image is available|CUDA driver version is insufficient|invalid resource handle",
      "the versions of torch, NCCL, CUDA and the driver may not fit each other: run python -m torch.utils.collect_env"),
@@ -157,7 +158,7 @@ KINDS = (
     Message(failure_kinds.SIGNAL, r"ProcessExitedException: process (?P<ranks>\d+) terminated with signal",
      "the message does not show who sent the signal: for SIGKILL, dmesg on the node shows whether its memory was full"),
     Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'"
-     r"|client socket has timed out",
+     r"|client socket has timed out|connectFullMesh failed|Name or service not known|name resolution",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
      "the store (--rdzv-endpoint or MASTER_ADDR)"),
     # NCCL's own result codes: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html

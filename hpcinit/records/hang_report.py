@@ -234,9 +234,17 @@ class HangReport:
     certain: bool = False
 
     @property
+    def nobody_waits(self) -> bool:
+        """Whether all ranks run the program, and none waits in a collective: they may work, for example on data. A wait
+        for a GPU looks like this too; only the flight recorder's dumps show it."""
+        shown = self.waiting or self.silent_nodes or self.unheard or self.text
+        return not shown and all(one.state == ELSEWHERE and not one.loader for one in self.stuck)
+
+    @property
     def headline(self) -> str:
         """The sentence about the rank or node at fault, or else the first one."""
-        return next(map(str, (*self.silent_nodes, *self.stuck)), "") or self.lines()[0]
+        blamed = () if self.nobody_waits else (*self.silent_nodes, *self.stuck)
+        return next(map(str, blamed), "") or self.lines()[0]
 
     def lines(self) -> tuple[str, ...]:
         """Return the report as text, at least one line."""
@@ -344,6 +352,8 @@ def report(
             stuck.append(_elsewhere(rank, host, heartbeat.pid, found))
     stuck = _to_blame(stuck, groups)
     first = stuck[0] if stuck and not silent else StuckRank(host=silent[0].host if silent else "")
+    if HangReport(waiting=(Waiting(),) * len(groups), unheard=tuple(unheard), stuck=tuple(stuck)).nobody_waits:
+        first = StuckRank(host=first.host if silent else "")
     return HangReport(
         rank=first.rank if first.rank >= 0 else None,
         host=first.host,

@@ -39,13 +39,13 @@ _CANCELLED = re.compile(
 # What srun, slurmctld, slurmd or the shell refuse, before any program runs.
 _REFUSED = re.compile(
     r"^(?:srun: fatal: (.+)|srun: error: ((?:Task launch|Unable to (?:create|allocate|confirm)).+)"
-    r"|sbatch: error: (.+)|slurmstepd: error: (execve\(\): .+)"
+    r"|s(?:batch|alloc): error: (.+)|slurmstepd: error: ((?:execve\(\)|pyxis): .+)"
     r"|(\S+: line \d+: .+: (?:command not found|No such file or directory|Permission denied)))$"
 )
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(
     r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$|exceeded memory limit \(\d+ > \d+\)"
-    r"|[Oo]ut of memory: Kill(?:ed)? process \d+|oom-kill:constraint="  # the kernel's own
+    r"|[Oo]ut of memory: Kill(?:ed)? process \d+|oom-kill:constraint=|\bOOMKilled\b"  # of the kernel, and of Kubernetes
 )
 # The batch script, or the first torchrun agent, starts the line of a new attempt with this.
 NEW_ATTEMPT = "new attempt: "

@@ -40,7 +40,8 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 def diagnose(evidence: Evidence) -> Verdict:
     """Return the first failure and its cause."""
-    verdict = ranking.first(findings(evidence)).verdict
+    first = ranking.first(findings(evidence))
+    verdict = replace(first.verdict, ranks=first.ranks)
     if evidence.setup and not evidence.setup.ended:
         line = f"before the ranks started, a line of the setup failed: {setup_failure.described(evidence.setup)}"
         verdict = replace(verdict, evidence=(*verdict.evidence, line))

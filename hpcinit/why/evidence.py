@@ -144,7 +144,8 @@ class Verdict:
     """The result of a diagnosis.
 
     headline: what failed first, and how. kind: one of base/failure_kinds.py. do: what the user should do. rank: the
-    rank that failed, None if no rank did. time: on the common clock, None if unknown. flight: which ranks cause a hang,
+    rank that failed, None if no rank did. ranks: all ranks at fault.
+    time: on the common clock, None if unknown. flight: which ranks cause a hang,
     from torch's flight recorder. resubmit: whether the advice is to submit the run again. `why` replaces it if anything
     continues the run (observe/continuation.py). error: of the program, without rank and time, by which tasks of a sweep
     are grouped; '' if the kind is enough."""
@@ -161,6 +162,7 @@ class Verdict:
     flight: HangVerdict = field(default_factory=HangVerdict)
     resubmit: bool = False
     error: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:

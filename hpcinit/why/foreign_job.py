@@ -40,6 +40,8 @@ _OTHER_ENDS = (
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
 )
 _STACK = "(most recent call first):"  # of faulthandler
+_PY_SPY = re.compile(r'^Thread \S+ \(\w+\): "MainThread"$', re.MULTILINE)
+_FRAME = re.compile(r"^ +(\S+) \(([^():\n]+):(\d+)\)$", re.MULTILINE)  # of py-spy
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)", re.MULTILINE)
 WORKER_GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
 ENDED_BY_SLURM = {"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"}
@@ -121,9 +123,10 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
     """Return what files with faulthandler's stacks show, one of each rank; None without such files."""
     stacks = {}
     for log in logs:
-        if log.rank is not None and _STACK in log.text:  # faulthandler writes the main thread last
-            main = _THREAD.findall(log.text)[-1:]
-            stacks[log.rank] = hang_report.place(f"main thread {''.join(main)}\n{log.text}")
+        text = _FRAME.sub(r'  File "\2", line \3 in \1', _PY_SPY.sub(f"Thread 0x1 {_STACK}", log.text))
+        if log.rank is not None and _STACK in text:  # faulthandler writes the main thread last
+            main = _THREAD.findall(text)[-1:] if text == log.text else ["0x1"]
+            stacks[log.rank] = hang_report.place(f"main thread {''.join(main)}\n{text}")
     return hang_report.report([], stacks, 0.0, 0) if len(stacks) > 1 else None
 
 

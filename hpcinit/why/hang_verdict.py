@@ -54,7 +54,7 @@ ADVICE = {
     "hpcinit stacks RUN --rank {rank}",
     DEVICE_STUCK: "look for Xid and link errors on its node, and exclude the node: +cluster.sbatch.exclude=NODE",
     MISMATCH: "the ranks run different code or data at this point: compare what they do before this call",
-    NO_DUMP: "its process is dead or unresponsive: look at its log and at its node",
+    NO_DUMP: "its process may be dead or unresponsive: look at its log and at its node",
     PEER_LOST: "its process or its node has died: look at its log and at its node",
 }
 
@@ -330,7 +330,7 @@ class _Search:
                 )
                 self._blame(rank, PEER_LOST, operation, waiting, clause)
             else:
-                clause = _clause("left no dump: {its} process is dead or unresponsive")
+                clause = _clause("left no dump: {its} process may be dead or unresponsive")
                 self._blame(rank, NO_DUMP, operation, waiting, clause)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hpcinit.base import failure_kinds
 from hpcinit.base.text import brief, ranges
-from hpcinit.records import causes, hang_report
+from hpcinit.records import causes, hang_report, job_log
 from hpcinit.records.hang_report import Waiting
 from hpcinit.records.job_log import End
 from hpcinit.why import read_hang, read_records
@@ -25,6 +25,7 @@ UNSEEN = (
     "collectives (comm.collective_timeout_s, or the program's own)"
 )
 _INFINIBAND = re.compile(r"from peer \S+ with status=\d+")  # NCCL's net_ib.cc
+SHELL = 128  # a shell adds it to the number of a signal
 READ_LOGS = "read the job's log, and the logs of ranks without an error record"
 
 
@@ -100,6 +101,10 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
     who = replace(evidence, hosts={rank: end.host}).named([rank]) if rank >= 0 else "a rank"
     head = f"{who} failed first{evidence.at_step}: {end.how.lower()}" + (f": {brief(tail)}" if tail else "")
     do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
+    code = int(end.how.rpartition(" ")[2])
+    signal = job_log.how(SHELL - code) if code > SHELL else ""  # as a shell and a container report it
+    if kind == failure_kinds.PROGRAM and signal in causes.SIGNALS:
+        kind, do, head = failure_kinds.SIGNAL, causes.SIGNALS[signal], f"{head} (signal: {signal})"
     known, error = rank if rank >= 0 else None, brief(tail) or end.how
     verdict = evidence.verdict(head, kind, do, rank=known, host=end.host, error=error)
     yield Finding(Grade.EXITED, verdict, (rank,))

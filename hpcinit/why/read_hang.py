@@ -31,15 +31,16 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     """Yield what the dumps prove, and what the stacks show."""
     report = evidence.hang or _of_record(evidence)
     culprits = evidence.flight.culprits
-    agree = report is not None and (report.rank in {one.rank for one in culprits} or report.silent_nodes)
+    waits = report is not None and not report.nobody_waits
+    agree = report is not None and waits and (report.rank in {one.rank for one in culprits} or report.silent_nodes)
     if evidence.flight and not agree and not (report and not culprits):
         yield _of_flight(evidence, report)
-    if report and (someone_waits(report) or culprits):
+    if report and waits:
         yield _of_report(report, evidence)
     elif evidence.silence and is_hang(evidence.silence):
         ranks = tuple(one.rank for one in evidence.silence.stuck)
         yield Finding(Grade.WAITING, of_silence(evidence, evidence.silence), ranks)
-    elif report:
+    elif report and not culprits:
         first, *rest = report.lines()
         head = f"{first}, but no rank waits for another as far as the stacks show"
         yield Finding(Grade.NOTHING, evidence.verdict(head, failure_kinds.UNKNOWN, HANG, evidence=tuple(rest)))
@@ -48,13 +49,6 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 def is_hang(silence: HangReport) -> bool:
     """Return whether the stacks of a silent program show a hang: some ranks wait for others, or in different calls."""
     return silence.certain or bool(not silence.stuck and hang_report.different_call(silence.waiting))
-
-
-def someone_waits(report: HangReport) -> bool:
-    """Return whether the report shows a hang: a rank waits in a collective, or a process or a node does not respond."""
-    return bool(report.waiting or report.silent_nodes or report.text) or any(
-        one.state not in (hang_report.ELSEWHERE, hang_report.ENDED) or one.loader for one in report.stuck
-    )
 
 
 def _of_record(evidence: Evidence) -> HangReport | None:

@@ -40,12 +40,18 @@ _SIGNALS = tuple(
         r"Child process with PID \d+ terminated with code -(?P<signal>\d{1,2})\b",
         r"KILLED BY SIGNAL: (?P<signal>\d{1,2})\b",
         r"EXIT STRING: .* \(signal (?P<signal>\d{1,2})\)",
+        r"Fatal Python error: (?P<name>Segmentation fault|Bus error|Aborted)",
+        r"\bSignal: (?P<name>Segmentation fault|Bus error|Aborted) \(\d+\)",
     )
 )
 # Intel MPI: 'RANK 3 PID 4242 RUNNING AT n1', then 'KILLED BY SIGNAL: 9 (Killed)'
 _MPI_RANK = re.compile(r"\bRANK (\d{1,6}) PID \d+ RUNNING AT (\S+)")
 # Open MPI's mpirun names the first process that failed.
 _MPI_SIGNAL = re.compile(r"process rank (\d{1,6}) with PID \d+ on node (\S+) exited on signal (\d{1,2})\b")
+# MPI_Abort of Open MPI and MPICH, and Composer's launcher
+_EXIT = re.compile(
+    r"(?:MPI_ABORT was invoked on rank|\(rank|Rank) (\d{1,6})(?: in comm\w*| crashed)(?:.*?exit code (-?\d{1,3}))?"
+)
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
@@ -100,7 +106,7 @@ def _without_rank(lines: Sequence[Line]) -> list[End]:
         elif found := next((match for each in _SIGNALS if (match := each.search(line.text))), None):
             known = found.groupdict()
             how = known.get("name") or job_log.how(-int(known["signal"]))
-            rank = line.rank if "Child" in found[0] else rank
+            rank = line.rank if rank == NO_RANK else rank
             return [End(host, (rank,) if rank != NO_RANK else (), how, False)]
     return []
 
@@ -135,6 +141,8 @@ def _of_mpirun(lines: Sequence[Line]) -> Iterator[End]:
     for line in lines:
         if found := _MPI_SIGNAL.search(line.text):
             yield End(found[2], (int(found[1]),), job_log.how(-int(found[3])), False)
+        elif found := _EXIT.search(line.text):
+            yield End("", (int(found[1]),), job_log.how(int(found[2] or 1)), False)
         elif found := _MPI_NAME.match(line.text):
             rank = int(found[1])
         elif rank != NO_RANK and (found := _MPI_CODE.match(line.text)):

@@ -25,13 +25,19 @@ _ERROR = re.compile(r"^(?!(?:INFO|WARNING|WARN|DEBUG|ERROR|CRITICAL|srun|slurmst
 # A program that catches an exception, and C++ below 'terminate called after throwing', print the message alone.
 _ALONE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)|^\s+what\(\):\s+(\[enforce fail .*)")
 # Log frameworks: 'ERROR | rank=5 | app | Uncaught HfHubHTTPError: 429 ...'; the driver: 'NVRM: Xid ...'
-_LOGGED = re.compile(r"\b(?:[Uu]ncaught|[Uu]nhandled)(?: exception)?:? ((?:\w+\.)*[A-Z]\w*: \S.*)|(NVRM: Xid .*)")
-_LOGGED_BY = re.compile(r"\brank ?[=:] ?(\d{1,6})\b")
+_LOGGED = re.compile(
+    r"\b(?:[Uu]ncaught|[Uu]nhandled)(?: exception)?:? ((?:\w+\.)*[A-Z]\w*: \S.*)"
+    r"|(NVRM: Xid .*|Memory access fault by GPU.*)"
+)
+_LOGGED_BY = re.compile(r"(?i)\brank ?[=:#_ -]? ?(\d{1,6})\b")
+_FAILS = re.compile(r"(?i)\b(?:error|exception|fail\w*|crash\w*|critical|fatal)\b")
 _CHAIN = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause"
     r"|-- Process (?P<rank>\d{1,6}) terminated with the following error)"  # torch.multiprocessing.spawn
 )
-_WRAPPER = re.compile(r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b")
+_WRAPPER = re.compile(r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b|^[\w.]+: Caught \w+ in ")
+_IN_TABLE = re.compile(r"^\s*rank\s*: (\d{1,6}) \(local_rank")  # torchrun's table, which may have tracebacks
+MOST_NOISE = 20  # lines of other programs inside a traceback
 _IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^--- Logging error ---")
 _DETAIL = re.compile(r"^(?:\t|  +(?!File \")\S|nccl[A-Z]\w+:|Last error:)")
 _NAMED = re.compile(r"^[\w.]+: Rank (\d{1,6}): ")  # Megatron-LM: 'AssertionError: Rank 11: found NaN in ...'
@@ -101,11 +107,14 @@ def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
 def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     found: list[Error] = []
     opened: list[str] = []  # the lines of a traceback whose message follows
-    details, ignored, chained, named, before = 0, False, False, NO_RANK, ""
+    details, ignored, chained, named, before, indent, noise = 0, False, False, NO_RANK, "", 0, 0
     for number, line in lines:
         text = _plain(line.text)
+        named = _number(_IN_TABLE.match(text), named)
         if opened:
-            opened.append(text)
+            text = text[indent:] if not text[:indent].strip() else text
+            noise += bool(text.strip()) and not text.startswith(" ")
+            opened = [*opened, text] if noise <= MOST_NOISE else []
             if _ERROR.match(text):
                 if chained and not ignored:
                     found.pop()
@@ -114,7 +123,9 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
                     details = MOST_DETAILS
                 opened, ignored, chained, named = [], False, False, NO_RANK
         elif HEADER in text:
-            opened = [text]
+            opened, noise, indent = [text], 0, len(text) - len(text.lstrip())
+            # A logger may report this traceback in the line before.
+            named = _number(_LOGGED_BY.search(before) if _FAILS.search(before) and named == NO_RANK else None, named)
             chained = bool(found) and (chained or bool(_WRAPPER.match(found[-1].text)))
         elif details and (_DETAIL.match(text) or before.strip() == "Last error:"):
             found[-1] = replace(found[-1], text=f"{found[-1].text}\n{text}")
@@ -125,8 +136,7 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
             ignored = True
         elif (alone := _ALONE.match(text)) or (alone := _LOGGED.search(text)):
             message = alone[1] or alone[2]
-            logged = _LOGGED_BY.search(text)
-            rank = int(logged[1]) if logged else _rank(line, message, NO_RANK)
+            rank = _number(_LOGGED_BY.search(text), _rank(line, message, NO_RANK))
             found.append(Error(rank, message, "", number, alone=alone.re is _ALONE))
             details = MOST_DETAILS
         elif text.strip():
@@ -135,6 +145,10 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     if opened and not ignored and lines[-1][0] >= size - 2:
         found.append(Error(lines[-1][1].rank, CUT, "\n".join(opened), lines[-1][0]))
     return found
+
+
+def _number(found: re.Match[str] | None, otherwise: int) -> int:
+    return int(found[1]) if found else otherwise
 
 
 def _plain(text: str) -> str:

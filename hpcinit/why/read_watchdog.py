@@ -27,7 +27,7 @@ _TIMEOUT = re.compile(
     r"(?:, NumelIn=(?P<sent>\d+), NumelOut=(?P<received>\d+))?)?.*)"
 )
 _WORK = re.compile(
-    rf"{_WHO}.*[Ll]ast enqueued NCCL work: (?P<enqueued>-?\d{{1,18}}), last completed NCCL work: -?\d{{1,18}}"
+    rf"{_WHO}.*[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{{1,18}}), last completed (?:NCCL )?work: -?\d"
 )
 _STUCK = re.compile(rf"{_WHO}.*(?:watchdog got stuck for|Heartbeat monitor timed out)")
 _ENDED = re.compile(rf"{_WHO}.*watchdog thread terminated with exception: (?P<text>(?!.*Watchdog caught).*)")

@@ -167,8 +167,10 @@ def _line(verdict: Verdict, where: Mapping[str, Any], unknown: Sequence[str] = (
     """Return the verdict as JSON, joined with that of the flight recorder's dumps. where: fields of _WITHOUT."""
     fields = asdict(verdict)
     hang = verdict.flight.document()
+    if verdict.rank is not None and verdict.rank not in [one["rank"] for one in hang["culprits"]]:
+        hang["culprits"] = []  # the dumps show what followed from another failure
     known = {"verdict": fields.pop("headline"), "kind": fields.pop("kind"), "advice": fields.pop("do")}
-    del fields["flight"]
+    del fields["flight"], fields["ranks"]
     joined = {
         "secondary": [*verdict.secondary, *hang["secondary"]],
         "culprits": hang["culprits"] or culprits(verdict),
@@ -178,11 +180,13 @@ def _line(verdict: Verdict, where: Mapping[str, Any], unknown: Sequence[str] = (
 
 
 def culprits(verdict: Verdict) -> list[dict[str, Any]]:
-    """Return the rank at fault with the fields of a hang verdict's culprits; [] if the rank is unknown."""
+    """Return the ranks at fault with the fields of a hang verdict's culprits; [] if they are unknown."""
     if verdict.rank is None:
         return []
     call = {"group": "", "description": "", "collective": "", "number": None, "waiting_ranks": ()}
-    return [{"rank": verdict.rank, "host": verdict.host, "kind": verdict.kind, **call, "evidence": verdict.headline}]
+    ranks = dict.fromkeys((verdict.rank, *(rank for rank in verdict.ranks if rank >= 0)))
+    shared = {"kind": verdict.kind, **call, "evidence": verdict.headline}
+    return [{"rank": rank, "host": verdict.host if rank == verdict.rank else "", **shared} for rank in ranks]
 
 
 def explain_run(path: Path, now: state.State) -> Verdict:

@@ -282,13 +282,17 @@ def test_a_collective_that_timed_out_has_the_flight_recorders_culprit() -> None:
     verdict = diagnose(Evidence("FAILED", found=(error_of(0, timed_out), error_of(2, timed_out)), flight=found))
     assert (verdict.headline, verdict.rank, verdict.host) == (f"a collective hung: {line}", 1, "n1")
     assert verdict.kind == "hang" and verdict.flight == found and "torchfrtrace" in verdict.do
-    hang = diagnose(
-        Evidence(
-            "FAILED", hang=HangReport(1, "n1", stuck=(StuckRank(1, "n1", 9, ELSEWHERE, "train.py:9"),)), flight=found
-        )
-    )
+    stuck = (StuckRank(1, "n1", 9, ELSEWHERE, "train.py:9"),)
+    report = HangReport(1, "n1", waiting=(Waiting((0, 2), "all_reduce"),), stuck=stuck)
+    hang = diagnose(Evidence("FAILED", hang=report, flight=found))
     assert hang.headline.startswith("the training hung: rank 1")
-    assert hang.evidence == ("no rank has reported a step yet", f"flight recorder: {line}")
+    assert hang.evidence == (*report.lines()[:2], f"flight recorder: {line}")
+    other = diagnose(Evidence("FAILED", hang=replace(report, rank=0, stuck=()), flight=found))
+    assert (other.headline, other.rank) == (f"a collective hung: {line}", 1)  # the dumps are the proof
+    waits_for_gpus = HangReport(stuck=tuple(StuckRank(rank, "n1", 9, ELSEWHERE, "train.py:9") for rank in range(4)))
+    assert diagnose(Evidence("FAILED", hang=waits_for_gpus, flight=found)).rank == 1
+    busy = diagnose(Evidence("CANCELLED", hang=waits_for_gpus))
+    assert (busy.kind, busy.rank) == ("cancelled", None) and "nothing to fix" not in busy.do
 
 
 def test_a_bus_error_is_a_disk() -> None:

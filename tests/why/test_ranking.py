@@ -140,12 +140,37 @@ def test_a_broken_connection_of_the_program(error: str, rank: int) -> None:
         ("[ 1.0] Out of memory: Killed process 4242 (python)\n", "host-memory", None),
         (f"{TRACE}RuntimeError: unable to write to file </torch_7_1>\n", "shared-memory", None),
         ("something has failed\n", "unknown", None),
+        # torch's decorator @record puts the traceback into the table of torchrun
+        ("  rank      : 3 (local_rank: 3)\n  exitcode  : 1 (pid: 7)\n  traceback : Traceback (most recent call last):\n"
+         '    File "train.py", line 9, in main\n  KeyError: 7\n', "program", 3),
+        ("0: ValueError: Caught ValueError in DataLoader worker process 0.\n0: Original Traceback (most recent call last):\n"
+         '0:   File "data.py", line 9, in read\n0: OSError: [Errno 28] No space left on device\n', "disk", 0),
+        (f"ERROR trainer [rank 5] training failed\n{TRACE}ValueError: x\n", "program", 5),
+        # Composer prints the output of each rank; MPICH and Open MPI report who called MPI_Abort
+        (f"----------Begin global rank 2 STDERR----------\n{TRACE}KeyError: 1\n"
+         "----------End global rank 2 STDERR----------\n", "program", 2),
+        ("Rank 2 crashed with exit code 3.\n", "program", 2),
+        ("Abort(1) on node 3 (rank 3 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1)\n", "program", 3),
+        ("[rank3]: Fatal Python error: Segmentation fault\n", "signal", 3),
+        ("srun: error: n2: task 3: Exited with exit code 137\n", "signal", 3),
+        ("slurmstepd: error: pyxis: container start failed with error code: 1\n", "script", None),
     ],
-)
+)  # fmt: skip
 def test_other_programs(text: str, kind: str, rank: int | None) -> None:
     """Messages of launchers, shells and schedulers; what no reader recognizes is unknown, not 'no failure'."""
     found = verdict(text)
     assert (found.kind, found.rank) == (kind, rank), found.headline
+
+
+def test_stacks_of_py_spy(tmp_path: Path) -> None:
+    """One file of each rank: the one that is not in a collective is named."""
+    waits = "    all_reduce (torch/distributed/distributed_c10d.py:2810)\n    step (train.py:61)\n"
+    for rank in range(3):
+        frames = waits if rank != 1 else "    read (data.py:18)\n    step (train.py:44)\n"
+        (tmp_path / f"rank-{rank}.txt").write_text(f'Process 9: python\nThread 9 (idle): "MainThread"\n{frames}')
+    found = foreign_job.find(str(tmp_path))
+    assert found is not None
+    assert diagnosis.diagnose(found.logs.evidence).rank == 1
 
 
 @pytest.mark.parametrize(
