@@ -62,8 +62,6 @@ def gather(path: Path, now: state.State) -> Evidence:
     job = _record("job", job_id, "JobId") if slurm else {}
     if job and state.is_other(state.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")):
         job = {}
-    if job and state.is_other(state.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")):
-        job = {}
     started = _started(path, job_id, restart)
     hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
     recorded = {one.record.rank for one in found}

@@ -26,6 +26,14 @@ MESSAGES = (  # of Python, srun, slurmstepd, torchrun, torch's watchdog, NCCL, t
     b"exits with return code",
     b"Received SIGTERM",
     b"out of memory",
+    b"NCCL WARN",
+    b"watchdog got stuck",
+    b"last enqueued",
+    b"Restarting worker group",
+    b"Detected mismatch between collectives",
+    b"failed to pass monitoredBarrier",
+    b"Fatal Python error",
+    b"exited on signal",
 )
 
 

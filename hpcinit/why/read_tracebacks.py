@@ -108,9 +108,10 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     found: list[Error] = []
     opened: list[str] = []  # the lines of a traceback whose message follows
     details, ignored, chained, named, before, indent, noise = 0, False, False, NO_RANK, "", 0, 0
+    listed = NO_RANK
     for number, line in lines:
         text = _plain(line.text)
-        named = _number(_IN_TABLE.match(text), named)
+        listed = _number(_IN_TABLE.match(text), listed)
         if opened:
             text = text[indent:] if not text[:indent].strip() else text
             noise += bool(text.strip()) and not text.startswith(" ")
@@ -124,8 +125,8 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
                 opened, ignored, chained, named = [], False, False, NO_RANK
         elif HEADER in text:
             opened, noise, indent = [text], 0, len(text) - len(text.lstrip())
-            # A logger may report this traceback in the line before.
-            named = _number(_LOGGED_BY.search(before) if _FAILS.search(before) and named == NO_RANK else None, named)
+            reported = listed if text.lstrip().startswith("traceback :") else _reported(before)
+            named = reported if named == NO_RANK else named
             chained = bool(found) and (chained or bool(_WRAPPER.match(found[-1].text)))
         elif details and (_DETAIL.match(text) or before.strip() == "Last error:"):
             found[-1] = replace(found[-1], text=f"{found[-1].text}\n{text}")
@@ -149,6 +150,11 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
 
 def _number(found: re.Match[str] | None, otherwise: int) -> int:
     return int(found[1]) if found else otherwise
+
+
+def _reported(before: str) -> int:
+    """Return the rank in the line in which a logger reports the traceback that follows; NO_RANK for other lines."""
+    return _number(_LOGGED_BY.search(before) if _FAILS.search(before) else None, NO_RANK)
 
 
 def _plain(text: str) -> str:
