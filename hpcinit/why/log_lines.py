@@ -45,7 +45,7 @@ _NAMED = re.compile(r"(?i)\brank[ =:_-]{0,2}(\d{1,6})\b")
 _CLOCK = re.compile(r"[\d:.,/-]*\d:\d\d[\d:.,]*")
 MOST_PREFIXES = 8
 # Composer prints the files of each rank after one has failed.
-_SECTION = re.compile(r"^-+(Begin|End) global rank (\d{1,6}) STD(?:OUT|ERR)-+$")
+_SECTION = re.compile(r"^-+([BE])\w+ global rank (\d{1,6}) STD(?:OUT|ERR)-+$")
 _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
 
 
@@ -119,7 +119,7 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
     section = NO_RANK if log.rank is None else log.rank
     for line in every:
         if found := _SECTION.match(line):
-            section = int(found[2]) if found[1] == "Begin" else NO_RANK
+            section = int(found[2]) if found[1] == "B" else NO_RANK
         rank, rest, stream = section, line, ""
         if labelled and (found := _SRUN.match(rest)):
             rank, stream, rest = int(found[1]) if known.task else rank, found[1], rest[found.end() :]
