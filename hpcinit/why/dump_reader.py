@@ -67,8 +67,8 @@ def _memory() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def read(path: Path, budget: Budget) -> tuple[dict[str, Any], int]:
-    """Return the document of a dump, and when its file was written, in ns since 1970. Raise ValueError or OSError."""
+def read(path: Path, budget: Budget) -> dict[str, Any]:
+    """Return what is needed of a dump. Raise ValueError or OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
@@ -82,7 +82,7 @@ def read(path: Path, budget: Budget) -> tuple[dict[str, Any], int]:
             raise ValueError("it is empty")
         if data[:64].lstrip()[:1] not in (b"\x80", b"{", b"(", b"}"):  # a pickle of any protocol, or JSON
             raise ValueError(NO_DUMP)
-        return load(data, budget), state.st_mtime_ns
+        return load(data, budget)
 
 
 def load(data: bytes, budget: Budget | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -526,13 +527,13 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
     return _read(found, dump_reader.Budget(len(found)))
 
 
-def read_folder(folder: Path) -> dict[int, Mapping[str, Any]]:
+def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
     """Return the dumps in a folder and below it by rank, the number at the end of each name; {} if there are none.
 
     Files with different prefixes belong together if they are of different ranks (a prefix or a folder for each node).
     If not, they are of several attempts, and the newest count. A file beside readable dumps that is none itself, such
-    as a truncated one, counts as an unreadable dump of its rank. If none can be read, those with 'rank' in their names
-    count as unreadable dumps.
+    as a truncated one, counts as an unreadable dump of its rank. unreadable: if none can be read, return those with
+    'rank' in their names.
     """
     sets: dict[tuple[Path, str], dict[int, Path]] = {}
     for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
@@ -541,7 +542,7 @@ def read_folder(folder: Path) -> dict[int, Mapping[str, Any]]:
             sets.setdefault((path.parent, match["prefix"]), {}).setdefault(int(match["rank"]), path)
     budget = dump_reader.Budget(len({rank for files in sets.values() for rank in files}))
     found: dict[int, Mapping[str, Any]] = {}
-    unreadable: dict[int, Mapping[str, Any]] = {}
+    broken: dict[int, Mapping[str, Any]] = {}
     for files in sorted(sets.values(), key=lambda files: _written(files.values()), reverse=True):
         if found.keys() & files.keys():
             continue
@@ -549,10 +550,10 @@ def read_folder(folder: Path) -> dict[int, Mapping[str, Any]]:
         if _has_a_dump(dumps):
             found |= dumps
         elif all(NAMED_RANK.fullmatch(path.name) for path in files.values()):
-            unreadable = unreadable or dumps
-    return found or {
-        rank: dump for rank, dump in unreadable.items() if not dump[UNREADABLE].endswith(dump_reader.NO_DUMP)
-    }
+            broken = broken or dumps
+    if found or not unreadable:
+        return found
+    return {rank: dump for rank, dump in broken.items() if not dump[UNREADABLE].endswith(dump_reader.NO_DUMP)}
 
 
 def _has_a_dump(dumps: Mapping[int, Mapping[str, Any]]) -> bool:
@@ -570,16 +571,16 @@ def _written(paths: Iterable[Path]) -> float:
 def _read(paths: Mapping[int, Path], budget: dump_reader.Budget) -> dict[int, Mapping[str, Any]]:
     """Return the document of each dump, or one with the reason why the file cannot be read. Small files are first, so
     that a large one does not use up the time for them."""
-    sizes = dict.fromkeys(paths, 0)
+    states: dict[int, os.stat_result] = {}
     for rank, path in paths.items():
         with contextlib.suppress(OSError):
-            sizes[rank] = path.stat().st_size
+            states[rank] = path.stat()
     found: dict[int, Mapping[str, Any]] = {}
-    for rank in sorted(paths, key=lambda rank: sizes[rank]):
+    for rank in sorted(paths, key=lambda rank: states[rank].st_size if rank in states else 0):
+        written = {WRITTEN_NS: states[rank].st_mtime_ns} if rank in states else {}
         try:
-            document, written_ns = dump_reader.read(paths[rank], budget)
-            found[rank] = {WRITTEN_NS: written_ns, **document}
+            found[rank] = {**written, **dump_reader.read(paths[rank], budget)}
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            found[rank] = {UNREADABLE: f"{paths[rank].name}: {reason}"}
+            found[rank] = {**written, UNREADABLE: f"{paths[rank].name}: {reason}"}
     return dict(sorted(found.items()))

@@ -90,15 +90,17 @@ class Culprit:
 class HangVerdict:
     """culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
     do not show, with the line that would have shown it. differ: whether ranks called different things, and it is
-    unknown whose call is wrong."""
+    unknown whose call is wrong. shown: whether the dumps show a hang; False if the only lines are of dumps that cannot
+    be read, and no rank waits."""
 
     culprits: tuple[Culprit, ...] = ()
     victims: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
     differ: bool = False
+    shown: bool = True
 
     def __bool__(self) -> bool:
-        return bool(self.culprits or self.unknown)
+        return self.shown and bool(self.culprits or self.unknown)
 
     @property
     def kind(self) -> str:
@@ -178,7 +180,8 @@ class _Search:
         self._drop_unproven()
         culprits = sorted(self.found.values(), key=lambda one: (one.kind in UNPROVEN, one.since_ns or 2**63, one.rank))
         victims = tuple(sorted(rank for rank, waits in self.pending.items() if waits and rank not in self.found))
-        return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ)
+        shown = bool(self.open) or len(self.unknown) > len(self.unreadable)
+        return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ, shown)
 
     def _drop_unproven(self) -> None:
         """A rank without a dump may wait as the others do, if another one explains why they wait in this call."""

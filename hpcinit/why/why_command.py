@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         return _of_dumps(dumps, options)
     if found := foreign_job.find(options.run):
         return _of_logs(found, options)
+    if options.run and (dumps := _only_dumps(Path(options.run), unreadable=True)):
+        return _of_dumps(dumps, options)
     try:
         path = find_runs.find_run(options.run, options.runs_dir)
     except RequestError:
@@ -103,11 +105,12 @@ def _of_worlds(path: Path, now: state.State) -> tuple[Path, Verdict]:
     return min(found, key=lambda one: (one[1].kind in (OK, *WITHOUT_CAUSE), one[1].time or math.inf))
 
 
-def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
-    """Return the flight-recorder dumps in `folder`, by rank; {} for a run folder and for a folder without dumps."""
+def _only_dumps(folder: Path, *, unreadable: bool = False) -> Mapping[int, Mapping[str, Any]]:
+    """Return the flight-recorder dumps in `folder`, by rank; {} for a run folder and for a folder without dumps.
+    unreadable: also if none of them can be read."""
     if any((folder / name).exists() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
         return {}
-    return flight_recorder.read_folder(folder)
+    return flight_recorder.read_folder(folder, unreadable=unreadable)
 
 
 def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
@@ -117,7 +120,7 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
         f"the dumps of {counted(len(dumps), 'rank')} show no rank that waits in a collective",
     )
     if options.json:
-        kind = found.kind if found.culprits or found.differ else failure_kinds.UNKNOWN if found else OK
+        kind = found.kind if found.culprits or found.differ else failure_kinds.UNKNOWN if found.unknown else OK
         print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}))
     elif options.quiet:
         print(plain_lines([first]))

@@ -218,6 +218,17 @@ def test_a_rank_whose_dump_cannot_be_read_is_not_at_fault(tmp_path: Path) -> Non
     assert any("rank 3" in line and "it ends after 500 bytes" in line for line in found.unknown)
 
 
+def test_no_hang_from_dumps_that_cannot_be_read(tmp_path: Path) -> None:
+    """If no rank waits in the dumps that can be read, those that cannot be read show no hang."""
+    (tmp_path / "trace_rank_0").write_bytes(recorded(3))
+    (tmp_path / "trace_rank_1").write_bytes(b"")
+    found = hang_verdict.verdict(flight_recorder.read_folder(tmp_path))
+    assert not found and "trace_rank_1: it is empty" in found.lines()[0]
+    (tmp_path / "trace_rank_0").write_bytes(b"{")
+    assert flight_recorder.read_folder(tmp_path) == {}, "files beside logs are no dumps"
+    assert sorted(flight_recorder.read_folder(tmp_path, unreadable=True)) == [0, 1]
+
+
 def test_only_dumps_that_cannot_be_read(hpcinit: Run, tmp_path: Path) -> None:
     """If a folder has no other dumps, `hpcinit why` prints why they cannot be read."""
     nested_pickle(tmp_path)
@@ -240,9 +251,9 @@ def test_the_time_for_all_dumps(tmp_path: Path) -> None:
         (tmp_path / f"dump_rank_{rank}").write_bytes(recorded(rank))
     order: list[str] = []
 
-    def read(path: Path, _: dump_reader.Budget) -> tuple[dict[str, Any], int]:
+    def read(path: Path, _: dump_reader.Budget) -> dict[str, Any]:
         order.append(path.name)
-        return {"entries": []}, 0
+        return {"entries": []}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dump_reader, "read", read)
