@@ -43,7 +43,8 @@ class Typed(Override):
 
 
 def _elements(line: str) -> list[str]:
-    """Return the text of each element of key=1,2 or key=choice(1,2) or key=[1,2]; [] for other overrides."""
+    """Return the text of each element of key=1,2 or key=choice(1,2) or key=[1,2], and of each value of key={A: 1}; []
+    for other overrides."""
     parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line))))
     value = parser.override().value()
     if value is None:
@@ -51,13 +52,16 @@ def _elements(line: str) -> list[str]:
     found = value.simpleChoiceSweep()
     if found is None:
         element = value.element()
+        if table := element.dictContainer():
+            values = [pair.element() for pair in table.dictKeyValuePair()]
+            return [line[one.start.start : one.stop.stop + 1] for one in values]
         function = element.function()
         found = element.listContainer() or (function if function and function.ID().getText() == "choice" else None)
     return [line[one.start.start : one.stop.stop + 1] for one in found.element()] if found else []
 
 
-def of(override: Override) -> str | list[Any] | None:
-    """Return the text of an override's value; of a list, of each element. None for a table, which has no text.
+def of(override: Override) -> str | list[Any] | dict[Any, Any] | None:
+    """Return the text of an override's value; of a list or a table, of each element. None if it has none.
 
     A string is without its quotes, and with its interpolations.
     """
@@ -66,6 +70,10 @@ def of(override: Override) -> str | list[Any] | None:
     if isinstance(value, list):
         texts = _elements(line)
         return [text if _is_rewritten(one) else one for one, text in zip(value, texts or value, strict=True)]
+    if isinstance(value, dict):
+        texts = _elements(line)
+        texts = texts if len(texts) == len(value) else [*value.values()]  # a key that is given twice
+        return {key: text if _is_rewritten(one) else one for (key, one), text in zip(value.items(), texts, strict=True)}
     if not isinstance(value, PLAIN) or isinstance(value, str):
         return value if isinstance(value, str) else None
     text = override.get_value_string().strip()
@@ -103,10 +111,10 @@ class Texts:
                 self.set(override)
 
     def set(self, override: Override) -> None:
-        """Set the value of an override. Ignore a table, and the choice of a group, which is a table in the config."""
+        """Set the value of an override. Ignore the choice of a group, which is a table in the config."""
         key, text = override.key_or_group, of(override)
         value = OmegaConf.select(self._config, key)
-        if text is None or isinstance(value, DictConfig):
+        if text is None or (isinstance(value, DictConfig) and not isinstance(text, dict)):
             return
         if not self._has_texts and not _refers(text) and text != _as_typed(value):
             values: Any = OmegaConf.to_container(self._config)

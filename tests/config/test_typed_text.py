@@ -84,6 +84,15 @@ def test_a_range_and_lists() -> None:
 
 
 @pytest.mark.parametrize("extra", [[], ["+w=1"]])  # without Hydra, and with it
+def test_a_table(extra: list[str]) -> None:
+    """Each variable of a table gets its text, and the table does not replace other variables."""
+    [one] = made(["+job.env.Z=1.0", "+job.env={A: 1.10, B: 1_000, C: True, D: 'a b', E: 'x${nodes}'}", *extra])
+    assert one.config.job.env == {"Z": "1.0", "A": "1.10", "B": "1_000", "C": "True", "D": "a b", "E": "x1"}
+    [one] = made(["+deepspeed.ds_config={a: 1}", "parallel=zero1", *extra])
+    assert one.document["deepspeed"]["ds_config"] == {"a": 1}
+
+
+@pytest.mark.parametrize("extra", [[], ["+w=1"]])  # without Hydra, and with it
 def test_keys_of_hpcinit(extra: list[str]) -> None:
     """A program gets the text of keys of hpcinit as well."""
     [one] = made(["gradient_clip=1.50", "nodes=1", "mem_gb=8", "wait=TRUE", *extra])
