@@ -40,13 +40,13 @@ Position = tuple[int, str, tuple[str | None, ...]]  # number of a call, its type
 class Watched:
     """A message of torch's watchdog on a rank.
 
-    rank: -1 if unknown. group: '' for the group of all ranks. position: the call that timed out, None if none did.
-    enqueued: the number of the last call that the rank made, None if unknown. stuck: whether the watchdog itself is
-    blocked.
+    rank: -1 if unknown. group: '' for the group of all ranks, None if unknown. position: the call
+    that timed out, None if none did. enqueued: the number of the last call that the rank made, None if unknown. stuck:
+    whether the watchdog itself is blocked.
     """
 
     rank: int
-    group: str
+    group: str | None
     position: Position | None = None
     enqueued: int | None = None
     stuck: bool = False

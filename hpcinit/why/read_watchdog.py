@@ -66,9 +66,9 @@ def _position(found: re.Match[str]) -> Position | None:
     return int(found["number"]), found["call"], sizes
 
 
-def _group(found: re.Match[str]) -> str:
-    """Return the group's description; '' for the group of all ranks, and if the message does not show it."""
-    name = found["group"] or found["guid"] or found["id"] or ""
+def _group(found: re.Match[str]) -> str | None:
+    """Return the group's description; '' for the group of all ranks, None if the message does not show it."""
+    name = found["group"] or found["guid"] or found["id"]
     return "" if name in ("0", "default_pg") else name
 
 
@@ -86,9 +86,15 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     at = {one.rank: one.position for one in reversed(known) if one.position}
     behind = {one.rank for one in known if one.enqueued is not None} - at.keys()
     stuck = {one.rank for one in known if one.stuck} - at.keys()
-    groups = {one.group for one in evidence.watched}
-    if len(set(at.values())) > 1:
-        yield _different(at, evidence)
+    of_rank = {one.rank: one.group for one in reversed(known) if one.group is not None}
+    groups = {of_rank.get(rank) for rank in at}
+    if len(groups - {None}) > 1:  # a rank of one group may wait for a rank that waits in another
+        head = (
+            f"collectives of several groups timed out on {named(at)}, and the logs do not show for which rank they wait"
+        )
+        yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
+    elif len(set(at.values())) > 1:
+        yield _different(at, evidence, same_group=None not in groups)
     elif stuck:
         others = f", and {named(at)} {_wait(at)} in {_call(at)}" if at else ""
         head = f"{named(stuck)} {_do(stuck)} not advance: torch's watchdog is blocked in a call of CUDA or NCCL there"
@@ -96,7 +102,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     elif late := {rank for rank in behind if at and _enqueued(rank, known) < min(each[0] for each in at.values())}:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
         yield _finding(head, sorted(late), ADVICE, evidence)
-    elif missing := _missing(at, evidence) if groups == {""} else ():
+    elif missing := _missing(at, evidence) if groups <= {"", None} else ():
         head = f"{named(missing)} did not report a timeout of {_call(at)}, in which {named(at)} waited"
         yield _finding(head, missing, ADVICE, evidence)
     else:
@@ -114,15 +120,16 @@ def _finding(
     return Finding(Grade.STATED, verdict, tuple(ranks))
 
 
-def _different(at: Mapping[int, Position], evidence: Evidence) -> Finding:
-    """Return the finding on ranks that wait in another call than the majority."""
+def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bool) -> Finding:
+    """Return the finding on ranks that wait in another call than the majority. same_group: whether all calls are of one
+    group for certain; otherwise other numbers and types may be of another group."""
     (usual, most), *_ = Counter(at.values()).most_common()
     odd = sorted(rank for rank, position in at.items() if position != usual)
     shown = [rank for rank in odd if at[rank] == at[odd[0]]]
     many = sorted(at.keys() - set(odd))
     mine, theirs = _described(at[shown[0]], usual), _described(usual, at[shown[0]])
     head = f"{named(shown)} {_wait(shown)} in {mine}, and {named(many)} in {theirs}"
-    if 2 * most <= len(at):
+    if 2 * most <= len(at) or not (same_group or len({number for number, _, _ in at.values()}) == 1):
         head = f"the ranks wait in different collectives: {head}"
         odd = []
     return _finding(head, odd, causes.DIFFERENT_CALLS, evidence, failure_kinds.MISMATCH)

@@ -32,6 +32,14 @@ def timeout(rank: int, number: int = 7, call: str = "ALLREDUCE", size: int = 102
     return TIMEOUT.format(rank=rank, number=number, call=call, size=size)
 
 
+def work(rank: int, group: str = "default_pg") -> str:
+    """As torch 2.7 prints it."""
+    return (
+        f"[rank{rank}]:[E605 11:39:47.7 ProcessGroupNCCL.cpp:2289] [PG ID 0 PG GUID {group} Rank {rank}]  failure detected "
+        "by watchdog at work sequence id: 7 PG status: last enqueued work: 7, last completed work: 6\n"
+    )
+
+
 def finding(grade: Grade, *ranks: int, abort: bool = False) -> Finding:
     return Finding(grade, Verdict(grade.name, failure_kinds.UNKNOWN), ranks, abort)
 
@@ -66,7 +74,10 @@ def test_the_table_has_every_grade() -> None:
     ("text", "kind", "rank"),
     [
         (timeout(0) + timeout(1) + timeout(3) + "world size: 4\n" + ABORTED.format(rank=0), "hang", 2),
-        (timeout(0) + timeout(1) + timeout(2, 5, "BROADCAST"), "mismatch", 2),
+        (timeout(0) + timeout(1) + timeout(2, 7, "BROADCAST"), "mismatch", 2),
+        (timeout(0) + timeout(1) + timeout(2, 5, "BROADCAST"), "mismatch", None),  # perhaps of another group
+        ("".join(work(rank) + timeout(rank, 7 - 2 * (rank == 2)) for rank in range(3)), "mismatch", 2),
+        ("".join(work(rank, f"{rank // 2}") + timeout(rank, 7 - rank // 2) for rank in range(3)), "hang", None),
         (timeout(0) + timeout(1) + timeout(2, size=9), "mismatch", 2),
         (timeout(0) + timeout(1, 5), "mismatch", None),
         (timeout(0) + timeout(1) + ABORTED.format(rank=1), "hang", None),
