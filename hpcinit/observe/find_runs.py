@@ -176,9 +176,11 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
     known = all_runs(runs_dir)
     matches = _of_job(word, known[::-1]) if word else iter(())
     if found := next(matches, None):
-        mine = state.clusters(found)
-        if other := next((path for path in matches if state.clusters(path) != mine), None):
-            raise RequestError(f"job {word} is a job of two clusters: name the run, {found.name} or {other.name}")
+        mine = _queue(found)
+        if other := next((path for path in matches if _queue(path) != mine), None):
+            raise RequestError(
+                f"job {word} is a job of two clusters or engines: name the run, {found.name} or {other.name}"
+            )
         return found
     last = ", ".join(path.name for path in known[-5:]) or "none"
     if word.isdigit() and (job := state.foreign_job(word)):
@@ -189,6 +191,11 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
         )
     what = f"no run {word!r}: no run folder or job has this name" if word else "no run given: name one, or its job id"
     raise RequestError(f"{what}; the latest in {runs_dir.absolute()}: {last}")
+
+
+def _queue(path: Path) -> tuple[str, str]:
+    """Return what gives the jobs of a run their ids: its engine and cluster. A local run has a process id."""
+    return state.last_submission(path)["engine"], state.clusters(path)
 
 
 def _of_job(word: str, known: Sequence[Path]) -> Iterator[Path]:

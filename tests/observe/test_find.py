@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,14 @@ def test_no_name_at_all(hpcinit: Run, tmp_path: Path) -> None:
 def test_only_final_states_are_over(word: str, over: bool) -> None:
     """An unknown state of a newer Slurm does not count as the end of a job."""
     assert state.State(word, "1", "slurm").over is over
+
+
+def test_an_id_of_a_local_run_and_of_a_slurm_job(hpcinit: Run, tmp_path: Path) -> None:
+    """The id of a local run is a process id. If a Slurm job has it too, cancel asks for the run's name."""
+    for name, engine in (("train-0001", "slurm"), ("test-0001", "local")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "job.sh").touch()
+        record = {"job_id": "4242", "engine": engine, "submitted": 1_790_000_000.0}
+        (tmp_path / "runs" / name / "submission.json").write_text(json.dumps(record))
+    done = hpcinit("cancel", "4242")
+    assert done.returncode == 2 and "name the run, test-0001 or train-0001" in done.stderr, done
