@@ -99,7 +99,7 @@ KINDS = (
     # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
     Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined",
      "start as many processes as the world size, and read the log of the node that did not connect"),
-    Message(failure_kinds.CUDA_MEMORY, r"(CUDA|HIP|XPU|NPU) out of memory|CUDA error: out of memory"
+    Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|(HIP|XPU|NPU) out of memory|CUDA error: out of memory"
      r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
      r"|NCCL WARN .*out of memory|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
     # cuBLAS reports this if it finds no memory for its handle; a broken context is rarer.
