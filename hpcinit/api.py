@@ -26,7 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base import errors
-from hpcinit.base.errors import INTERRUPTED, NOTHING_SUBMITTED, Failure, HpcinitError, RequestError, SubmitError
+from hpcinit.base.errors import (
+    INTERRUPTED,
+    NOTHING_SUBMITTED,
+    Failure,
+    HpcinitError,
+    RequestError,
+    SubmissionInterrupted,
+    SubmitError,
+)
 from hpcinit.config import python_arguments
 from hpcinit.observe import find_runs, logs, poll, progress, resubmitted, state
 from hpcinit.records import results
@@ -218,18 +226,17 @@ def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
         raise _reported_error(found)
     text = "\n".join(notes) or f"`{' '.join(command)}` exited with status {process.returncode}"
     if words[0] == "submit":
-        raise SubmitError(text, f"these runs were submitted: {made}" if made else NOTHING_SUBMITTED)
+        raise SubmitError(text, f"these runs were submitted: {', '.join(made)}" if made else NOTHING_SUBMITTED)
     raise Failure(text)
 
 
-def _interruption(documents: Sequence[Mapping[str, Any]]) -> KeyboardInterrupt:
-    made = _run_folders(documents)
-    return KeyboardInterrupt(f"submitted before the interruption: {made}" if made else NOTHING_SUBMITTED)
+def _interruption(documents: Sequence[Mapping[str, Any]]) -> SubmissionInterrupted:
+    return SubmissionInterrupted([Path(run).absolute() for run in _run_folders(documents)])
 
 
-def _run_folders(documents: Sequence[Mapping[str, Any]]) -> str:
-    """Return the folders of the runs among the documents, '' if there are none."""
-    return ", ".join(one["run"] for one in documents if one["document"] == "submit")
+def _run_folders(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the folders of the runs among the documents."""
+    return [one["run"] for one in documents if one["document"] == "submit"]
 
 
 def _json_lines(out: str) -> list[dict[str, Any]]:

@@ -2,17 +2,16 @@
 
     python train.py -m hydra/launcher=hpcinit hydra.launcher.cluster=x hydra.launcher.nodes=2 lr=1e-3,3e-4
 
-Each job runs the user's program again with its own overrides; nothing is pickled. The job's result for the sweeper is
-what the decorated function returns on rank 0: a number or several. `hpcinit submit -m` with a sweeper that waits for
-results uses the same launcher; its trials are runs of hpcinit already (hpcinit/config/search_space.py).
+Each rank calls the pickled function of the program with the job's config (hpcinit/jobs/hydra_task.py). If that is not
+possible, each rank runs the program again with the job's overrides. The sweeper gets what the function returns on
+rank 0. `hpcinit submit -m` with a sweeper that waits for results uses the same launcher; its trials are runs of hpcinit
+already (hpcinit/config/search_space.py).
 
 Hydra imports this module in every program of the environment, so it imports hpcinit only when it is used. Hydra does so
 without an entry in sys.modules, hence no `from __future__ import annotations`: @dataclass would look for one.
 """
 
 import logging
-import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus, filter_overrides
 from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
@@ -28,12 +27,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 if TYPE_CHECKING:
-    from hpcinit.api import Run
     from hpcinit.observe.state import State
 
 log = logging.getLogger(__name__)
 HERE = "hydra_plugins.hpcinit_launcher"
-# The overrides of this process that its jobs must not repeat.
+# The overrides of this process that a program that runs again must not repeat.
 OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher=", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.")
 
 
@@ -61,134 +59,184 @@ class HpcinitLauncher(Launcher):
 
     def __init__(self, **keys: Any) -> None:
         self._wait, self._overrides = keys.pop("wait", True), list(keys.pop("overrides", ()))
-        at_once = keys.pop("at_once", None)
+        keys["sweep.at_once"] = keys.pop("at_once", None)
         self._keys = {name: value for name, value in keys.items() if value is not None}
-        self._at_once = [] if at_once is None else [f"sweep.at_once={at_once}"]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what `launch` needs. A task function is not used: each job runs the program."""
-        self._context, self._config = hydra_context, config
+        """Keep what `launch` needs."""
+        self._context, self._config, self._function = hydra_context, config, task_function
         self._batch = getattr(task_function, "launch_batch", None)  # hpcinit's own search, which submits its trials
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Submit a job for each list of overrides and return their results, in order."""
         if self._batch is not None:
             return cast(Sequence[JobReturn], self._batch(job_overrides, initial_job_idx))
-        from hpcinit.base.errors import HpcinitError  # noqa: PLC0415
+        from hpcinit.base.errors import HpcinitError, SubmissionInterrupted  # noqa: PLC0415
+        from hpcinit.submit import launcher_output  # noqa: PLC0415
 
-        jobs = [self._job(list(words), initial_job_idx + at) for at, words in enumerate(job_overrides)]
-        runs: list[Run] = []
+        configs = [self._composed(list(words), initial_job_idx + at) for at, words in enumerate(job_overrides)]
+        runs: list[Path] = []
         try:
-            ends = self._run(jobs, runs)
-            return self._returned(jobs, runs, ends)
+            ends = self._run(configs, runs)
+            return self._returned(configs, runs, ends)
         except HpcinitError as error:
             raise CompactHydraException(str(error)) from error
-        except KeyboardInterrupt:  # the sweeper ends with this process, and no one would read the results
-            for run in runs:
-                run.cancel()
+        except KeyboardInterrupt as error:  # the sweeper ends with this process, and no one would read the results
+            more = error.runs if isinstance(error, SubmissionInterrupted) else ()
+            launcher_output.cancel([*runs, *more], log.info)
             raise
 
-    def _job(self, words: list[str], number: int) -> JobReturn:
-        """Return what is known of the job before it runs: its overrides, its config, its output folder."""
+    def _composed(self, words: list[str], number: int) -> DictConfig:
+        """Return the config of a job, and make its output folder."""
         config = self._context.config_loader.load_sweep_config(self._config, words)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
-        folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        task = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        return JobReturn(
-            overrides=OmegaConf.to_container(config.hydra.overrides.task),  # type: ignore[arg-type]
-            cfg=task,
-            hydra_cfg=OmegaConf.masked_copy(config, ["hydra"]),
-            working_dir=str(folder),
-        )
+        _output_folder(config).mkdir(parents=True, exist_ok=True)
+        return config
 
-    def _arguments(self, job: JobReturn) -> list[str]:
-        """Return the arguments with which the program runs as this job."""
-        from hydra._internal.utils import get_args_parser  # noqa: PLC0415 - for the flags of this process
-
-        assert job.hydra_cfg is not None and job.working_dir is not None
-        flags = get_args_parser().parse_known_args()[0]
-        names = ("config_name", "config_path", "config_dir")
-        given = {f"--{name.replace('_', '-')}": getattr(flags, name) for name in names}
-        number = job.hydra_cfg.hydra.job.num
-        hydra = [word for word in job.hydra_cfg.hydra.overrides.hydra if not word.lstrip("+~").startswith(OF_THE_SWEEP)]
-        return [
-            *(f"{flag}={value}" for flag, value in given.items() if value is not None),
-            *(job.overrides or ()),
-            *hydra,
-            f"hydra.run.dir={_quoted(job.working_dir)}",
-            f"hydra.job.num={number}",
-            f"hydra.job.id={number}",
-            f"+hydra.callbacks.hpcinit_result._target_={HERE}.ResultCallback",
-        ]
-
-    def _run(self, jobs: Sequence[JobReturn], runs: "list[Run]") -> "dict[Path, State]":
+    def _run(self, configs: Sequence[DictConfig], runs: list[Path]) -> "dict[Path, State]":
         """Submit the jobs and return the ends of their runs: all together, or without a queue one after the other."""
+        from hpcinit.config import default_cluster  # noqa: PLC0415
+        from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
 
+        words = [*self._overrides, *(f"{key}={override_value(value)}" for key, value in self._keys.items())]
+        cluster = default_cluster.chosen(words)
+        local = cluster == default_cluster.LOCAL
         ends: dict[Path, State] = {}
-        local = self._keys.get("cluster", "" if shutil.which("sbatch") else "local") == "local"
-        for batch in [[job] for job in jobs] if local else [jobs]:
-            new = self._submit(batch, local)
+        for batch in [[config] for config in configs] if local else [configs]:
+            new = self._submit_functions(batch, cluster, words) or self._submit_programs(batch, words)
             runs += new
-            for job, run in zip(batch, new, strict=True):
-                log.info(_line(job, f"job {run.job_id}, {run.path}"))
+            for config, run in zip(batch, new, strict=True):
+                log.info(_line(config, f"job {launcher_output.job_id(run)}, {run}"))
             if self._wait:
-                ends |= launcher_output.wait([run.path for run in new], log.info)
+                ends |= launcher_output.wait(new, log.info)
         return ends
 
-    def _submit(self, jobs: Sequence[JobReturn], local: bool) -> "list[Run]":
-        """Submit the jobs, as one array where their requests allow it."""
+    def _submit_functions(self, configs: Sequence[DictConfig], cluster: str, words: Sequence[str]) -> list[Path]:
+        """Submit calls of the program's function; return [] if they must be programs."""
+        from hpcinit.jobs import hydra_task  # noqa: PLC0415
+        from hpcinit.submit.function_executor import ForPrograms, FunctionExecutor  # noqa: PLC0415
+
+        name = Path(_program()[-1]).stem
+        named = [(" ".join(filter_overrides(config.hydra.overrides.task)), config) for config in configs]
+        try:
+            tasks = hydra_task.tasks(name, self._function, self._context, named)
+        except Exception as error:  # the program's objects may raise anything
+            log.info(f"the function cannot be pickled, so each job runs the program: {type(error).__name__}: {error}")
+            return []
+        try:
+            executor = FunctionExecutor(None, cluster=cluster, overrides=words)
+            return [job.paths.folder for job in executor.submit_array(tasks)]
+        except ForPrograms as error:
+            log.info(f"each job runs the program: {error}")
+            return []
+
+    def _submit_programs(self, configs: Sequence[DictConfig], words: Sequence[str]) -> list[Path]:
+        """Submit the program with the overrides of each job."""
         from hpcinit import api  # noqa: PLC0415
         from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
 
-        texts = [override_value(self._arguments(job)) for job in jobs]
-        overrides = [*self._overrides, *self._at_once, f"job.args={','.join(texts)}", "job=program"]
-        options = {**self._keys, "program": _program()}
-        return [api.submit(*overrides, **options)] if local else api.sweep(*overrides, **options)
+        arguments = ",".join(override_value(_arguments(config)) for config in configs)
+        return [run.path for run in api.sweep(*words, f"job.args={arguments}", "job=program", program=_program())]
 
     def _returned(
-        self, jobs: Sequence[JobReturn], runs: "Sequence[Run]", ends: "Mapping[Path, State]"
+        self, configs: Sequence[DictConfig], runs: Sequence[Path], ends: "Mapping[Path, State]"
     ) -> Sequence[JobReturn]:
-        """Add the end of its run to each job, and print all that failed. The sweeper raises the error of the first."""
+        """Return the result of each job, and print all that failed. The sweeper raises the error of the first."""
+        from hpcinit.jobs import hydra_task  # noqa: PLC0415
         from hpcinit.records import results  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
 
-        failed = []
-        for job, run in zip(jobs, runs, strict=True):
-            job.status, job.return_value = JobStatus.COMPLETED, None
+        failed, found = [], []
+        for config, run in zip(configs, runs, strict=True):
+            job = _job_return(config)
+            found.append(job)
             if not self._wait:
                 continue
-            if launcher_output.succeeded(run.path, ends[run.path]):
-                job.return_value = results.read(run.path)
+            if launcher_output.succeeded(run, ends[run]):
+                found[-1] = job = hydra_task.read(run) or job
+                if job.status == JobStatus.COMPLETED and job.return_value is None:
+                    job.return_value = results.read(run)
                 continue
-            about = launcher_output.failure(run.path, ends[run.path])
-            failed.append(_line(job, about))
-            # A compact error: the line names the cause, and a traceback would only show how Hydra called its launcher.
-            job.status, job.return_value = JobStatus.FAILED, CompactHydraException(about)
-        launcher_output.show_failures(failed, len(jobs), log.error)
-        return jobs
+            about = launcher_output.failure(run, ends[run])
+            failed.append(_line(config, about))
+            of_rank_0 = hydra_task.read(run)
+            job.status, job.return_value = JobStatus.FAILED, _exception(of_rank_0, about)
+        launcher_output.show_failures(failed, len(configs), log.error)
+        return found
 
 
 class ResultCallback(Callback):
-    """In the job: write what the program's function returned on rank 0 to the run folder."""
+    """In a job that runs the program again: write what the function returned on rank 0 to the run folder."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Write the return value if JSON can contain it and the program has written no result."""
         from hpcinit.base.errors import RequestError  # noqa: PLC0415
-        from hpcinit.records import results, run_folder  # noqa: PLC0415
+        from hpcinit.jobs import hydra_task  # noqa: PLC0415
 
-        folder = os.environ.get("HPCINIT_RUN")
-        value = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
-        if value is None or folder is None or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
-            return
-        if (Path(folder) / run_folder.RESULT).exists():
+        folder = hydra_task.rank_0s_folder()
+        if folder is None or job_return.status != JobStatus.COMPLETED:
             return
         try:
-            results.write_or_print(Path(folder), results.reported(value))
+            hydra_task.write_result(folder, job_return.return_value)
         except RequestError as error:
             log.warning(f"no result for the sweeper: {error}")
+
+
+def _job_return(config: DictConfig) -> JobReturn:
+    """Return what is known of a job without its results."""
+    return JobReturn(
+        overrides=OmegaConf.to_container(config.hydra.overrides.task),  # type: ignore[arg-type]
+        cfg=OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
+        hydra_cfg=OmegaConf.masked_copy(config, ["hydra"]),
+        working_dir=str(_output_folder(config)),
+        task_name=JobRuntime.instance().get("name"),
+        status=JobStatus.COMPLETED,
+    )
+
+
+def _exception(of_rank_0: JobReturn | None, about: str) -> Exception:
+    """Return an error that Hydra prints as one line, `about`, also an instance of the class that the function raised.
+
+    Of other errors Hydra prints a traceback, which would only show how it called its launcher.
+    """
+    if of_rank_0 is None or of_rank_0.status != JobStatus.FAILED:
+        return CompactHydraException(about)
+    raised = of_rank_0._return_value
+    try:
+        kind = type(type(raised).__name__, (CompactHydraException, type(raised)), {"__str__": lambda self: about})
+        error = kind.__new__(kind, *raised.args)
+        error.__dict__.update(raised.__dict__)
+    except TypeError:  # a class that cannot be combined
+        error = CompactHydraException(about)
+    error.__cause__ = raised
+    return cast(Exception, error)
+
+
+def _arguments(config: DictConfig) -> list[str]:
+    """Return the arguments with which the program runs as this job."""
+    from hydra._internal.utils import get_args_parser  # noqa: PLC0415 - for the flags of this process
+
+    from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
+
+    flags = get_args_parser().parse_known_args()[0]
+    names = ("config_name", "config_path", "config_dir")
+    given = {f"--{name.replace('_', '-')}": getattr(flags, name) for name in names}
+    number, typed = config.hydra.job.num, config.hydra.overrides
+    return [
+        *(f"{flag}={value}" for flag, value in given.items() if value is not None),
+        *typed.task,
+        *(word for word in typed.hydra if not word.lstrip("+~").startswith(OF_THE_SWEEP)),
+        f"hydra.run.dir={override_value(str(_output_folder(config)))}",
+        f"hydra.job.num={number}",
+        f"hydra.job.id={number}",
+        f"+hydra.callbacks.hpcinit_result._target_={HERE}.ResultCallback",
+    ]
+
+
+def _output_folder(config: DictConfig) -> Path:
+    return Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
 
 
 def _program() -> list[str]:
@@ -199,15 +247,7 @@ def _program() -> list[str]:
     return [str(Path(sys.argv[0]).absolute())]
 
 
-def _line(job: JobReturn, about: str) -> str:
+def _line(config: DictConfig, about: str) -> str:
     from hpcinit.submit import launcher_output  # noqa: PLC0415
 
-    assert job.hydra_cfg is not None
-    number = job.hydra_cfg.hydra.job.num
-    return launcher_output.job_line(number, filter_overrides(job.overrides or ()), about)
-
-
-def _quoted(path: str) -> str:
-    from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
-
-    return override_value(path)
+    return launcher_output.job_line(config.hydra.job.num, filter_overrides(config.hydra.overrides.task), about)

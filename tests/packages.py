@@ -80,7 +80,7 @@ PACKAGES = {
     "jobs": Package(
         "programs that ship: smoke, measure, doctor, train_gpt, the check of a node, pickled functions",
         JOB,
-        ("torch", "submitit"),
+        ("torch", "submitit", "hydra", "cloudpickle"),
     ),
     "cli": Package(
         "the table of commands, completion, how every command ends", ("base", "config", "observe", "submit")

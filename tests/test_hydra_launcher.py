@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
@@ -28,20 +28,59 @@ MINI = [
     "hydra.launcher.overrides=['cluster.gpu_flag=null']",
 ]
 TRAIN = """
-    import os, sys, time
+    import contextlib, os, sys, threading, time
     import hydra
+    import helper
     from hydra.core.hydra_config import HydraConfig
+
+    USED = contextlib.nullcontext()
 
     @hydra.main(version_base=None, config_path=None)
     def train(config):
+        assert USED is not None
         now = HydraConfig.get()
         print("job", now.job.num, "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], now.runtime.output_dir)
         if config.lr == 4:
             raise ValueError("lr is 4")
         time.sleep(config.get("sleep", 0))
-        return (config.lr - 2) ** 2
+        return helper.loss(config.lr)
 
-    train()
+    if __name__ == "__main__":
+        train()
+"""
+HELPER = "def loss(lr):\n    return (lr - 2) ** 2\n"
+SWEEPER = """
+    import json
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.sweeper import Sweeper
+
+    class Second(Sweeper):
+        'Its second batch depends on the results of the first.'
+
+        def __init__(self, **unused):
+            pass
+
+        def setup(self, *, hydra_context, task_function, config):
+            self.launcher = Plugins.instance().instantiate_launcher(
+                hydra_context=hydra_context, task_function=task_function, config=config
+            )
+
+        def sweep(self, arguments):
+            first = self.launcher.launch([["+lr=7"], ["+lr=8"]], 0)
+            best = min(first, key=lambda job: job.return_value)
+            second = self.launcher.launch([[f"+lr={best.cfg.lr - 4}"], ["+lr=4"]], 2)
+            assert second[0].return_value == 1
+            try:
+                second[1].return_value
+            except Exception as error:
+                assert isinstance(error, ValueError) == FUNCTIONS, type(error).__mro__
+                assert "ValueError: lr is 4" in str(error) and "FAILED" in str(error)
+                assert not FUNCTIONS or error.args == ("lr is 4",)
+            for number, job in enumerate([*first, *second]):
+                assert job.hydra_cfg.hydra.job.num == number and job.overrides == [f"+lr={job.cfg.lr}"]
+                assert job.task_name == "train" and job.status.name == ("FAILED" if number == 3 else "COMPLETED")
+                assert job.working_dir
+            print("the sweeper has ended")
 """
 
 
@@ -51,7 +90,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    (tmp_path / "helper.py").write_text(HELPER)
     return tmp_path
+
+
+def use_as_program(train: Path) -> None:
+    """Change the program so that its function cannot be pickled."""
+    train.write_text(train.read_text().replace("contextlib.nullcontext()", "threading.Lock()"))
+
+
+def modules() -> set[str]:
+    """Return what the runs started: a module, or a script's name."""
+    specs = [json.loads(file.read_text()) for file in Path("runs").rglob("spec.json")]
+    return {Path(spec["program"]["target"]).name for spec in specs}
 
 
 def train(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -97,11 +148,49 @@ def test_ctrl_c_cancels_the_jobs(mini: MiniSlurm) -> None:
     until(lambda: {run.state for run in api.runs()} == {"CANCELLED"})
 
 
-@pytest.mark.parametrize("place", ["local", pytest.param("mini", marks=pytest.mark.slurm)])
-def test_the_output_of_a_multirun(folder: Path, place: str, request: pytest.FixtureRequest) -> None:
+SBATCH = """#!/bin/sh
+case "$*" in --version | *--test-only*) exec {real} "$@" ;; esac
+{real} "$@" || exit
+test -e {folder}/called || kill -INT $(cat {folder}/pid)
+touch {folder}/called
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("started", ["function", "program"])
+def test_ctrl_c_between_two_arrays(mini: MiniSlurm, folder: Path, started: str) -> None:
+    """Ctrl-C while the first of several arrays is submitted: the jobs that exist are canceled."""
+    if started == "program":
+        use_as_program(folder / "train.py")
+    (folder / "bin").mkdir()
+    (folder / "bin/sbatch").write_text(SBATCH.format(folder=folder, real=shutil.which("sbatch")))
+    (folder / "bin/sbatch").chmod(0o755)
+    arrays = "hydra.launcher.overrides=['cluster.gpu_flag=null','cluster.max_array_size=2']"
+    words = [sys.executable, "train.py", "-m", *MINI[:-1], arrays, "+lr=1,2,3,5,6,7", "+sleep=600"]
+    env = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    command = ["sh", "-c", 'echo $$ > pid; exec "$@"', "sh", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode != 0 and "hpcinit cancel " in done.stdout, done.stdout + done.stderr
+    runs = [run for run in api.runs() if (run.path / "submission.json").exists()]
+    # A program is submitted by a process that this one interrupts, which may be later than the next array.
+    assert len(runs) == 1 if started == "function" else runs
+    assert modules() == {"hpcinit.jobs.function" if started == "function" else "train.py"}
+    until(lambda: {run.state for run in runs} == {"CANCELLED"})
+    queued = subprocess.run(["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True, check=True)
+    assert not queued.stdout.split()
+
+
+SLURM = pytest.mark.slurm
+WAYS = [("local", "function"), ("local", "program"), pytest.param("mini", "function", marks=SLURM)]
+
+
+@pytest.mark.parametrize(("place", "started"), WAYS)
+def test_the_output_of_a_multirun(folder: Path, place: str, started: str, request: pytest.FixtureRequest) -> None:
     """It prints jobs when they are submitted, each change once, and all failed jobs at the end, without a traceback."""
     if place == "mini":
         request.getfixturevalue("mini")
+    if started == "program":
+        use_as_program(folder / "train.py")
     done = train(*(MINI if place == "mini" else LOCAL), "+lr=2,4,4.0")
     assert done.returncode == 1, done.stderr
     lines, runs = [line.partition("[HYDRA] ")[2] for line in done.stdout.splitlines()], api.runs()
@@ -118,6 +207,19 @@ def test_the_output_of_a_multirun(folder: Path, place: str, request: pytest.Fixt
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr.splitlines()[0] == "Error executing job with overrides: ['+lr=4']"
     assert done.stderr.splitlines()[1].startswith(f"{runs[1].path} FAILED: ")
+    assert modules() == {"hpcinit.jobs.function" if started == "function" else "train.py"}
+
+
+@pytest.mark.parametrize("started", ["function", "program"])
+def test_a_sweeper_reads_results_and_errors(folder: Path, started: str) -> None:
+    """A sweeper gets what the function returned, the class and arguments of what it raised, and each job's config."""
+    if started == "program":
+        use_as_program(folder / "train.py")
+    (folder / "hydra_plugins").mkdir()
+    text = textwrap.dedent(SWEEPER).replace("FUNCTIONS", str(started == "function"))
+    (folder / "hydra_plugins/second.py").write_text(text)
+    done = train(*LOCAL, "hydra.sweeper._target_=hydra_plugins.second.Second")
+    assert "the sweeper has ended" in done.stdout, done.stdout + done.stderr
 
 
 def test_optunas_sweeper_gets_the_results(folder: Path) -> None:
@@ -140,9 +242,10 @@ def test_errors_are_one_line(folder: Path) -> None:
 
 
 def test_a_module_and_its_flags(folder: Path) -> None:
-    """`python -m package.train --config-dir ... --config-name ...` runs as that module with these flags."""
+    """A program that runs again runs as `python -m package.train --config-dir ... --config-name ...`, as it was started."""
     (folder / "package").mkdir()
     (folder / "train.py").rename(folder / "package/train.py")
+    use_as_program(folder / "package/train.py")
     (folder / "settings").mkdir()
     (folder / "settings/mine.yaml").write_text("lr: 7\n")
     flags = ["--config-dir", "settings", "--config-name", "mine"]
@@ -152,6 +255,25 @@ def test_a_module_and_its_flags(folder: Path) -> None:
     assert run.result() == 25.0
     program = json.loads((run.path / "spec.json").read_text())["program"]
     assert (program["kind"], program["target"]) == ("module", "package.train")
+
+
+def test_where_a_function_finds_its_modules(folder: Path) -> None:
+    """A program in another folder than the working one imports the modules beside it, and those of its sys.path."""
+    for below, name in (("code", "train.py"), ("more", "helper.py")):
+        (folder / below).mkdir()
+        (folder / name).rename(folder / below / name)
+    program = folder / "code/train.py"
+    program.write_text(f"import sys\nsys.path.append({str(folder / 'more')!r})\n{program.read_text()}")
+    command = [sys.executable, "code/train.py", "-m", *LOCAL, "+lr=5"]
+    subprocess.run(command, capture_output=True, check=True)
+    assert api.runs()[0].result() == 9 and modules() == {"hpcinit.jobs.function"}
+
+
+def test_what_a_function_cannot_do(folder: Path) -> None:
+    """With a setting that only programs can follow, each job runs the program."""
+    done = train(*LOCAL, "hydra.launcher.overrides=['launch=torchrun']", "+lr=5")
+    assert done.returncode == 0 and "launch=torchrun is for programs" in done.stdout, done.stderr
+    assert api.runs()[0].result() == 9 and modules() == {"train.py"}
 
 
 def test_the_plugin_is_cheap() -> None:
@@ -166,10 +288,6 @@ class TestHydrasIntegrationSuite(IntegrationTestSuite):
     """Hydra's own tests of launchers that run a program."""
 
 
-# Of LauncherTestSuite, the other tests pass a Python function instead of a program. This launcher runs programs.
-@pytest.mark.parametrize("launcher_name, overrides", [("hpcinit", [])])
-class TestHydrasLauncherSuite:
-    """Hydra's own tests of launchers that need no function."""
-
-    test_not_sweeping_hydra_overrides: Any = LauncherTestSuite.test_not_sweeping_hydra_overrides
-    test_sweep_1_job_strict_and_bad_key: Any = LauncherTestSuite.test_sweep_1_job_strict_and_bad_key
+@pytest.mark.parametrize("launcher_name, overrides", [("hpcinit", LOCAL[1:])])
+class TestHydrasLauncherSuite(LauncherTestSuite):
+    """Hydra's own tests of launchers that call a function."""

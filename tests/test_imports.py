@@ -18,6 +18,7 @@ PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
 ONLY_IN = {
     "submitit": {"submit/executor.py", "submit/function_executor.py", "jobs/function.py"},
+    "cloudpickle": {"jobs/hydra_task.py"},
     "hydra": {
         "config/hydra_compose.py",
         "config/hydra_state.py",
@@ -26,6 +27,7 @@ ONLY_IN = {
         "config/search_path.py",
         "config/search_space.py",
         "config/typed_text.py",
+        "jobs/hydra_task.py",
     },
     "omegaconf": {
         "config/hydra_compose.py",

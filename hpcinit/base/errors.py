@@ -21,6 +21,7 @@ part of hpcinit needs to know about an error is a field of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcinit.base import failure_kinds
@@ -105,6 +106,15 @@ class Interrupted(HpcinitError):
 
     exit_status = INTERRUPTED
     kind = failure_kinds.INTERRUPTED
+
+
+class SubmissionInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a submission. runs: the folders of the runs that were submitted nevertheless."""
+
+    def __init__(self, runs: Sequence[Path]) -> None:
+        made = f"submitted before the interruption: {', '.join(map(str, runs))}" if runs else NOTHING_SUBMITTED
+        super().__init__(made)
+        self.runs = runs
 
 
 class SubmitError(Failure):

@@ -23,15 +23,15 @@ from hpcinit.base.quoting import shell
 _PART = 65536
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a temporary file in the same folder, 'x.json.4242.tmp', and rename it. On OSError, `path` is unchanged.
 
     mode: of a new file, before the umask.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
-            file.write(text)
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except OSError:
         with suppress(OSError):

@@ -62,6 +62,12 @@ def unblocked(numbers: Collection[int]) -> Iterator[None]:
         block(numbers)
 
 
+def reset(numbers: Iterable[int]) -> None:
+    """Give these signals their default action, from the main thread."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def end_by(number: int) -> None:
     """End this process as the signal would have ended it. Works in any thread."""
     ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's signal.signal works only in the main thread

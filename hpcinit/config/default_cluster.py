@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -62,6 +63,15 @@ def _read(path: Path) -> str:
     if isinstance(content, dict) and content.keys() == {"cluster"} and isinstance(content["cluster"], str):
         return content["cluster"]
     raise ConfigError(f"{path} contains {content!r}, expected one line: cluster: NAME")
+
+
+def chosen(overrides: Sequence[str]) -> str:
+    """Return the cluster that the overrides choose, else the default. Raise ConfigError if there is none."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("cluster=")]
+    name = given[-1] if given else choice(required=True)
+    if name == MISSING:
+        raise ConfigError(refusal())
+    return name
 
 
 def choice(required: bool) -> str:

@@ -9,16 +9,29 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restore what composing changes for the whole process: the config of ${hydra:...}, and version_base."""
+    """Restore what composing changes for the whole process.
+
+    That is Hydra itself, which can be initialized only once, the config of ${hydra:...}, the job's name, and
+    version_base.
+    """
     if "hydra" not in sys.modules:
         yield
         return
-    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - only where the program has imported Hydra
+    from hydra.core.global_hydra import GlobalHydra  # noqa: PLC0415 - only where the program has imported Hydra
+    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
+    from hydra.core.utils import JobRuntime  # noqa: PLC0415
     from hydra.version import VersionBase  # noqa: PLC0415
 
-    ours, base = HydraConfig.instance(), VersionBase.instance()
-    before = (ours.cfg, base.version_base)
+    hydra, ours, base, job = (
+        GlobalHydra.instance(),
+        HydraConfig.instance(),
+        VersionBase.instance(),
+        JobRuntime.instance(),
+    )
+    before = (hydra.hydra, ours.cfg, base.version_base, job.get("name"))
+    hydra.hydra = None
     try:
         yield
     finally:
-        ours.cfg, base.version_base = before
+        hydra.hydra, ours.cfg, base.version_base, name = before
+        job.set("name", name)

@@ -17,6 +17,7 @@ SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, 
 RESUBMITTED = "resubmitted.jsonl"  # the runs that `hpcinit resubmit` made of this run, or of tasks of this sweep
 ENV = "env.sh"  # the environment variables of one task of an array
 PROGRESS = "progress.json"  # written by rank 0
+JOB_RETURN = "job_return.pkl"  # by rank 0 of a job of a Hydra multirun: what its function returned or raised
 RESULT = "result.json"  # written by rank 0 or by the program: the result, records/results.py
 STARTUP = "startup.txt"  # by rank 0: what hpcinit set at each start, records/startup_settings.py
 PROGRAM_USE = "program_use.json"  # written by rank 0: records/program_use.py

@@ -18,13 +18,13 @@ from submitit.core import core, utils
 from submitit.core.job_environment import JobEnvironment
 
 from hpcinit.base import quoting
-from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmitError
+from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmissionInterrupted, SubmitError
 from hpcinit.config import checks, compose, hydra_state
 from hpcinit.config.python_arguments import override_value
 from hpcinit.config.request import Request
 from hpcinit.observe import cancel, overview, state
 from hpcinit.records import run_folder
-from hpcinit.submit import submit_command, sweep, transaction
+from hpcinit.submit import program_arguments, submit_command, sweep, transaction
 from hpcinit.submit.executor import Executor, Job, Watcher
 
 MODULE = "hpcinit.jobs.function"  # what each rank runs
@@ -55,6 +55,10 @@ REFUSED = {
     "mem": "use mem_gb",
 }
 ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only if they are false
+
+
+class ForPrograms(ConfigError):
+    """The request has keys that a program can follow, but not a function."""
 
 
 class RunWatcher(Watcher):
@@ -144,19 +148,31 @@ class FunctionExecutor(Executor):
     its world is set up, so that hpcinit.init() and submitit.JobEnvironment() agree.
 
     Args:
-        folder: where the run folders are made; a folder that the nodes share.
+        folder: where the run folders are made; a folder that the nodes share. None: as in the config, runs_dir.
         args: as those of submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
+        overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. With them, the defaults are those of
+            `hpcinit submit`: a rank per GPU, and no signal that requeues.
         more: as `args`, by name, also with the prefix slurm_ as submitit.AutoExecutor takes them.
     """
 
-    def __init__(self, folder: Path | str, *args: Any, cluster: str | None = None, **more: Any) -> None:
-        super().__init__(folder, *args, **{name.removeprefix("slurm_"): value for name, value in more.items()})
-        self._cluster = cluster
+    def __init__(
+        self,
+        folder: Path | str | None,
+        *args: Any,
+        cluster: str | None = None,
+        overrides: Sequence[str] | None = None,
+        **more: Any,
+    ) -> None:
+        more = {name.removeprefix("slurm_"): value for name, value in more.items()}
+        super().__init__(folder or "runs", *args, **more)
+        self._cluster, self._words = cluster, overrides
+        self._runs_dir = folder and utils.JobPaths.get_first_id_independent_folder(self.folder)
         if cluster is not None:
             if self.python != quoting.shell(sys.executable):
                 raise RequestError(f"python is {self.python!r}: with cluster=..., use the key cluster.python")
-            self._requests(["function"])  # an unknown cluster is refused here
+            if overrides is None:  # they may need parameters that are set later
+                self._requests([abs])  # an unknown cluster is refused here
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError with every wrong one."""
@@ -168,7 +184,7 @@ class FunctionExecutor(Executor):
         before = self.parameters
         self.parameters = {**before, **kwargs}
         try:
-            self._requests(["function"])
+            self._requests([abs])  # any function
         except BaseException:
             self.parameters = before
             raise
@@ -176,20 +192,27 @@ class FunctionExecutor(Executor):
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
         if self._cluster is None:
             return super()._internal_process_submissions(delayed_submissions)
-        requests = self._requests([_name(each.function) for each in delayed_submissions])
+        requests = self._requests([each.function for each in delayed_submissions])
         config = requests[0].config
         for each in delayed_submissions:
             each.set_timeout(config.time_min, self.max_num_timeout)
 
+        made: list[Path] = []
+
         def write(path: Path, number: int) -> None:
+            made.append(path)
             pickle = path / run_folder.PICKLE
             delayed_submissions[number].dump(pickle)
             if number == 0:
                 self._check_size(pickle, len(requests))
 
         world_size = config.nodes * checks.ranks_per_node(config)
-        submitted = _submitted(requests, ["hpcinit.Executor", *config.job.args], write)
-        return [RunJob(path, job_id, list(range(world_size))) for path, job_id in submitted]
+        try:
+            submitted = _submitted(requests, ["hpcinit.Executor", *config.job.args], write)
+            return [RunJob(path, job_id, list(range(world_size))) for path, job_id in submitted]
+        except KeyboardInterrupt:
+            exist = [path for path in made if (path / run_folder.SUBMISSION).exists()]
+            raise SubmissionInterrupted(exist) from None
 
     def _check_size(self, pickle: Path, number: int) -> None:
         total_gb = number * pickle.stat().st_size / 2**30
@@ -199,18 +222,19 @@ class FunctionExecutor(Executor):
                 f"{self.max_pickle_size_gb:g}: pass the names of files, or set executor.max_pickle_size_gb"
             )
 
-    def _requests(self, names: Sequence[str]) -> list[Request]:
+    def _requests(self, functions: Sequence[Callable[..., Any]]) -> list[Request]:
         """Return a checked request for each function. Raise ConfigError."""
         found: list[Request] = []
+        first = _name(functions[0])
 
         def prepare(request: Request) -> None:
             config = request.config
-            config.job.module, config.job.args = MODULE, [names[0]]
-            config.name = names[0] if config.name == "program" else config.name
-            if problems := list(_problems(config)):
-                raise ConfigError(*problems)
+            config.job.module, config.job.args = MODULE, [first]
+            config.name = first if config.name == "program" else config.name
+            if problems := _problems(config):
+                raise ForPrograms(*problems)
             request.document["name"] = config.name
-            request.document["job"] |= {"module": MODULE, "args": [names[0]]}
+            request.document["job"] |= {"module": MODULE, "args": [first]}
             transaction.check(config, request.document)
 
         def keep(requests: Sequence[Request]) -> int:
@@ -219,22 +243,19 @@ class FunctionExecutor(Executor):
 
         with hydra_state.kept():
             compose.main(self._overrides(), prepare, keep)
-        several = len(names) > 1
-        return [
-            replace(found[0], number=number, combination=f"{name} {number}" if several else "")
-            for number, name in enumerate(names)
-        ]
+        if len(functions) == 1:
+            return found
+        labels = [getattr(each, "combination", f"{_name(each)} {at}") for at, each in enumerate(functions)]
+        return [replace(found[0], number=number, combination=label) for number, label in enumerate(labels)]
 
     def _overrides(self) -> list[str]:
-        values: dict[str, Any] = {
-            "cluster": self._cluster,
-            "job": "program",
-            "runs_dir": utils.JobPaths.get_first_id_independent_folder(self.folder),
-            "ranks_per_node": 1,  # as submitit: a function runs once
-            "stop.signal": JobEnvironment.USR_SIG,  # its handler requeues; SUBMITIT_PREEMPT_SIGNAL changes it
-            "stop.signal_before_s": 90,
-            "again": True,  # calling submit() twice means two jobs
-        }
+        values: dict[str, Any] = {"cluster": self._cluster, "job": "program", "again": True}  # two calls are two jobs
+        if self._runs_dir is not None:
+            values["runs_dir"] = self._runs_dir
+        if self._words is None:
+            values["ranks_per_node"] = 1  # as submitit: a function runs once
+            values["stop.signal"] = JobEnvironment.USR_SIG  # its handler requeues; SUBMITIT_PREEMPT_SIGNAL changes it
+            values["stop.signal_before_s"] = 90
         refused = []
         for given, value in self.parameters.items():
             name = given.removeprefix("slurm_")
@@ -248,7 +269,9 @@ class FunctionExecutor(Executor):
                 values[_of_sbatch(name) if name in SBATCH else KEYS.get(name, name)] = value
         if refused:
             raise ConfigError(*refused)
-        return [f"{key}={override_value(value)}" for key, value in values.items()]
+        words = self._words or ()
+        typed = program_arguments.given_keys(words)
+        return [*(f"{key}={override_value(value)}" for key, value in values.items() if key not in typed), *words]
 
 
 def _of_sbatch(option: str) -> str:
@@ -268,6 +291,7 @@ def _problems(config: Any) -> Sequence[str]:
             "submitit.JobEnvironment would read the rank of torchrun's agent; use launch=srun or launch=fork",
         ),
         "hetjob": (bool(config.hetjob), "submitit numbers the tasks of one component"),
+        "dry_run=true": (config.dry_run, "its script would need the pickle"),
     }
     return [f"{key} is for programs, not for functions: {why}" for key, (wrong, why) in reasons.items() if wrong]
 
@@ -282,17 +306,22 @@ def _name(function: Callable[..., Any]) -> str:
 def _submitted(
     requests: Sequence[Request], argv: Sequence[str], write: Callable[[Path, int], None]
 ) -> list[tuple[Path, str]]:
-    """Submit the requests and return the run folder and job id of each. Raise SubmitError if Slurm refuses one."""
+    """Submit the requests and return the run folder and job id of each.
+
+    Raise SubmitError if Slurm refuses one, and KeyboardInterrupt after Ctrl-C.
+    """
     requests = submit_command.announced(requests)
     if sweep.is_one(requests):
         done = sweep.submit_all(requests, argv, write)
         if done.refused:
             raise SubmitError(done.refused, f"{len(done.ids)} of {len(requests)} functions were submitted: {done.path}")
+        if done.interrupted:
+            raise KeyboardInterrupt
         return [(done.path / str(number), job_id) for number, job_id in done.ids.items()]
     found: list[tuple[Path, str]] = []
     for request in requests:
         each = transaction.submit(request, argv, write)
         found.append((each.path, each.job_id))
         if each.interrupted:
-            raise KeyboardInterrupt(f"submitted before the interruption: {', '.join(str(path) for path, _ in found)}")
+            raise KeyboardInterrupt
     return found

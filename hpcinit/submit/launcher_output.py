@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpcinit.base.text import counted
+from hpcinit.observe import cancel as cancel_command
 from hpcinit.observe import find_runs, state, watch
 from hpcinit.observe.poll import Polls
 from hpcinit.observe.state import State
@@ -28,6 +30,19 @@ def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
     ends = {path: now for run in polls.now for path, now in run.parts}
     # Of a task that was submitted again meanwhile, Polls has the newer run.
     return {run: ends.get(run) or state.read(run) for run in runs}
+
+
+def job_id(run: Path) -> str:
+    """Return the id of the run's job."""
+    return str(state.submission(run)["job_id"])
+
+
+def cancel(runs: Sequence[Path], show: Print) -> None:
+    """Cancel the runs, and show first how to do it, in case Slurm does not answer."""
+    whole = [str(run.parent if find_runs.is_sweep(run.parent) else run) for run in runs]
+    if paths := list(dict.fromkeys(whole)):
+        show(f"interrupted:  hpcinit cancel {shlex.join(paths)}")
+        cancel_command.main(paths)
 
 
 def succeeded(run: Path, now: State) -> bool:

@@ -28,3 +28,14 @@ def test_code_that_uses_a_name(tmp_path: Path, main: str, module: str, found: bo
     (tmp_path / "trainer.py").write_text(module)
     done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"{found}\n"
+
+
+def test_a_pickled_function(tmp_path: Path) -> None:
+    """A function that was pickled has its own globals: another function there counts."""
+    ask = ASK.replace("\n", "\n    ").rstrip()
+    program = f"import cloudpickle, sys\ndef steps(run):\n{CALL}def train():\n    {ask}\n    return steps\n"
+    (tmp_path / "main.py").write_text(f"{program}sys.stdout.buffer.write(cloudpickle.dumps(train))\n")
+    pickled = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, check=True).stdout
+    load = "import pickle, sys; pickle.load(sys.stdin.buffer)()"
+    done = subprocess.run([sys.executable, "-c", load], cwd=tmp_path, input=pickled, capture_output=True, check=True)
+    assert done.stdout == b"True\n"

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,17 @@ def program_uses(name: str) -> bool:
 
     Code of packages in site-packages, of the standard library and of hpcinit does not count.
     """
-    frame, codes = sys._getframe(), []
+    frame, callers = sys._getframe(), list[FrameType]()
     while frame.f_back is not None:
         frame = frame.f_back
-        codes.append(frame.f_code)
-    if any(_is_in(name, code) for code in codes if is_user_code(code.co_filename)):
+        if is_user_code(frame.f_code.co_filename):
+            callers.append(frame)
+    if any(_is_in(name, caller.f_code) for caller in callers):
         return True
-    own = [module for module in list(sys.modules.values()) if _is_of_the_program(module)]
-    return any(_is_in(name, code) for module in own for code in _codes(module))
+    modules = [vars(module) for module in list(sys.modules.values()) if _is_of_the_program(module)]
+    # The globals of a function that was pickled belong to no module.
+    own = {id(names): names for names in (*modules, *(caller.f_globals for caller in callers))}
+    return any(_is_in(name, code) for names in own.values() for code in _codes(names))
 
 
 def _is_of_the_program(module: ModuleType) -> bool:
@@ -51,10 +55,11 @@ def _is_of_the_program(module: ModuleType) -> bool:
     return isinstance(file, str) and is_user_code(file)
 
 
-def _codes(module: ModuleType) -> Iterator[CodeType]:
-    """Yield the code of the module's functions and of the methods of its classes."""
-    for value in list(vars(module).values()):
-        members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
+def _codes(names: Mapping[str, Any]) -> Iterator[CodeType]:
+    """Yield the code of the functions among a module's names, and of the methods of its classes."""
+    for value in list(names.values()):
+        own = isinstance(value, type) and value.__module__ == names.get("__name__")
+        members = vars(value).values() if own else [value]
         yield from (one.__code__ for one in list(members) if isinstance(one, FunctionType))
 
 
