@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class ProgramPath:
     """The folders from which the program imports its modules, other than those of its Python environment.
 
-    before: they come before the environment's on sys.path. after: behind it. workdir: where the program was started.
+    before: those before the environment's on sys.path. after: those behind it. workdir: where the program was started.
     """
 
     before: Sequence[str]
