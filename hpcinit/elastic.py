@@ -36,11 +36,12 @@ def main(argv: Sequence[str]) -> int:
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
     watch = AgentWatch()
-    SignalMonitor(watch.look)  # detects an agent that hangs or was stopped; it dies with this process
+    SignalMonitor(watch.look)  # reports an agent that hangs, continues a stopped one; it dies with this process
     signals = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
-    watch.start(spec)
+    if spec.nodes == 1:
+        watch.polled()  # it waits for no other agent, so it is watched before it joins
     check = node_check.start(spec.check_node, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
