@@ -101,6 +101,16 @@ def test_help_of_one_key(hpcinit: Run) -> None:
     assert "  stop.margin_s=" in table and "nodes=" not in table
     wrong = hpcinit("submit", "--help", "tim_min")
     assert wrong.returncode == 2 and "no such key 'tim_min'; did you mean 'time_min'?" in wrong.stderr
+    wrong = hpcinit("submit", "--help", "margin_s")
+    assert wrong.returncode == 2 and "no such key 'margin_s'; did you mean stop.margin_s?" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("venv", "cluster.venv"), ("cpus-per-task", "cpus_per_rank"), ("time", "time_min")]
+)
+def test_help_of_another_spelling(hpcinit: Run, name: str, key: str) -> None:
+    """`submit --help` takes each name of a key that the command line takes."""
+    assert hpcinit("submit", "--help", name).stdout.startswith(f"  {key}=")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["status", "--help"], ["--version"], ["submit", "--help"]])

@@ -164,7 +164,9 @@ def explained(key: str) -> str:
     """
     below = {name: item for name, item in declared().items() if name == key or name.startswith(f"{key}.")}
     if not below:
-        raise RequestError(f"no such key {key!r}{guess(key.rpartition('.')[2], beside(key)) or f'; {ALL}'}")
+        same = [name for name in declared() if name.endswith(f".{key}")]  # a name without its table
+        hint = f"; did you mean {' or '.join(same)}?" if same else guess(key.rpartition(".")[2], beside(key))
+        raise RequestError(f"no such key {key!r}{hint or f'; {ALL}'}")
     if key not in below:
         return _lines(below)
     limits = bounds(below[key].metadata)

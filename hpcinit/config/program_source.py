@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,20 +21,40 @@ from hpcinit.config.schema import Config
 
 PYTHON = re.compile(r"python[\d.]*")
 COMPILE_TIMEOUT_S = 5.0  # of the child process; a Python on a slow file system must not delay the submission
+WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python whose value is the next argument
 # Names in a script that reads arguments such as nodes=2 itself.
 READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
 
 
 def source(config: Config) -> Path | None:
-    """Return the file of a Python program: a script, `python train.py`, or a module below the working folder."""
+    """Return the file of a Python program: a script, `python -u train.py`, or a module below the working folder."""
     job, workdir = config.job, expanded(config.job.workdir or ".")
     name = job.script
     if job.module:
-        name = f"{job.module.replace('.', '/')}.py"
+        name = _file_of(job.module)
     elif job.command and PYTHON.fullmatch(Path(job.command).name):
-        name = next(iter(job.args), "")
+        name = _run_by_python(job.args)
     path = (workdir / (name or "")).absolute()
     return path if path.suffix == ".py" and path.is_file() else None
+
+
+def _file_of(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
+def _run_by_python(arguments: Sequence[str]) -> str:
+    """Return the script, or the file of the module, that Python runs with `arguments`; '' for -c and standard input."""
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in WITH_VALUE:
+            next(rest, "")
+        elif argument == "-m":
+            return _file_of(next(rest, ""))
+        elif argument in ("-c", "-"):
+            return ""
+        elif not argument.startswith("-"):
+            return argument
+    return ""
 
 
 def reads_key_values(path: Path) -> bool:
@@ -63,17 +83,18 @@ def problems(config: Config) -> Iterator[str]:
     """Yield a message for a script that the Python of the ranks cannot compile."""
     name, error, certain = _syntax(config)
     if error and certain:
-        python = environment_checks.python(config)
-        yield f"the program is {name!r}, which {python} cannot compile: {error}. Correct the script"
+        yield f"the program is {name!r}, which {_python(config)} cannot compile: {error}. Correct the script"
 
 
 def warnings(config: Config) -> Iterator[str]:
     """Yield a warning for a script that this Python cannot compile, if the one of the ranks cannot be started here."""
     name, error, certain = _syntax(config)
     if error and not certain:
+        python = _python(config)
+        why = "could not be started here" if "/" in python else "may have another version"
         yield (
             f"{name!r} does not compile with Python {sys.version_info[0]}.{sys.version_info[1]}: {error}. "
-            f"{environment_checks.python(config)} of the ranks could not be started here; check its version"
+            f"{python} of the ranks {why}; check its version"
         )
 
 
@@ -82,12 +103,19 @@ def _syntax(config: Config) -> tuple[str, str, bool]:
     path = source(config)
     if path is None:
         return "", "", True
-    known = config.check_paths and not (config.container.image or config.job.command)
-    python = environment_checks.python(config) if known else ""
+    python = _python(config) if config.check_paths and not config.container.image else ""
     try:
         return path.name, *_compile(python if "/" in python else "", path, path.stat().st_mtime_ns)
     except OSError:  # the check of the program reports it
         return path.name, "", True
+
+
+def _python(config: Config) -> str:
+    """Return the Python that runs the program: `python` of `-- python train.py`, or that of the environment."""
+    command = config.job.command
+    if not command:
+        return environment_checks.python(config)
+    return str((expanded(config.job.workdir or ".") / command).absolute()) if "/" in command else command
 
 
 @cache

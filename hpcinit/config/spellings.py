@@ -25,7 +25,7 @@ SAME = {
     "nproc-per-node": "ranks_per_node",
     "nnodes": "nodes",
     "num-nodes": "nodes",
-    # Names without their table. env.X=1 is job.env.X.
+    # Names without their table. env.X=1 is job.env.X, and env={X: 1} is job.env.
     **{name: f"cluster.{name}" for name in ("venv", "conda", "python", "modules", "setup", "exclusive")},
     "image": "container.image",
     "container": "container.image",
@@ -91,11 +91,18 @@ def _key(name: str, value: str) -> str:
     if name in OWN_OF_SBATCH:
         return f"++cluster.sbatch.{name}={_quoted(value)}"
     key = name.replace("-", "_")
-    if key.startswith("env.") and "." not in key[4:]:
+    if (key == "env" and value.startswith("{")) or (key.startswith("env.") and "." not in key[4:]):
         return f"++job.{key}={value}"
     if keys.kind(key) is not None and not keys.is_group(key):  # --gpus=2, --dry-run=true
         return f"{key}={value}"
     return f"{SAME[name]}={value}" if name in SAME else ""
+
+
+def key_of(name: str) -> str:
+    """Return the key that is meant by the name of an option or key: cluster.venv for venv; `name` if it is unknown."""
+    option = name.replace("_", "-")
+    converted = {"time": "time_min", "walltime": "time_min", "mem": "mem_gb"}
+    return name if keys.kind(name) is not None else SAME.get(option, converted.get(option, name))
 
 
 def minutes(text: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpcinit.base import console, json_output, quoting
 from hpcinit.base.errors import INTERRUPTED, ConfigError, Interrupted, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.base.text import counted
-from hpcinit.config import checks, compose, keys
+from hpcinit.config import checks, compose, keys, spellings
 from hpcinit.config.overrides import sbatchs_quality
 from hpcinit.config.request import Request, Search
 from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     match arguments:
         case ["--help" | "-h", key] if key != "all" and not key.startswith("-"):
-            print(keys.explained(key.partition("=")[0].lstrip("+")))
+            print(keys.explained(spellings.key_of(key.partition("=")[0].lstrip("+"))))
             return 0
     if program and not any(argument.startswith("job=") for argument in arguments):
         arguments.append("job=program")

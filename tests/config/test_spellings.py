@@ -53,6 +53,7 @@ FLAGS = hydra_compose.flags()
         ("venv=/v conda=e python=p", "cluster.venv=/v cluster.conda=e cluster.python=p"),
         ("modules=[a] setup=[b] exclusive=true", "cluster.modules=[a] cluster.setup=[b] cluster.exclusive=true"),
         ("image=x.sif cpus=4 env.A_B=1.10", "container.image=x.sif cpus_per_rank=4 ++job.env.A_B=1.10"),
+        ("env={A:1.10}", "++job.env={A:1.10}"),
         ("container=x.sif container.image=y.sif", "container.image=x.sif container.image=y.sif"),
         # These stay: hpcinit's own keys and Hydra's flags, and options that mean something else or nothing.
         ("nodes=8 +time=3 a.time=3 ~nodes", "nodes=8 +time=3 a.time=3 ~nodes"),

@@ -69,6 +69,18 @@ def test_a_script_that_does_not_compile_is_refused(hpcinit: Run, tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("options", [["-u"], ["-W", "ignore", "-u"], []])
+def test_the_script_after_the_options_of_python(hpcinit: Run, tmp_path: Path, options: list[str]) -> None:
+    """In `python -u train.py`, the named Python compiles train.py; if it is found only on the nodes, there is a warning."""
+    (tmp_path / "train.py").write_text("x = (1\n")
+    done = hpcinit("submit", "--", sys.executable, *options, "train.py")
+    assert done.returncode == 2 and f"'train.py', which {sys.executable} cannot compile: line 1" in done.stderr
+    done = hpcinit("submit", "dry_run=true", "--", "python3.9", *options, "train.py")
+    assert done.returncode == 0 and "python3.9 of the ranks may have another version" in done.stderr
+    module = hpcinit("submit", "--", sys.executable, *options, "-m", "train")
+    assert module.returncode == 2 and "cannot compile: line 1" in module.stderr
+
+
 def test_the_python_of_the_ranks_compiles(hpcinit: Run, tmp_path: Path) -> None:
     """Another Python compiles the script; if it cannot be started here, an error of this one is only a warning."""
     script, python = tmp_path / "train.py", tmp_path / "python"
