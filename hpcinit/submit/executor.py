@@ -1,6 +1,6 @@
 """submitit's executor for Slurm, extended: exactly one job per submission, and jobs whose end needs no accounting.
 
-`hpcinit submit` renders and submits every script with it. Only this file imports submitit.
+`hpcinit submit` renders and submits every script with it.
 What differs from submitit and why: docs/decisions/0004-submitit-as-renderer.md (submitit 1.5.4).
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import stat
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -170,6 +171,8 @@ class Executor(submitit.SlurmExecutor):
         """Submit one function, or several as an array. submitit submits arrays with a plain SlurmExecutor."""
         folder = _folder(self.folder)
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        if folder == self.folder:
+            _refuse_shared(folder)  # _set_job_permissions changes its mode, after the job was submitted
         if len(delayed_submissions) == 1:
             return super()._internal_process_submissions(delayed_submissions)
         pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
@@ -190,6 +193,18 @@ class Executor(submitit.SlurmExecutor):
 def _require_trusted(pickle: Path) -> None:
     if problem := safe_files.pickle_problem(pickle):
         raise RequestError(problem)
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Raise RequestError unless this user owns the folder and is the only one who writes to it. /tmp is refused."""
+    found = folder.stat()
+    shared = found.st_mode & stat.S_ISVTX or safe_files.ownership_problem(folder, found, "")
+    if shared or found.st_uid != os.geteuid():
+        raise RequestError(
+            f"{folder} belongs to {safe_files.user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):04o}), expected a "
+            f"folder that only you write to, because a user who can write a pickle can run programs as you: "
+            f"hpcinit.Executor({str(folder / 'NAME')!r})"
+        )
 
 
 def _folder(folder: Path) -> Path:

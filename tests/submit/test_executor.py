@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import submitit
 
+from hpcinit.base.errors import RequestError
 from hpcinit.submit.executor import Executor, Watcher
 from tests import waiting
 from tests.minislurm import MiniSlurm
@@ -34,6 +35,25 @@ def test_a_function_gets_submitits_lines(tmp_path: Path, monkeypatch: pytest.Mon
     assert (
         Executor(tmp_path, program=True).render("true", additional_parameters={"signal": "TERM@9"}).count("TERM") == 1
     )
+
+
+def test_a_folder_that_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not the user's alone is refused before a job exists, and its mode does not change."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # without sbatch, a submission raises another error
+    text = r"belongs to .* \(mode .*\), expected a folder that only you write to"
+    for mode in (0o1777, 0o777):
+        tmp_path.chmod(mode)
+        with pytest.raises(RequestError, match=text):
+            Executor(tmp_path).submit(abs, 1)
+        with pytest.raises(RequestError, match=text):
+            Executor(tmp_path).map_array(abs, [1, 2])
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+    assert not list(tmp_path.iterdir())
+    if os.getuid() == 0:
+        tmp_path.chmod(0o700)
+        os.chown(tmp_path, 1234, 1234)
+        with pytest.raises(RequestError, match="belongs to user 1234"):
+            Executor(tmp_path).submit(abs, 1)
 
 
 @pytest.mark.slurm
