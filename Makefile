@@ -39,6 +39,7 @@ help:
 	@echo "make demo          train a small GPT on this machine, with 2 simulated nodes x 2 ranks"
 	@echo "make check         lint, types, and the tests without Slurm and without torch processes: two minutes"
 	@echo "make test          lint and every test; as root also on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
+	@echo "make test-all      make test, and then the tests below with other versions of Slurm, Python's packages, Apptainer, Horovod, Ray; before a release"
 	@echo "make test-anywhere  the tests that depend on where the checkout is, in clones in /tmp, below a home folder, as another user, ..."
 	@echo "make test-deepspeed-0.18  a part of make test: the DeepSpeed tests with $(DS18_VERSION), the oldest supported version"
 	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest supported version; installs them once (11 GB)"
@@ -77,6 +78,13 @@ test: $(VENV)/dev slurm lint
 # The quick check during development. It skips tests that start a cluster, ranks or jobs.
 check: $(VENV)/dev lint
 	$(BIN)/python -m pytest -n $(CHECK_WORKERS) -m 'not slurm and not chaos and not deepspeed and not ranks' $(CHECKED) $(PYTEST)
+
+# What is too slow or too large for each change. Not in it: test-torch and test-cuda-build, which download 11 GB.
+.PHONY: test-all
+test-all: test
+	set -e; for each in lowest slurm24 slurm26 apptainer horovod ray exactly-once anywhere; do \
+		$(MAKE) --no-print-directory test-$$each; \
+	done
 
 # The tests that depend on where the checkout is, each time in another place: tests/anywhere.py. PLACES="tmp home" for some.
 .PHONY: test-anywhere
