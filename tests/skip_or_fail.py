@@ -10,6 +10,11 @@ from typing import NoReturn
 
 import pytest
 
+# torch itself does not quote the path of its libraries when it calls the compiler.
+needs_torchs_compiler = pytest.mark.skipif(
+    " " in sys.prefix, reason=f"torch cannot compile with a blank in {sys.prefix}"
+)
+
 
 def skip_or_fail(reason: str) -> NoReturn:
     """Skip the test, or fail it with CI=true, where a skip would be overlooked."""

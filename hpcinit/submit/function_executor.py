@@ -169,7 +169,7 @@ class FunctionExecutor(Executor):
         self._cluster, self._words = cluster, overrides
         self._runs_dir = folder and utils.JobPaths.get_first_id_independent_folder(self.folder)
         if cluster is not None:
-            if self.python != quoting.shell(sys.executable):
+            if self.python not in (sys.executable, quoting.shell(sys.executable)):
                 raise RequestError(f"python is {self.python!r}: with cluster=..., use the key cluster.python")
             if overrides is None:  # they may need parameters that are set later
                 self._requests([abs])  # an unknown cluster is refused here

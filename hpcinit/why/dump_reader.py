@@ -40,7 +40,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
 
 
-class Budget:
+class ReadLimits:
     """The CPU time for all files of a question, and the number of calls kept of each."""
 
     def __init__(self, files: int = 1, most_s: float = MOST_S) -> None:
@@ -67,7 +67,7 @@ def _memory() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def read(path: Path, budget: Budget) -> dict[str, Any]:
+def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
     """Return what is needed of a dump. Raise ValueError or OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
     with os.fdopen(descriptor, "rb") as file:
@@ -76,20 +76,20 @@ def read(path: Path, budget: Budget) -> dict[str, Any]:
             raise ValueError("it is no regular file")
         if state.st_size > MOST_BYTES:
             raise ValueError(f"it has {state.st_size >> 20} MB, at most {MOST_BYTES >> 20} are read")
-        budget.checker()()
+        limits.checker()()
         data = file.read(state.st_size)
         if not data:
             raise ValueError("it is empty")
         if data[:64].lstrip()[:1] not in (b"\x80", b"{", b"(", b"}"):  # a pickle of any protocol, or JSON
             raise ValueError(NO_DUMP)
-        return load(data, budget)
+        return load(data, limits)
 
 
-def load(data: bytes, budget: Budget | None = None) -> dict[str, Any]:
+def load(data: bytes, limits: ReadLimits | None = None) -> dict[str, Any]:
     """Return what is needed of a dump, pickled or JSON: version, groups, newest calls. Raise ValueError."""
-    budget = budget or Budget()
+    limits = limits or ReadLimits()
     try:
-        found = _load_json(data, budget) if data[:64].lstrip()[:1] == b"{" else _load_pickle(data, budget)
+        found = _load_json(data, limits) if data[:64].lstrip()[:1] == b"{" else _load_pickle(data, limits)
     except Incomplete:
         raise ValueError(
             f"not a flight recorder's dump: it ends after {len(data)} bytes. "
@@ -103,15 +103,15 @@ def load(data: bytes, budget: Budget | None = None) -> dict[str, Any]:
     return found
 
 
-def _load_pickle(data: bytes, budget: Budget) -> dict[str, Any]:
-    check = budget.checker()
-    for skip in (len(data) > FEW_BYTES * budget.entries, False):
-        reader = plain_pickle.Reader(data, "entries", budget.entries, _entry, check, unneeded="frames", skip=skip)
+def _load_pickle(data: bytes, limits: ReadLimits) -> dict[str, Any]:
+    check = limits.checker()
+    for skip in (len(data) > FEW_BYTES * limits.entries, False):
+        reader = plain_pickle.Reader(data, "entries", limits.entries, _entry, check, unneeded="frames", skip=skip)
         try:
             document, entries, before = reader.read()
             found = document.get("entries")
             if isinstance(found, tuple) or (isinstance(found, list) and found):
-                entries, before = [_entry(one) for one in found[-budget.entries :]], max(len(found) - budget.entries, 0)
+                entries, before = [_entry(one) for one in found[-limits.entries :]], max(len(found) - limits.entries, 0)
             elif found is not None and not isinstance(found, list):
                 raise ValueError("it has no entries")
             return _document(document, None if found is None else entries, before, check)
@@ -222,14 +222,14 @@ class _Text:
 
     def __init__(self, data: bytes) -> None:
         self.data, self.read, self.text, self.at = data, 0, "", 0
-        self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self.text_of = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self.scan = json.JSONDecoder().raw_decode
 
     def _more(self) -> bool:
         """Decode more of the data; return whether there was more."""
         part = self.data[self.read : self.read + max(1 << 20, len(self.text) - self.at)]
         self.read += len(part)
-        self.text, self.at = self.text[self.at :] + self.decode(part), 0
+        self.text, self.at = self.text[self.at :] + self.text_of(part), 0
         return bool(part)
 
     def next(self) -> str:
@@ -267,8 +267,8 @@ class _Text:
                     raise (ValueError(f"it is no JSON: {error.msg}") if is_whole else Incomplete()) from None
 
 
-def _load_json(data: bytes, budget: Budget) -> dict[str, Any]:
-    check = budget.checker()
+def _load_json(data: bytes, limits: ReadLimits) -> dict[str, Any]:
+    check = limits.checker()
     text, fields, entries, before = _Text(data), {}, None, 0
     text.expect("{")
     character = ","
@@ -280,7 +280,7 @@ def _load_json(data: bytes, budget: Budget) -> dict[str, Any]:
         text.expect(":")
         if name == "entries":
             text.expect("[")
-            entries, before = _json_entries(text, budget.entries, check)
+            entries, before = _json_entries(text, limits.entries, check)
         else:
             value = text.value()
             if name in ("version", "written_ns", "pg_config", "pg_status"):

@@ -524,7 +524,7 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
         )
         if mine and rank.isdigit() and len(rank) < 7:
             found[int(rank)] = path
-    return _read(found, dump_reader.Budget(len(found)))
+    return _read(found, dump_reader.ReadLimits(len(found)))
 
 
 def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
@@ -540,13 +540,13 @@ def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[
         match = NAMED_RANK.fullmatch(path.name) or NAME.fullmatch(path.name)
         if match and path.is_file():
             sets.setdefault((path.parent, match["prefix"]), {}).setdefault(int(match["rank"]), path)
-    budget = dump_reader.Budget(len({rank for files in sets.values() for rank in files}))
+    limits = dump_reader.ReadLimits(len({rank for files in sets.values() for rank in files}))
     found: dict[int, Mapping[str, Any]] = {}
     broken: dict[int, Mapping[str, Any]] = {}
     for files in sorted(sets.values(), key=lambda files: _written(files.values()), reverse=True):
         if found.keys() & files.keys():
             continue
-        dumps = _read(files, budget)
+        dumps = _read(files, limits)
         if _has_a_dump(dumps):
             found |= dumps
         elif all(NAMED_RANK.fullmatch(path.name) for path in files.values()):
@@ -568,7 +568,7 @@ def _written(paths: Iterable[Path]) -> float:
     return max(times)
 
 
-def _read(paths: Mapping[int, Path], budget: dump_reader.Budget) -> dict[int, Mapping[str, Any]]:
+def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int, Mapping[str, Any]]:
     """Return the document of each dump, or one with the reason why the file cannot be read. Small files are first, so
     that a large one does not use up the time for them."""
     states: dict[int, os.stat_result] = {}
@@ -579,7 +579,7 @@ def _read(paths: Mapping[int, Path], budget: dump_reader.Budget) -> dict[int, Ma
     for rank in sorted(paths, key=lambda rank: states[rank].st_size if rank in states else 0):
         written = {WRITTEN_NS: states[rank].st_mtime_ns} if rank in states else {}
         try:
-            found[rank] = {**written, **dump_reader.read(paths[rank], budget)}
+            found[rank] = {**written, **dump_reader.read(paths[rank], limits)}
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             found[rank] = {**written, UNREADABLE: f"{paths[rank].name}: {reason}"}

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(1500)]
 SHAPES = {"srun": (2, 2), "fork": (1, 4), "torchrun": (1, 4)}
 WHO = r"rank 3 on n\d"
 CALLS = r"the ranks called different collectives( \(step \d\))?: rank 3 waits in "
+CALLED = r"a collective hung( \(step \d\))?: rank 3 called "  # from the dumps of torch's flight recorder
 # A hang of the program is found by its steps, or if it reports none, by its output.
 HANG = rf"the training hung: {WHO} (is not in a collective: it is at exit_faults.py|does not respond: process)"
 FAILED = rf"{WHO} failed first"
@@ -52,7 +53,10 @@ EXPECTED = {  # fault: (kind, pattern of the first line)
     "held-gil": ("hang", rf"{HANG} \d+"),
     "sigstop": ("hang", rf"{HANG} \d+"),
     "memory": ("host-memory", rf"{FAILED}.* MemoryError"),
-    "broadcast": ("mismatch", rf"{CALLS}broadcast, called at exit_faults.py:\d+ .*; ranks 0-2 wait in all_reduce"),
+    "broadcast": (
+        "mismatch",
+        rf"(?:{CALLS}broadcast, called at exit_faults.py:\d+ .*; ranks 0-2 wait in|{CALLED}broadcast .* where ranks 0-2 called) all_reduce",
+    ),
     "size": ("mismatch", rf"{CALLS}all_reduce, called at exit_faults.py:\d+ in <lambda>; ranks 0-2 wait in all_reduce"),
     "loader": ("host-memory", rf"{FAILED}.* DataLoader worker \(pid \d+\) is killed by signal: Killed"),
     "disk": ("disk", rf"{FAILED}.* No space left on device"),

@@ -134,7 +134,7 @@ def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -
 @pytest.mark.parametrize("end", ["COMPLETED", "CANCELLED"])
 def test_a_run_that_a_run_submitted_outlives_it(hpcinit: Run, end: str) -> None:
     """A local run whose program submits another one ends or is canceled without ending it, as on Slurm."""
-    inner = f"{sys.executable} -m hpcinit submit cluster=local name=inner -- sh -c 'touch started; until [ -e stop ]; do sleep 0.2; done'"
+    inner = f"'{sys.executable}' -m hpcinit submit cluster=local name=inner -- sh -c 'touch started; until [ -e stop ]; do sleep 0.2; done'"
     outer = f"{inner}; sleep 1000 & until [ -e go ]; do sleep 0.2; done"
     folder = folder_of(hpcinit("submit", "cluster=local", "name=outer", "--", "sh", "-c", outer))
     until(lambda: Path("started").exists())

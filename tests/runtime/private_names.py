@@ -56,6 +56,8 @@ def _torch() -> Iterator[PrivateName]:
     ):
         for name in names.split():
             yield PrivateName("torch", owner, name)
+    for name in ("_mesh_dim_names", "_root_mesh"):
+        yield PrivateName("torch", "torch.distributed.device_mesh:DeviceMesh", name, on_instances=True)
     loader = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
     for name in ("_workers", "_task_info", "_rcvd_idx"):
         yield PrivateName("torch", loader, name, on_instances=True)

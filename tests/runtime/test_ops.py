@@ -22,7 +22,7 @@ from hpcinit.base import safe_files
 from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.records import safeguards
 from hpcinit.runtime import extension_locks, ops
-from tests.skip_or_fail import skip_or_fail
+from tests.skip_or_fail import needs_torchs_compiler, skip_or_fail
 from tests.small_disks import fill, small_disk
 
 ADAMW = {"optimizer": {"type": "AdamW"}}
@@ -118,6 +118,7 @@ def test_a_killed_build_does_not_block_later_ones(folder: Path) -> None:
 
 
 @with_files
+@needs_torchs_compiler
 def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder: Path) -> None:
     """SIGKILL in a real compile leaves torch's lock; the next build names its owner, removes it and builds."""
     with compiling(folder) as process:
@@ -155,6 +156,7 @@ def test_torch_waits_for_a_stale_lock(folder: Path) -> None:
     assert lock.exists() and not (lock.parent / "tiny.so").exists()
 
 
+@needs_torchs_compiler
 def test_a_second_builder_waits_and_then_finds_it_built(folder: Path) -> None:
     """Of two builders of a cache one compiles, the other waits for it and compiles nothing."""
     first, second = run(BUILD, folder), run(BUILD, folder)
@@ -272,6 +274,7 @@ def as_job(folder: Path, number: int, **env: str) -> subprocess.Popen[str]:
     return run(JOB.replace("sys.argv[2]", f"'{number}.0.0'"), folder, **env)
 
 
+@needs_torchs_compiler
 def test_a_second_job_does_not_compile_an_extension_again(folder: Path) -> None:
     """An extension that one job has compiled is used by the next one, as without hpcinit."""
     compiler = folder / "compiler"
@@ -284,6 +287,7 @@ def test_a_second_job_does_not_compile_an_extension_again(folder: Path) -> None:
 
 
 @with_files
+@needs_torchs_compiler
 def test_a_job_reports_the_lock_of_a_killed_one(folder: Path) -> None:
     """The next job on the node prints how to remove the lock of a killed build. Without the lock, the job after it compiles.
 
@@ -355,6 +359,7 @@ def test_a_lock_that_another_node_may_hold_is_kept(tmp_path: Path, monkeypatch: 
     assert len(said) == 1 and f"remove it: rm {lock}" in said[0] and lock.exists()
 
 
+@needs_torchs_compiler
 def test_loading_a_built_op_compiles_nothing(folder: Path) -> None:
     """A rank gets the compiler's variables of the build: with another compiler, torch would compile the op again."""
     compiler = folder / "compiler"

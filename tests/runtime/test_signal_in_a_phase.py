@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.spawned import PATIENCE_S, ranks
 from tests.runtime.test_stopping import END, last_lines, until
+from tests.skip_or_fail import needs_torchs_compiler
 
 # `busy` runs before the third should_stop(); 15 s are more than the 10 s after which a stuck rank ends.
 TRAIN = """
@@ -65,7 +66,13 @@ for step in range(1, 2000):
 
 @pytest.mark.parametrize(
     ("busy", "step"),
-    [("first_step", 1), ("evaluation", 3), ("declared_evaluation", 3), ("compilation", 3), ("save", 3)],
+    [
+        ("first_step", 1),
+        ("evaluation", 3),
+        ("declared_evaluation", 3),
+        pytest.param("compilation", 3, marks=needs_torchs_compiler),
+        ("save", 3),
+    ],
 )
 def test_it_is_honored_at_the_next_step(tmp_path: Path, busy: str, step: int) -> None:
     code = TRAIN.replace("BUSY(", f"{busy}(").replace("FOLDER", str(tmp_path / "checkpoints"))

@@ -12,6 +12,7 @@ import pytest
 
 from hpcinit.base.versions import installed
 from tests.runtime.test_wrap import on_two_ranks
+from tests.skip_or_fail import needs_torchs_compiler
 
 
 def test_zero_0_starts_like_the_other_stages(tmp_path: Path) -> None:
@@ -145,6 +146,7 @@ print(json.dumps(found))
     assert [text.count("deepspeed.deepcompile has no effect here: DeepCompile needs a GPU") for text in said] == [1, 0]
 
 
+@needs_torchs_compiler
 def test_muon_trains(tmp_path: Path) -> None:
     """deepspeed.optimizer=muon trains matrices with Muon and the rest with Adam, in ZeRO 1 to 3, and resumes exactly."""
     lines = on_two_ranks(
@@ -238,6 +240,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.timeout(3600)
+@needs_torchs_compiler
 def test_cpu_adam_is_used_for_an_offloaded_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built_cpu_adam: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.runtime.spawned import ranks
 from tests.runtime.test_wrap import BEGIN, on_two_ranks
+from tests.skip_or_fail import needs_torchs_compiler
 
 COMPILED = """
 from torch._dynamo.utils import counters
@@ -46,6 +47,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
+@needs_torchs_compiler
 def test_compiled_blocks_have_the_same_losses(tmp_path: Path, compiled: dict[str, str], checkpointing: str) -> None:
     """compile=true compiles the blocks (with torch's inductor and gcc), whose losses equal those of uncompiled blocks;
     also with activation_checkpointing=full."""
@@ -77,6 +79,7 @@ with hpcinit.session() as run:
 """
 
 
+@needs_torchs_compiler
 def test_torchs_own_modules_are_compiled(tmp_path: Path) -> None:
     """A bare nn.TransformerEncoderLayer, whose compile() compiles nothing, is compiled and trains as before."""
     code = "import torch._dynamo\ntorch.compile = __import__('functools').partial(torch.compile, backend='eager')\n"

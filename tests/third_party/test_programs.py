@@ -115,9 +115,9 @@ def test_torchruns_elastic_restart(hpcinit: Run, slurm: MiniSlurm, tmp_path: Pat
     restarted gloo finds the addresses of the dead ranks in the agents' store
     (https://github.com/pytorch/pytorch/issues/135712), also with torch alone.
     """
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1",
+    agent = [shlex.quote(sys.executable), "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--max-restarts=1",
              "--rdzv-backend=c10d", "--rdzv-id=test", '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"']  # fmt: skip
-    line = " ".join(["exec", *agent, "-m", "hpcinit.run", str(PROGRAMS / "elastic_ddp.py"), "--fail-once"])
+    line = " ".join(["exec", *agent, "-m", "hpcinit.run", shlex.quote(str(PROGRAMS / "elastic_ddp.py")), "--fail-once"])
     words = ["nodes=2", "ranks_per_node=1", "wait=true", '+cluster.env.TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"']
     done = submit(hpcinit, slurm, *words, "--", "bash", "-c", line)
     folder = folder_of(done)

@@ -71,9 +71,9 @@ def test_the_newest_calls_are_read(form: int | str, most: int) -> None:
     written = document(1_700)
     data = json.dumps(written).encode() if form == "json" else pickle.dumps(written, int(form))
     assert len(data) > 100_000, "large enough to skip calls"
-    budget = dump_reader.Budget()
-    budget.entries = most
-    read = dump_reader.load(data, budget)
+    limits = dump_reader.ReadLimits()
+    limits.entries = most
+    read = dump_reader.load(data, limits)
     assert read["entries"] == [fields(entry) for entry in written["entries"][-most:]]
     assert read["pg_config"] == {"0": {"desc": "default_pg", "ranks": (0, 1)}}
     assert read["pg_status"] == {"0": {"last_enqueued_collective": 1_700}}
@@ -92,9 +92,9 @@ def test_old_calls_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         readers.append(self)
 
     monkeypatch.setattr(plain_pickle.Reader, "__init__", remember)
-    budget = dump_reader.Budget()
-    budget.entries = 10
-    assert len(dump_reader.load(pickle.dumps(written, 2), budget)["entries"]) == 10
+    limits = dump_reader.ReadLimits()
+    limits.entries = 10
+    assert len(dump_reader.load(pickle.dumps(written, 2), limits)["entries"]) == 10
     [reader] = readers
     assert sum(isinstance(value, list) for value in reader.memo.values()) < 500 < len(written["entries"])
 
@@ -240,18 +240,18 @@ def test_only_dumps_that_cannot_be_read(hpcinit: Run, tmp_path: Path) -> None:
 
 def test_the_time_for_all_dumps(tmp_path: Path) -> None:
     """When the time for the dumps has passed, the others count as unreadable. Large files are the last."""
-    budget = dump_reader.Budget()
+    limits = dump_reader.ReadLimits()
     (tmp_path / "0").write_bytes(recorded(0))
-    assert dump_reader.read(tmp_path / "0", budget)
-    budget.end = time.process_time()
+    assert dump_reader.read(tmp_path / "0", limits)
+    limits.end = time.process_time()
     with pytest.raises(ValueError, match="reading the dumps takes more than 30 s of CPU time"):
-        dump_reader.read(tmp_path / "0", budget)
+        dump_reader.read(tmp_path / "0", limits)
     (tmp_path / "dump_rank_0").write_bytes(pickle.dumps(document(2_000)))
     for rank in range(1, 4):
         (tmp_path / f"dump_rank_{rank}").write_bytes(recorded(rank))
     order: list[str] = []
 
-    def read(path: Path, _: dump_reader.Budget) -> dict[str, Any]:
+    def read(path: Path, _: dump_reader.ReadLimits) -> dict[str, Any]:
         order.append(path.name)
         return {"entries": []}
 
@@ -263,4 +263,4 @@ def test_the_time_for_all_dumps(tmp_path: Path) -> None:
 
 def test_fewer_calls_of_each_of_many_dumps() -> None:
     """The number of calls that are kept of a dump gets smaller with the number of dumps, and is never below 500."""
-    assert [dump_reader.Budget(files).entries for files in (0, 1, 50, 100_000)] == [20_000, 20_000, 3_000, 500]
+    assert [dump_reader.ReadLimits(files).entries for files in (0, 1, 50, 100_000)] == [20_000, 20_000, 3_000, 500]
