@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.systems.jobs import (
     PROGRAMS,
-    PYTHON,
     alike,
     said,
     submitted,
@@ -35,7 +35,7 @@ def test_open_instruct_weight_transfer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_
         "-N2",
         "-n2",
         f"--chdir={tmp_path}",
-        PYTHON,
+        sys.executable,
         "-m",
         "hpcinit.run",
         str(PROGRAMS / "instruct_engine.py"),
