@@ -167,12 +167,13 @@ def _packages(
 
 
 def _needs_torch(config: Config) -> bool:
-    """Return whether the program certainly imports torch: a script with such a line, or a program of hpcinit."""
+    """Return whether the program certainly imports torch: its file has such a line, or it is a program of hpcinit."""
     job = config.job
     if (job.module or "").startswith("hpcinit.jobs."):
         return True
+    name = job.script or (f"{job.module.replace('.', '/')}.py" if job.module else "")
     try:
-        text = (expanded(job.workdir or ".") / job.script).read_text(errors="replace") if job.script else ""
+        text = (expanded(job.workdir or ".") / name).read_text(errors="replace") if name else ""
     except OSError:
         return False
     return NEEDS_TORCH.search(text) is not None

@@ -49,6 +49,8 @@ def test_a_virtual_environment_without_the_packages(tmp_path: Path) -> None:
     assert found(f"cluster.venv={tmp_path}/v", "check_paths=false") == []
     [message] = found(f"cluster.venv={tmp_path}/v", script="plain.py")
     assert "but hpcinit is not installed there" in message
+    module = [f"cluster.venv={tmp_path}/v", "job=program", "job.module=train"]
+    assert "but hpcinit and torch are not installed there" in checks.problems(compose(module))[0]
     (place / "hpcinit-1.0.dist-info").mkdir()  # as an editable install leaves it
     [message] = found(f"cluster.venv={tmp_path}/v")
     assert "but torch is not installed there" in message
