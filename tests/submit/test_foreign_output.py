@@ -42,7 +42,7 @@ def site(tmp_path: Path, idle_slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch)
 
 
 def queued(slurm: MiniSlurm) -> list[str]:
-    return sorted(slurm.run("squeue", "--all", "--noheader", "--array", "--format=%F").split())
+    return sorted(slurm.run("squeue", "--all", "--noheader", "--array", "--format=%F").split(), key=int)
 
 
 @pytest.mark.slurm
