@@ -240,9 +240,8 @@ def _remove(found: Sequence[Finished]) -> set[Path]:
         if problem := _problem(run):
             console.warning(f"not removed: {problem}")
             continue
-        # Renamed first: an interrupted removal leaves no folder that looks like a complete run.
         path = run.path.absolute()
-        hidden = path.with_name(f".{path.name}.removed-{os.getpid()}")
+        hidden = outside.hidden(path)
         try:
             path.rename(hidden)
             shutil.rmtree(hidden)

@@ -25,7 +25,13 @@ from hpcinit.records import node_records, safeguards, scratch
 from hpcinit.slurm import tokens
 from hpcinit.slurm.slurm_client import Unreachable
 
-REMOVED = re.compile(r"\..+\.removed-\d+")  # observe/clean.py renames a run folder to this before it removes it
+REMOVED = re.compile(r"\..+\.removed-\d+")  # see hidden()
+
+
+def hidden(folder: Path) -> Path:
+    """Return the name that a folder has while it is removed, so that an interrupted removal leaves none that looks
+    complete."""
+    return folder.with_name(f".{folder.name}.removed-{os.getpid()}")
 
 
 def _unused() -> str:
@@ -59,12 +65,11 @@ def remove(place: Place) -> str:
         return remove(replace(place, path=dumps, disk=False)) if dumps.is_dir() else ""
     if why := place.why_kept():
         return why
-    hidden = place.path.with_name(f".{place.path.name}.removed-{os.getpid()}")
-    place.path.rename(hidden)
+    aside = place.path.rename(hidden(place.path))
     if why := place.why_kept():
-        hidden.rename(place.path)
+        aside.rename(place.path)
         return why
-    shutil.rmtree(hidden)
+    shutil.rmtree(aside)
     return ""
 
 

@@ -19,9 +19,7 @@ from pathlib import Path
 from hpcinit.base import safe_files
 
 _RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours, and no room for the next number
-
-
-KEPT = 20
+KEPT = 20  # files of a name that remain below the highest one
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:

@@ -547,7 +547,7 @@ def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[
         if found.keys() & files.keys():
             continue
         dumps = _read(files, limits)
-        if _has_a_dump(dumps):
+        if has_a_dump(dumps):
             found |= dumps
         elif all(NAMED_RANK.fullmatch(path.name) for path in files.values()):
             broken = broken or dumps
@@ -556,7 +556,8 @@ def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[
     return {rank: dump for rank, dump in broken.items() if not dump[UNREADABLE].endswith(dump_reader.NO_DUMP)}
 
 
-def _has_a_dump(dumps: Mapping[int, Mapping[str, Any]]) -> bool:
+def has_a_dump(dumps: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether one of the dumps can be read."""
     return any(UNREADABLE not in dump for dump in dumps.values())
 
 

@@ -96,6 +96,7 @@ def gather(
         Found(ErrorRecord(float(one.number), one.rank, hosts.get(one.rank, ""), one.text, one.traceback), 0.0)
         for one in _first_of_each(errors)
     )
+    trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
     evidence = Evidence(
         state or ("FAILED" if records or slurm.ends else "UNKNOWN"),
         found=records,
@@ -110,8 +111,8 @@ def gather(
         preempted=bool(preempted_at),
         watched=watched,
         handled=[causes.short(one.text) for one in handled],
-        alarms=_alarms(lines),
-        trains=any(read_tracebacks.TRAINS.search(line.text) for line in lines),
+        alarms=_alarms(lines[trained + 1 :]),
+        trains=trained >= 0,
         hang=_of_stacks(logs),
     )
     skipped = sum(log.skipped for log in logs) >> 20
@@ -131,9 +132,8 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
 
 
 def _alarms(lines: Sequence[Line]) -> list[str]:
-    """Return the lines that may show a failure, after the last line of a rank that trains."""
-    last = max((number for number, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
-    return [line.text.strip() for line in lines[last + 1 :] if _ALARM.search(line.text)]
+    """Return the lines that may show a failure. lines: those after the last one of a rank that trains."""
+    return [line.text.strip() for line in lines if _ALARM.search(line.text)]
 
 
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:

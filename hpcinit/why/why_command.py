@@ -60,11 +60,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
-    if options.run and (dumps := _only_dumps(Path(options.run))):
+    dumps = _only_dumps(Path(options.run)) if options.run else {}
+    if flight_recorder.has_a_dump(dumps):
         return _of_dumps(dumps, options)
     if found := foreign_job.find(options.run):
         return _of_logs(found, options)
-    if options.run and (dumps := _only_dumps(Path(options.run), unreadable=True)):
+    if dumps:
         return _of_dumps(dumps, options)
     try:
         path = find_runs.find_run(options.run, options.runs_dir)
@@ -105,12 +106,12 @@ def _of_worlds(path: Path, now: state.State) -> tuple[Path, Verdict]:
     return min(found, key=lambda one: (one[1].kind in (OK, *WITHOUT_CAUSE), one[1].time or math.inf))
 
 
-def _only_dumps(folder: Path, *, unreadable: bool = False) -> Mapping[int, Mapping[str, Any]]:
-    """Return the flight-recorder dumps in `folder`, by rank; {} for a run folder and for a folder without dumps.
-    unreadable: also if none of them can be read."""
+def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
+    """Return the flight-recorder dumps in `folder`, by rank, also if none of them can be read; {} for a run folder and
+    for a folder without dumps."""
     if any((folder / name).exists() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
         return {}
-    return flight_recorder.read_folder(folder, unreadable=unreadable)
+    return flight_recorder.read_folder(folder, unreadable=True)
 
 
 def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
