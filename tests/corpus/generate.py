@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.corpus.recorder import recorder
+
 START_NS = 1_760_000_000_000_000_000
 
 
@@ -169,7 +171,8 @@ def huge_ranks(folder: Path) -> None:
 
 
 FUNCTIONS: Mapping[str, Callable[..., None]] = {
-    function.__name__: function for function in (dumps, long_log, large_dump, nested_pickle, calling_pickle, huge_ranks)
+    function.__name__: function
+    for function in (dumps, long_log, large_dump, nested_pickle, calling_pickle, huge_ranks, recorder)
 }
 
 
