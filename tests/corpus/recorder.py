@@ -153,7 +153,7 @@ def recorder(
     every_s: float = 0.05,
     name: str = "nccl_trace_rank_",
 ) -> None:
-    """Write a dump for each rank that called what `plan` says. groups: besides default_pg, in the order of their creation."""
+    """Write a dump for each rank that makes calls of `plan`. groups: besides default_pg, in the order of their creation."""
     members = {"default_pg": list(range(world)), **(groups or {})}
     ranks = {rank: _Rank(rank, members, (clock_s or {}).get(rank, 0.0), timing) for rank in range(world)}
     for number, step in enumerate(_flat(plan)):
