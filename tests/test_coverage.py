@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests import waiting
 from tests.skip_or_fail import skip_or_fail
 from tests.unmeasured import ON_SLURM
 
@@ -19,11 +22,22 @@ ROOT = Path(__file__).parent.parent
 ELSEWHERE = ("hpcinit/submit/transaction.py", "hpcinit/local/engine.py", "hpcinit/local/step.py", "hpcinit/run.py")
 
 
+def processes_with(variable: str, value: str) -> list[int]:
+    """Return the running processes that have this environment variable."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
 def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
     """A local submission, started as a test does it, leaves lines of all its processes."""
     if importlib.util.find_spec("coverage") is None:
         skip_or_fail("coverage is not installed")
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    env["TESTED_IN"] = str(tmp_path)
     submit = [sys.executable, "-m", "hpcinit", "submit", "wait=true", "--", "true"]
     test = tmp_path / "as_a_test_does.py"
     test.write_text(f"import subprocess; subprocess.run({submit!r}, check=True)")
@@ -35,6 +49,7 @@ def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
         ["json", "--quiet", rc, data, "-o", str(tmp_path / "found.json")],
     ):
         done = subprocess.run([*coverage, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        waiting.until(lambda: not processes_with("TESTED_IN", str(tmp_path)))  # the engine's lines come at its exit
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr
     files = json.loads((tmp_path / "found.json").read_text())["files"]

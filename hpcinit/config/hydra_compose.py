@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import default_cluster, explain, search_path, spellings
+from hpcinit.config import default_cluster, explain, hydra_state, search_path, spellings
 from hpcinit.config import overrides as command_line
 from hpcinit.config.folders import folder
 from hpcinit.config.request import NAME, Composer, Prepare, Request, Search, Task
@@ -36,6 +36,7 @@ UNUSABLE = (
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and exit
 
 
+@hydra_state.kept()
 def main(
     line: Sequence[str],
     prepare: Prepare,
@@ -79,6 +80,7 @@ def flags() -> list[str]:
     return [word for action in get_args_parser()._actions for word in action.option_strings]
 
 
+@hydra_state.kept()
 def compose(overrides: Sequence[str]) -> Config:
     """Return the Config for these overrides. Raise ConfigError with every problem at once."""
     search_path.register()

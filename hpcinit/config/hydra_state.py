@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
 
 
 @contextmanager
@@ -14,14 +18,6 @@ def kept() -> Iterator[None]:
     That is Hydra itself, which can be initialized only once, the config of ${hydra:...}, the job's name, and
     version_base.
     """
-    if "hydra" not in sys.modules:
-        yield
-        return
-    from hydra.core.global_hydra import GlobalHydra  # noqa: PLC0415 - only where the program has imported Hydra
-    from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415
-    from hydra.core.utils import JobRuntime  # noqa: PLC0415
-    from hydra.version import VersionBase  # noqa: PLC0415
-
     hydra, ours, base, job = (
         GlobalHydra.instance(),
         HydraConfig.instance(),

@@ -19,7 +19,7 @@ from submitit.core.job_environment import JobEnvironment
 
 from hpcinit.base import quoting
 from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmissionInterrupted, SubmitError
-from hpcinit.config import checks, compose, hydra_state
+from hpcinit.config import checks, compose
 from hpcinit.config.python_arguments import override_value
 from hpcinit.config.request import Request
 from hpcinit.observe import cancel, overview, state
@@ -241,8 +241,7 @@ class FunctionExecutor(Executor):
             found.extend(requests)
             return 0
 
-        with hydra_state.kept():
-            compose.main(self._overrides(), prepare, keep)
+        compose.main(self._overrides(), prepare, keep)
         if len(functions) == 1:
             return found
         labels = [getattr(each, "combination", f"{_name(each)} {at}") for at, each in enumerate(functions)]

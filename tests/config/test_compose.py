@@ -9,6 +9,9 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
 
 from hpcinit.base.errors import ConfigError
 from hpcinit.config.compose import compose, main
@@ -171,6 +174,15 @@ def test_a_programs_own_hydra_has_its_own_search_path(tmp_path: Path) -> None:
     compose([])
     with hydra.initialize_config_dir(str(tmp_path / "own"), version_base="1.3"):
         assert hydra.compose("config") == {"x": "of the program"}
+
+
+def test_a_programs_own_hydra_keeps_its_state() -> None:
+    """A program of Hydra that submits keeps its version_base, the config of ${hydra:...} and the name of its job."""
+    base, own, job = VersionBase.instance(), HydraConfig.instance(), JobRuntime.instance()
+    before = (base.version_base, own.cfg, job.get("name"))
+    compose(["name=ours"])
+    assert main(["-m", "seed=1,2", "name=ours"], lambda request: None, lambda requests: 0) == 0
+    assert (base.version_base, own.cfg, job.get("name")) == before
 
 
 def test_the_users_own_job(tmp_path: Path) -> None:
