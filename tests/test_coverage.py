@@ -49,7 +49,7 @@ def test_processes_that_a_test_starts_are_counted(tmp_path: Path) -> None:
         ["json", "--quiet", rc, data, "-o", str(tmp_path / "found.json")],
     ):
         done = subprocess.run([*coverage, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        waiting.until(lambda: not processes_with("TESTED_IN", str(tmp_path)))  # the engine's lines come at its exit
+        waiting.until(lambda: not processes_with("TESTED_IN", str(tmp_path)))  # the engine writes its lines at its exit
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr
     files = json.loads((tmp_path / "found.json").read_text())["files"]
