@@ -69,7 +69,8 @@ def test_after_slurm_purged_a_job(purging: MiniSlurm, hpcinit: Run, tmp_path: Pa
     [running] = statuses(hpcinit, purging, "sleep-0001", SQUEUE_PARTITION="high", SLURM_TIME_FORMAT="relative")
     assert running["source"] == "squeue" and 0 <= running["elapsed_s"] < 100 and 400 < running["left_s"] <= 600
     assert running["start"][:2] == "20" and running["start"][10] == "T"
-    os.kill(json.loads((tmp_path / "runs/sleep-0001/exit.json").read_text())["pid"], signal.SIGKILL)  # the batch shell
+    until((end := tmp_path / "runs/sleep-0001/exit.json").exists)
+    os.kill(json.loads(end.read_text())["pid"], signal.SIGKILL)  # the batch shell
     until(lambda: not purging.run("squeue", "--noheader", "--states=all", "--me"))
     end = ["COMPLETED", "FAILED", "FAILED" if accounting else "UNKNOWN"]
     now = statuses(hpcinit, purging, "all")
