@@ -106,7 +106,7 @@ def _rewritten(key: str, value: Rewritten) -> str:
 
 def _texts(config: Config) -> Iterator[str]:
     """Check every text that becomes part of the script. The program's arguments do not: they are in spec.json."""
-    for key in ("job.args", "cluster.setup"):
+    for key in ("job.args", "cluster.modules", "cluster.setup"):
         for at, item in enumerate(keys.value(config, key)):
             if isinstance(item, Rewritten):
                 yield _rewritten(f"{key}[{at}]", item)

@@ -144,11 +144,11 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
     try:
         texts = Texts(config, own)
         value = OmegaConf.to_object(config)
-        typed, of_program = texts.typed(), texts.of_program()
+        typed, texts_at = texts.typed(), texts.texts_at()
     except OmegaConfBaseException as error:
         raise ConfigError(*_unresolved(config, error, choices)) from None
     document = {str(k): v for k, v in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore[union-attr]
-    for place, text in of_program.items():
+    for place, text in texts_at.items():
         value, document = put(value, place, text), put(document, place, text)
     warnings = [*command_line.repeated(overrides)]
     return Request(value, document, combination, warnings, typed=typed, unread=unread)  # type: ignore[arg-type]

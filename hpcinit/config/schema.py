@@ -126,12 +126,12 @@ class Cluster:
     host_template: str = key("host names on the fast network: {host}-ib0, or a suffix", "")
     module_purge: bool = key("run `module purge` first", False)
     module_paths: list[str] = key("module folders, for `module use`", [])
-    modules: list[str] = key("modules to load, in this order", [])
+    modules: list[Any] = key("modules to load, in this order", [])
     venv: Optional[str] = key("virtual environment to activate; its Python runs the ranks", filled=VALUE)
     conda: Optional[str] = key(
         "conda environment to activate (name or folder); its Python runs the ranks", filled=VALUE
     )
-    setup: list[str] = key("shell lines to run after modules and environment, before the ranks start; not quoted", [])
+    setup: list[Any] = key("shell lines to run after modules and environment, before the ranks start; not quoted", [])
     container: SiteContainer = field(default_factory=SiteContainer)
     scratch: Optional[str] = key("large shared folder, possibly purged; set as SCRATCH in the job", filled=VALUE)
     cache: Optional[str] = key(

@@ -21,7 +21,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from hpcinit.config import search_path, yaml_text
 from hpcinit.config.request import PLAIN, Place, as_text
 
-PROGRAM = (("cluster", "env"), ("job", "env"), ("job", "args"))  # the keys whose values the program gets as text
+# The keys whose values are text: of the program, and of lines in the script.
+TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modules"), ("cluster", "setup"))
 
 
 class Typed(Override):
@@ -131,7 +132,7 @@ class Texts:
         values = {key: OmegaConf.select(self._config, key) for key in keys}
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
-    def of_program(self, only: Collection[Place] | None = None) -> dict[Place, Any]:
+    def texts_at(self, only: Collection[Place] | None = None) -> dict[Place, Any]:
         """Return what is text for the program: its environment variables and arguments, by their places in the config.
 
         A value that has no text, such as a list, stays what it is, and a text that YAML has changed is Rewritten:
@@ -139,7 +140,7 @@ class Texts:
         only: of these places.
         """
         found: dict[Place, Any] = {}
-        for parent in PROGRAM:
+        for parent in TEXTS:
             if only is not None and not any(place[:2] == parent for place in only):
                 continue
             container = OmegaConf.select(self._config, ".".join(parent))

@@ -175,7 +175,7 @@ class _Base:
                     return None
                 config, document = put(config, path, value), put(document, path, value)
             places = {**self.swept, **self.changing}
-            for path, text in self.typed.of_program(places.values()).items():
+            for path, text in self.typed.texts_at(places.values()).items():
                 config, document = put(config, path, text), put(document, path, text)
         except OmegaConfBaseException:
             return None

@@ -99,6 +99,18 @@ def test_keys_of_hpcinit(extra: list[str]) -> None:
     assert program(one, "${gradient_clip}", "${mem_gb}", "${wait}", "${nodes}") == ["1.50", "8", "TRUE", "1"]
 
 
+def test_lines_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules and setup lines are what the user typed, and in YAML too, or refused where YAML reads something else."""
+    monkeypatch.chdir(tmp_path)
+    [one] = made(["cluster=local", "modules=[1.10,gcc/1.10]", "setup=[true,1_000]"])
+    assert (one.config.cluster.modules, one.config.cluster.setup) == (["1.10", "gcc/1.10"], ["true", "1_000"])
+    write(tmp_path / "conf/cluster/ours.yaml", "defaults: [local, _self_]\nmodules: [2024, 1.10]\nsetup: [true]\n")
+    [one] = made(["cluster=ours"])
+    assert (one.config.cluster.modules[0], one.config.cluster.setup) == ("2024", ["true"])
+    [found] = problems(one)
+    assert "ours.yaml, line 2: cluster.modules[1] is 1.10, which YAML reads as 1.1, expected text: quote it" in found
+
+
 KEPT = {"B": "false", "C": "true", "I": "3", "D": "0.5", "Q": "'1.10'", "R": "'${gradient_clip}'", "O": '"010"'}
 CHANGED = {
     **{"A": "010", "V": "1.10", "F": "off", "T": "True", "Y": "yes", "S": "1:30", "X": "1e3"},
