@@ -148,6 +148,10 @@ class Recording:
             self._calls[operation] = replace(_call(batch), cut=cut)
         return self._calls.get(operation)
 
+    def operations(self) -> Iterable[Operation]:
+        """Return the operations that the recorder lists."""
+        return self._batches.keys()
+
     def collectives(self) -> list[tuple[int, Group]]:
         """Return the place of each recorded collective among the calls of the rank, and its group."""
         return [(_order(*batch[0]), group) for (group, what), batch in self._batches.items() if isinstance(what, int)]

@@ -110,6 +110,14 @@ def gather(path: Path, now: state.State) -> Evidence:
     )
 
 
+def dumps(path: Path, now: state.State) -> tuple[Mapping[int, Mapping[str, Any]], frozenset[int]]:
+    """Return the flight recorder's dumps of the last attempt, and the ranks whose program ended with status 0."""
+    attempt = _json(path / run_folder.EXIT)
+    job_id, restart = str(attempt.get("job", "")) or now.job_id, attempt.get("restart")
+    returned = (rank.rank for rank in _started(path, job_id, restart) if rank.returned is not None)
+    return flight_recorder.read_attempt(path, job_id, restart), frozenset(returned)
+
+
 def _flight(
     path: Path, now: state.State, job_id: str, restart: object, silence: HangReport | None, hosts: Mapping[int, str],
     returned: frozenset[int],

@@ -130,14 +130,19 @@ def verdict(
     ranks whose program has ended with status 0."""
     if not dumps:
         return HangVerdict()
-    unreadable = {rank: str(dump[UNREADABLE]) for rank, dump in dumps.items() if UNREADABLE in dump}
-    found = _Search(flight_recorder.recordings(dumps), unreadable, ended).verdict()
+    found = search(dumps, ended).verdict()
     hosts = hosts or {}
     culprits = tuple(replace(one, host=hosts.get(one.rank, "")) for one in found.culprits)
     return replace(found, culprits=culprits)
 
 
-class _Search:
+def search(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = ()) -> Search:
+    """Return the wait-for graph of the dumps, for verdict() and for a replay."""
+    unreadable = {rank: str(dump[UNREADABLE]) for rank, dump in dumps.items() if UNREADABLE in dump}
+    return Search(flight_recorder.recordings(dumps), unreadable, ended)
+
+
+class Search:
     """The wait-for graph of one hang."""
 
     def __init__(
@@ -151,6 +156,7 @@ class _Search:
         self.open = list(dict.fromkeys(operation for found in self.pending.values() for operation in found))
         self.timed = self._starts_are_recorded()
         self.found: dict[int, Culprit] = {}
+        self.causes: dict[int, Operation] = {}  # what the others wait in, by the rank at fault
         self.unknown: list[str] = []
         self.differ = False
 
@@ -231,11 +237,11 @@ class _Search:
 
         return next(filter(fits, candidates), candidates[0])
 
-    def _is_listed(self, group: Group) -> bool:
+    def is_listed(self, group: Group) -> bool:
         """Return whether the dumps list all members, also those that never used the group."""
         return bool(group.members) or group.description == DEFAULT
 
-    def _concerned(self, operation: Operation) -> frozenset[int]:
+    def concerned(self, operation: Operation) -> frozenset[int]:
         """Return the global ranks that take part in an operation."""
         group, what = operation
         if isinstance(what, Message):
@@ -245,7 +251,7 @@ class _Search:
 
     # What a rank has done about an operation
 
-    def _state(self, rank: int, operation: Operation) -> str | None:
+    def state(self, rank: int, operation: Operation) -> str | None:
         """Return the state of a rank's call; None where it has not called."""
         one = self.ranks[rank]
         if call := one.call(operation):
@@ -266,8 +272,8 @@ class _Search:
         """Return whether 'scheduled' means that the device has not reached a call: only where some call is seen to have
         started although a peer has not called it."""
         for operation in self.open:
-            states = [self._state(rank, operation) for rank in self._concerned(operation) & self.ranks.keys()]
-            if STARTED in states and (None in states or not self._concerned(operation) <= self.ranks.keys()):
+            states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]
+            if STARTED in states and (None in states or not self.concerned(operation) <= self.ranks.keys()):
                 return True
         return False
 
@@ -276,12 +282,12 @@ class _Search:
     def _look_at(self, operation: Operation) -> None:
         if operation[1] == CUT:
             return
-        concerned = self._concerned(operation)
-        states = {rank: self._state(rank, operation) for rank in sorted(concerned & self.ranks.keys())}
+        concerned = self.concerned(operation)
+        states = {rank: self.state(rank, operation) for rank in sorted(concerned & self.ranks.keys())}
         absent = [rank for rank, state in states.items() if state is None]
         waiting = [rank for rank, state in states.items() if state in (SCHEDULED, STARTED)]
         done = [rank for rank, state in states.items() if state == DONE]
-        listed = self._is_listed(operation[0])
+        listed = self.is_listed(operation[0])
         if isinstance(operation[1], Message) and not listed:  # src and dst cannot be mapped to global ranks
             return
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
@@ -298,7 +304,7 @@ class _Search:
             return
         first = [rank for rank in waiting if self._is_first(rank, operation)]
         everybody = listed and len(states) == len(concerned) and not absent
-        name = self._name(operation).lstrip("_").partition(" ")[0]
+        name = self.name(operation).lstrip("_").partition(" ")[0]
         one_way = name == "reduce" or name.startswith(ONE_WAY)
         stuck = self._stuck(states, first, waiting, done, everybody=everybody, one_way=one_way)
         for rank in stuck:
@@ -314,13 +320,13 @@ class _Search:
 
     def _look_at_silent(self, operation: Operation, states: Mapping[int, str | None], waiting: Sequence[int]) -> None:
         """Blame the ranks of the operation without a dump: they have ended, lost their connection, or are dead."""
-        concerned = self._concerned(operation)
+        concerned = self.concerned(operation)
         left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
         for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
             if rank in left:
                 text = "{has} not called {what}, in which {others} {wait}: {its} program has ended with exit status 0"
                 wait = _plural(waiting, "wait")
-                clause = _clause(text, what=self._called(operation), others=_ranks(waiting), wait=wait)
+                clause = _clause(text, what=self.called(operation), others=_ranks(waiting), wait=wait)
                 self._blame(rank, NOT_CALLED, operation, waiting, clause)
             elif left:  # the others lose the connection to a rank that has ended, and may fail before they write a dump
                 continue
@@ -328,7 +334,7 @@ class _Search:
                 clause = _clause(
                     "left no dump, and {what} of {others} failed before its timeout: "
                     "the connection to {its} process broke",
-                    what=self._called(operation),
+                    what=self.called(operation),
                     others=_ranks(waiting),
                 )
                 self._blame(rank, PEER_LOST, operation, waiting, clause)
@@ -338,7 +344,7 @@ class _Search:
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
         """Blame a rank without a call of the operation, unless it waits itself or its dump does not prove it."""
-        whether = f"whether rank {rank} called {self._called(operation)}"
+        whether = f"whether rank {rank} called {self.called(operation)}"
         if self._is_older(rank, operation, waiting):
             self.unknown.append(f"{whether}: its dump is older than that call")
         elif self.pending[rank]:
@@ -352,13 +358,13 @@ class _Search:
             self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
 
     def _may_wait(self, rank: int) -> str:
-        called = self._called(self.ranks[rank].maybe_pending[-1])
+        called = self.called(self.ranks[rank].maybe_pending[-1])
         why = "a dump of unfinished calls alone (TORCH_INCLUDE_ONLY_ACTIVE) also lists it after its batch has finished"
         return f"whether rank {rank} waits in {called}: {why}"
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
         """Return what is unknown if all members have called, and no device is later than the others."""
-        called = f"{_ranks(concerned)} {_have(concerned)} called {self._called(operation)}"
+        called = f"{_ranks(concerned)} {_have(concerned)} called {self.called(operation)}"
         sent, received = self._elements(operation, concerned)
         if sent != received:
             return (
@@ -407,9 +413,10 @@ class _Search:
         if before and (before.since_ns or 2**63) <= (since or 2**63):
             return
         group, what = operation
-        name = _message(operation) if isinstance(what, Message) else calls[0].name if calls else self._name(operation)
+        name = _message(operation) if isinstance(what, Message) else calls[0].name if calls else self.name(operation)
         number = None if isinstance(what, Message) else what
         others = tuple(sorted(waiting))
+        self.causes[rank] = operation
         self.found[rank] = Culprit(
             *(rank, "", kind, group.name, group.description, name, number, others),
             evidence=f"rank {rank} {clause.one}",
@@ -417,18 +424,26 @@ class _Search:
             shared=clause.several,
         )
 
-    def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
-        """Return whether the ranks called different things; if so, blame the ranks that differ from the majority."""
-        calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation))}
-        calls = {rank: call for rank, call in calls.items() if not call.cut}
-        # A recorder that lists no sizes or types of its tensors agrees with any.
+    def _compared(self, operation: Operation, ranks: Iterable[int]) -> tuple[dict[int, Call], bool, bool]:
+        """Return the calls of the ranks, and whether all list their sizes and types. A recorder without them agrees
+        with any."""
+        calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
         typed = not any(None in (*call.input_dtypes, *call.output_dtypes) for call in calls.values())
+        return calls, sized, typed
+
+    def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
+        """Return what must be equal on all ranks that have called the operation, by rank."""
+        calls, sized, typed = self._compared(operation, ranks)
         if isinstance(operation[1], Message):
             complete = {rank: call for rank, call in calls.items() if self.ranks[rank].complete and sized}
-            keys = {rank: _of_message(call, typed=typed) for rank, call in complete.items()}
-        else:
-            keys = {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
+            return {rank: _of_message(call, typed=typed) for rank, call in complete.items()}
+        return {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
+
+    def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
+        """Return whether the ranks called different things; if so, blame the ranks that differ from the majority."""
+        calls, sized, typed = self._compared(operation, ranks)
+        keys = self.keys(operation, ranks)
         counts = Counter(keys.values()).most_common()
         if len(counts) < 2:
             return False
@@ -520,7 +535,7 @@ class _Search:
         ]
 
     def _waits(self, rank: int, operation: Operation) -> bool:
-        return self._state(rank, operation) in (SCHEDULED, STARTED)
+        return self.state(rank, operation) in (SCHEDULED, STARTED)
 
     def _drop_guesses(self) -> None:
         """Where the recorder has forgotten calls, messages are counted from the oldest pending one. Then a wait of a
@@ -535,7 +550,7 @@ class _Search:
         """Blame the only rank that does not wait. gloo's dumps list no members, so one that never used a group is
         missing there. But gloo has no device: if all ranks but one wait, they wait for that one."""
         waiting = {rank for rank, operations in self.pending.items() if operations}
-        if not waiting or any(self._is_listed(operation[0]) for operation in self.open):
+        if not waiting or any(self.is_listed(operation[0]) for operation in self.open):
             return
         idle = sorted(self.ranks.keys() - waiting)
         first = min(self.open, key=lambda one: min(c.created_ns for c in self._calls(one)))
@@ -544,7 +559,7 @@ class _Search:
             clause = _clause(
                 "waits in no collective, and all others do, {ranks} in {what}: {its} program is elsewhere",
                 ranks=_ranks(in_it),
-                what=self._called(first),
+                what=self.called(first),
             )
             self._blame(idle[0], NOT_CALLED, first, in_it, clause)
         elif idle:
@@ -574,17 +589,17 @@ class _Search:
             for operation in operations:
                 if self._is_send(rank, operation) and operation != operations[-1]:
                     continue  # the program has continued after it
-                peers = self._concerned(operation) & self.ranks.keys() if self._is_listed(operation[0]) else set()
-                waits_for[rank] |= {other for other in peers if self._state(other, operation) is None}
+                peers = self.concerned(operation) & self.ranks.keys() if self.is_listed(operation[0]) else set()
+                waits_for[rank] |= {other for other in peers if self.state(other, operation) is None}
         in_cycle = sorted(rank for rank in waits_for if rank in _reached(rank, waits_for))
         # A program continues while an asynchronous send is not received. If that is all that a rank waits for, and
         # others wait for its next call, then its program has stopped, not its send.
         senders = [rank for rank in in_cycle if all(self._is_send(rank, operation) for operation in self.pending[rank])]
         for rank in senders:
             for operation in self.open:
-                waiting = [one for one in sorted(self._concerned(operation) & self.ranks.keys()) if one != rank]
+                waiting = [one for one in sorted(self.concerned(operation) & self.ranks.keys()) if one != rank]
                 waiting = [one for one in waiting if self._waits(one, operation)]
-                if waiting and rank in self._concerned(operation) and self._state(rank, operation) is None:
+                if waiting and rank in self.concerned(operation) and self.state(rank, operation) is None:
                     self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
         if senders:
             return
@@ -599,7 +614,7 @@ class _Search:
             others = others or sorted(waits_for[rank])
             clause = _clause(
                 "waits in {what} for {others}, and {others} {wait} for it elsewhere: they call in different orders",
-                what=self._called(operation),
+                what=self.called(operation),
                 others=_ranks(others),
                 wait=_plural(others, "wait"),
             )
@@ -607,23 +622,21 @@ class _Search:
 
     # Sentences
 
-    def _name(self, operation: Operation) -> str:
+    def name(self, operation: Operation) -> str:
         return next((call.name for call in self._calls(operation)), "a collective")
 
     def _calls(self, operation: Operation) -> list[Call]:
         calls = (one.call(operation) for one in self.ranks.values())
         return [call for call in calls if call]
 
-    def _called(self, operation: Operation) -> str:
+    def called(self, operation: Operation) -> str:
         """'all_reduce number 42 of group tp (3)'."""
-        name = _message(operation) if isinstance(operation[1], Message) else self._name(operation)
+        name = _message(operation) if isinstance(operation[1], Message) else self.name(operation)
         return f"{name} {_where(operation)}"
 
     def _not_called(self, rank: int, operation: Operation) -> Clause:
         group, what = operation
-        waiting = [
-            other for other in self._concerned(operation) & self.ranks.keys() if operation in self.pending[other]
-        ]
+        waiting = [other for other in self.concerned(operation) & self.ranks.keys() if operation in self.pending[other]]
         last = self.ranks[rank].last.get(group)
         seen = "program made no call in that group" if last is None else f"last call in that group is number {last}"
         before = "" if isinstance(what, Message) else f"{{its}} {seen}, and "
@@ -635,7 +648,7 @@ class _Search:
                 if self.pending[rank]
                 else "{it_waits} in no other group"
             ),
-            what=self._called(operation),
+            what=self.called(operation),
             others=_ranks(waiting),
             wait=_plural(waiting, "wait"),
         )
@@ -643,7 +656,7 @@ class _Search:
     def _does_not_advance(
         self, rank: int, operation: Operation, states: Mapping[int, str | None], done: Sequence[int]
     ) -> Clause:
-        what = self._called(operation)
+        what = self.called(operation)
         if done:
             text = "{has} called {what}, which {others} finished: {its} GPU or link does not advance"
             return _clause(text, what=what, others=_ranks(done))

@@ -1,4 +1,4 @@
-"""`hpcinit why RUN [--json]`: the first failure of a run, its cause, and what to do next."""
+"""`hpcinit why RUN [--replay] [--json]`: the first failure of a run, its cause, and what to do next."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import console, failure_kinds, json_output
-from hpcinit.base.console import plain_lines
+from hpcinit.base.console import plain_lines, say
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
@@ -26,10 +26,12 @@ from hpcinit.why import (
     gather_evidence,
     hang_verdict,
     node_exclusion,
+    replay,
     sweep_causes,
 )
 from hpcinit.why.evidence import Evidence, Verdict
 from hpcinit.why.foreign_job import ForeignJob
+from hpcinit.why.replay import Replay
 
 OK, STOPPED = failure_kinds.NONE, failure_kinds.STOPPED  # kinds of a verdict on a run in which nothing failed
 WITHOUT_CAUSE = (failure_kinds.UNKNOWN, failure_kinds.SCRIPT)  # kinds of a verdict that names no cause
@@ -55,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
     what = "run folder, its name, or a job id; or logs of another launcher, or dumps: a file or a folder"
     parser.add_argument("run", nargs="?", default="", help=what)
     find_runs.add_runs_dir(parser)
+    again = "prove the verdict on a hang: run its calls here, with gloo on the CPU, as they are and repaired"
+    parser.add_argument("--replay", action="store_true", help=again)
+    parser.add_argument(
+        "--python", default="", metavar="PATH", help="a Python with torch for --replay; default: this one"
+    )
     return console.add_verbosity_options(parser)
 
 
@@ -77,18 +84,38 @@ def main(argv: Sequence[str]) -> int:
         return _of_sweep(path, options)
     now = state.read(path)
     path, verdict = _of_worlds(path, now)
+    replayed = _replay(*gather_evidence.dumps(path, now), options) if options.replay else None
     if options.json:
         where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
-        print(_line(verdict, where))
+        print(_line(verdict, where, replayed))
     elif options.quiet:
-        print(plain_lines([verdict.headline]))
+        print(plain_lines([verdict.headline, *_short(replayed)]))
     else:
-        print(plain_lines(lines(path, verdict)))
+        print(plain_lines([*lines(path, verdict), *_long(replayed)]))
     return 0
+
+
+def _replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int], options: argparse.Namespace) -> Replay:
+    if not flight_recorder.has_a_dump(dumps):
+        return Replay("not replayed: there is no dump of torch's flight recorder that can be read")
+    say(f"replaying the calls of {counted(len(dumps), 'rank')} with gloo, for at most {replay.LIMIT_S:g} s")
+    return replay.replay(dumps, ended, options.python)
+
+
+def _short(replayed: Replay | None) -> list[str]:
+    return [replayed.text] if replayed else []
+
+
+def _long(replayed: Replay | None) -> list[str]:
+    return replayed.lines() if replayed else []
 
 
 def _of_sweep(path: Path, options: argparse.Namespace) -> int:
     """Print the causes of a sweep's failed tasks, each once."""
+    if options.replay:
+        raise RequestError(
+            f"--replay: {path} is a sweep, and a replay needs one run: name a task, such as {path / '0'}"
+        )
     tasks = find_runs.read_sweep(path)
     groups = sweep_causes.grouped(tasks, lambda task: _of_worlds(task.path, task.state)[1])
     text = sweep_causes.lines(path, tasks, groups)
@@ -117,18 +144,20 @@ def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
 def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
     """Print which ranks cause a hang, from the dumps of a job that hpcinit need not have started."""
     found = hang_verdict.verdict(dumps)
+    replayed = _replay(dumps, (), options) if options.replay else None
     first, *rest = found.lines() or (
         f"the dumps of {counted(len(dumps), 'rank')} show no rank that waits in a collective",
     )
     if options.json:
         kind = found.kind if found.culprits or found.differ else failure_kinds.UNKNOWN if found.unknown else OK
-        print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}))
+        print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}, replayed))
     elif options.quiet:
-        print(plain_lines([first]))
+        print(plain_lines([first, *_short(replayed)]))
     else:
         text = [first, *(f"  {line}" for line in rest)]
         text += dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3])
-        print(plain_lines([*text, *(f"  {line}" for line in found.document()["secondary"])]))
+        text += [f"  {line}" for line in found.document()["secondary"]]
+        print(plain_lines([*text, *_long(replayed)]))
     return 0
 
 
@@ -137,12 +166,13 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
     verdict = diagnosis.diagnose(job.logs.evidence)
     if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
         verdict = replace(verdict, do=FOREIGN, resubmit=False)
+    replayed = _replay(foreign_job.dumps_in(Path(options.run)), (), options) if options.replay else None
     if options.json:
         known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
         where = {**known, "files": [str(path) for path in job.files]}
-        print(_line(verdict, where, job.unknown))
+        print(_line(verdict, where, replayed, job.unknown))
     elif options.quiet:
-        print(plain_lines([verdict.headline]))
+        print(plain_lines([verdict.headline, *_short(replayed)]))
     else:
         text = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
         text += [f"what to do: {verdict.do}"] * bool(verdict.do)
@@ -151,7 +181,7 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
         if job.files:
             more = f" and {len(job.files) - 1} more" if len(job.files) > 1 else ""
             text.append(f"read: {job.files[0]}{more}")
-        print(plain_lines(text))
+        print(plain_lines([*text, *_long(replayed)]))
     return 0
 
 
@@ -167,7 +197,7 @@ _WITHOUT: Mapping[str, Any] = {
 }
 
 
-def _line(verdict: Verdict, where: Mapping[str, Any], unknown: Sequence[str] = ()) -> str:
+def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, unknown: Sequence[str] = ()) -> str:
     """Return the verdict as JSON, joined with that of the flight recorder's dumps. where: fields of _WITHOUT."""
     fields = asdict(verdict)
     hang = verdict.flight.document()
@@ -179,6 +209,7 @@ def _line(verdict: Verdict, where: Mapping[str, Any], unknown: Sequence[str] = (
         "secondary": [*verdict.secondary, *hang["secondary"]],
         "culprits": hang["culprits"] or culprits(verdict),
         "unknown": [*hang["unknown"], *unknown],
+        "replay": asdict(replayed) if replayed else None,
     }
     return json_output.line("why", {**_WITHOUT, **where, **known, **fields, **joined})
 

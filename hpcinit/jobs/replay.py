@@ -1,0 +1,195 @@
+"""Runs small gloo programs, one process per rank, and shows where they block: `python replay.py PID_OF_PARENT`.
+
+`hpcinit why RUN --replay` starts it (why/replay.py), maybe with the Python of the job. So it imports nothing of
+hpcinit. Each line of stdin is a program as JSON, and each line of stdout its result:
+
+    program  groups: for each group its ranks. steps: for each rank its calls [channel, group, what, peer, tag, after]
+    result   states: for each rank one character per call: 'n' not made, 'w' waits, 'f' finished. settled: whether the
+             ranks came to rest. error: why a rank failed, or ''
+
+The calls of a channel are made one after another, those of different channels at the same time, as a device does with
+its streams. A call is made when the calls of its rank that `after` lists have finished. what: 'all' is an all_reduce
+of one number, in which each rank waits for all others, and 'send' and 'recv' wait for each other: gloo sends a message
+when its receiver has called. A rank that has finished stays, because gloo reports an error where a peer has exited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+NEW, WAITS, FINISHED, READY = b"nwfr"
+PR_SET_PDEATHSIG = 1  # prctl(2)
+WINDOW_S, WINDOWS = 0.4, 2  # how long all threads must sleep
+POLLS = 3  # gloo's threads wake up every 10 ms: as often as this, they have seen all data
+MOST_TEXT = 2_000  # characters of an error
+LIMIT = timedelta(hours=1)  # of gloo; the parent's deadline is earlier
+
+Seen = dict[str, tuple[str, int]]
+
+
+def main(parent: int) -> None:
+    _die_with(parent)
+    try:
+        import torch  # noqa: PLC0415 - after prctl, because it takes seconds
+        import torch.distributed  # noqa: PLC0415
+    except ImportError as error:
+        print(json.dumps({"no_torch": str(error)}), flush=True)
+        return
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(replay(json.loads(line))), flush=True)
+
+
+def replay(program: dict[str, Any]) -> dict[str, Any]:
+    """Run one program until all its ranks have finished or sleep."""
+    count = len(program["steps"])
+    states = [mmap.mmap(-1, len(steps) + 1) for steps in program["steps"]]  # the last byte: whether the rank is ready
+    for rank, steps in enumerate(program["steps"]):
+        states[rank][:] = bytes([NEW]) * (len(steps) + 1)
+    ranks: list[int] = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        try:
+            for rank in range(count):
+                ranks.append(_fork(program, rank, states[rank], Path(folder)))
+            settled = _settle(ranks, states)
+        finally:
+            for pid in ranks:
+                os.kill(pid, signal.SIGKILL)
+            for pid in ranks:
+                os.waitpid(pid, 0)
+        error = next((path.read_text() for path in sorted(Path(folder).glob("error-*"))), "")
+    return {"states": [state[:-1].decode() for state in states], "settled": settled, "error": error}
+
+
+def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> int:
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        _die_with(parent)
+        _be(program, rank, states, folder)
+    except BaseException as error:
+        _fail(folder, rank, error)
+
+
+def _be(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> NoReturn:
+    """Make the calls of a rank, and wait until the parent ends this process."""
+    from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # noqa: PLC0415
+
+    store = FileStore(str(folder / "store"), len(program["steps"]))
+    groups = {}
+    for number, members in enumerate(program["groups"]):
+        if rank in members:
+            prefix = PrefixStore(str(number), store)
+            groups[number] = ProcessGroupGloo(prefix, members.index(rank), len(members), LIMIT)
+    channels: dict[int, list[int]] = {}
+    for place, step in enumerate(program["steps"][rank]):
+        channels.setdefault(step[0], []).append(place)
+    states[-1] = READY
+    changed = threading.Condition()
+
+    def make(places: Sequence[int]) -> None:
+        try:
+            for place in places:
+                _, group, what, peer, tag, after = program["steps"][rank][place]
+                with changed:
+                    changed.wait_for(lambda after=after: all(states[other] == FINISHED for other in after))  # type: ignore[misc]
+                    states[place] = WAITS
+                _call(groups[group], what, peer, tag)
+                with changed:
+                    states[place] = FINISHED
+                    changed.notify_all()
+        except BaseException as error:
+            _fail(folder, rank, error)
+
+    for places in channels.values():
+        threading.Thread(target=make, args=(places,), daemon=True).start()
+    while True:
+        signal.pause()
+
+
+def _call(group: Any, what: str, peer: int, tag: int) -> None:
+    import torch  # noqa: PLC0415
+
+    value = [torch.zeros(1)]
+    work = group.allreduce(value) if what == "all" else getattr(group, what)(value, peer, tag)
+    work.wait()
+
+
+def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
+    with contextlib.suppress(OSError):
+        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}"[:MOST_TEXT])
+    os._exit(1)
+
+
+def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
+    """Wait until all calls have finished, or no rank can continue. Return False if a rank has failed.
+
+    No time tells that a rank waits, because this machine may be slow. It waits if the kernel shows that all threads of
+    all ranks sleep, that each has slept since the last change, and that those of gloo, which poll, have polled.
+    """
+    before: Seen | None = None
+    last: list[bytes] = []
+    windows, pause_s = 0, 0.01
+    while True:
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, WINDOW_S)
+        now = [bytes(state) for state in states]
+        if all(state == bytes([FINISHED]) * (len(state) - 1) + bytes([READY]) for state in now):
+            return True
+        if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in ranks):
+            return False
+        if now != last or any(state[-1] != READY for state in now):
+            last, before, windows = now, None, 0
+            continue
+        threads = _threads(ranks)
+        if before is None:
+            before = threads
+        elif _have_slept(before, threads):
+            before, windows = threads, windows + 1
+        if windows >= WINDOWS:
+            return True
+
+
+def _have_slept(before: Seen, now: Seen) -> bool:
+    return bool(now) and all(
+        state == "S" and one in before and (count == before[one][1] or count >= before[one][1] + POLLS)
+        for one, (state, count) in now.items()
+    )
+
+
+def _threads(ranks: Sequence[int]) -> Seen:
+    """Return the state of each thread of the ranks, and how often it went to sleep."""
+    found: Seen = {}
+    for pid in ranks:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                lines = (thread / "status").read_text(errors="replace").splitlines()
+                fields = dict(line.split(":", 1) for line in lines if ":" in line)
+                found[thread.name] = fields["State"].strip()[0], int(fields["voluntary_ctxt_switches"])
+    return found
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]  # torch finds no module here
+    main(int(sys.argv[1]))
