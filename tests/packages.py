@@ -78,7 +78,7 @@ PACKAGES = {
         ("torch",),
     ),
     "jobs": Package(
-        "programs that ship: smoke, measure, doctor, train_gpt, the check of a node, pickled functions",
+        "programs that ship: smoke, measure, doctor, train_gpt, the check of a node, pickled functions, replays of hangs",
         JOB,
         ("torch", "submitit", "hydra", "cloudpickle"),
     ),

@@ -5,7 +5,7 @@ hpcinit. Each line of stdin is a program as JSON, and each line of stdout its re
 
     program  groups: for each group its ranks. steps: for each rank its calls [channel, group, what, peer, tag, after]
     result   states: for each rank one character per call: 'n' not made, 'w' waits, 'f' finished. settled: whether the
-             ranks came to rest. error: why a rank failed, or ''
+             ranks can continue no further. error: why a rank failed, or ''
 
 The calls of a channel are made one after another, those of different channels at the same time, as a device does with
 its streams. A call is made when the calls of its rank that `after` lists have finished. what: 'all' is an all_reduce
@@ -138,8 +138,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
 def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
     """Wait until all calls have finished, or no rank can continue. Return False if a rank has failed.
 
-    No time tells that a rank waits, because this machine may be slow. It waits if the kernel shows that all threads of
-    all ranks sleep, that each has slept since the last change, and that those of gloo, which poll, have polled.
+    A time without a change does not suffice, because this machine may be slow. The kernel must show that all threads
+    of all ranks sleep, and have not woken up since the last change. The threads of gloo that poll must have polled.
     """
     before: Seen | None = None
     last: list[bytes] = []
@@ -191,5 +191,7 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]  # torch finds no module here
+    sys.path[:] = [
+        path for path in sys.path if path != str(Path(__file__).parent)
+    ]  # none of them hides a module of torch
     main(int(sys.argv[1]))

@@ -3,7 +3,7 @@
 The program has one process per rank and the groups of the dumps. Each rank makes the calls that its dump lists, in
 their order. A collective of any kind is an all_reduce of one number, because with gloo the root of a broadcast or a
 scatter does not wait for the others. Where ranks make different calls, gloo raises an error and NCCL waits. So a call
-that differs is made in a copy of the group, in which nobody else calls.
+that differs is made in a copy of the group, which the other ranks do not use.
 
 A dump ends where its rank waits. A rank that only waits would continue afterwards, so in the replay it makes, after
 its unfinished calls, those in which others wait for it. A rank at fault makes them only in the second run, the
@@ -142,7 +142,7 @@ class Program:
             elif isinstance(what, int) or not complete:
                 self.left["finished calls that the recorder of a rank has overwritten"] += 1
         if not any(map(_is_open, found.values())):
-            raise NotReplayable("the dumps show no rank that waits in a call whose ranks are known")
+            raise NotReplayable("the dumps show no rank that waits in a call whose ranks they list")
         return found
 
     def _lacks_a_member(self, operation: Operation) -> bool:
@@ -179,7 +179,7 @@ class Program:
         return {rank: order.index(key) for rank, key in keys.items()} if len(order) > 1 else {}
 
     def _limit(self) -> None:
-        """Leave out finished calls, the oldest first, if there are too many; refuse what is still too large."""
+        """Omit the oldest finished calls if there are too many. Raise NotReplayable if that does not suffice."""
         over = [one for one, states in self.states.items() if set(states.values()) == {DONE}]
         over.sort(key=lambda one: max(self._order(rank, one) for rank in self.states[one]))
         size = sum(map(len, self.states.values()))
@@ -217,7 +217,7 @@ class Program:
 
     def _gates(self, operation: Operation) -> dict[int, list[Operation]]:
         """Return the older unfinished calls of each rank after which its device executes this one. Sends and receives
-        have streams of their own, and count only if there is no other reason to wait."""
+        have separate streams, and count only if there is no other reason to wait."""
         if not self._is_queued(operation):
             return {}
         older: dict[int, list[Operation]] = {}
@@ -339,7 +339,7 @@ class Program:
             waiting = [rank for rank in waiting if rank not in ranks]
             plural = len(ranks) > 1
             why = {
-                NOT_CALLED: "never came",
+                NOT_CALLED: "never called",
                 MISMATCH: "made other calls" if plural else "made another call",
                 DEVICE_STUCK: "do not finish it" if plural else "does not finish it",
             }.get(self.blamed[ranks[0]], "left no dump")

@@ -65,11 +65,11 @@ def test_recorded_dumps() -> None:
         (
             recorded("gloo-2.13.rank_", 2),
             1,
-            "all_reduce number 3 of the default group (rank 0 waits, rank 1 never came)",
+            "all_reduce number 3 of the default group (rank 0 waits, rank 1 never called)",
         ),
-        (recorded("gloo-2.13-groups.rank_", 4), 3, "number 3 of group tp1 (2) (rank 2 waits, rank 3 never came)"),
-        (recorded("gloo-2.13-groups-json_", 4), 3, "number 3 of group tp1 (2) (rank 2 waits, rank 3 never came)"),
-        (run, 2, "all_reduce number 5 of the default group (ranks 0-1 wait, rank 2 never came)"),
+        (recorded("gloo-2.13-groups.rank_", 4), 3, "number 3 of group tp1 (2) (rank 2 waits, rank 3 never called)"),
+        (recorded("gloo-2.13-groups-json_", 4), 3, "number 3 of group tp1 (2) (rank 2 waits, rank 3 never called)"),
+        (run, 2, "all_reduce number 5 of the default group (ranks 0-1 wait, rank 2 never called)"),
     ):
         found = replay.replay(dumps)
         assert is_proven(found) and found.ranks == len(dumps), found.text
@@ -162,7 +162,7 @@ def test_a_group_of_many_ranks() -> None:
 
 
 def test_overwritten_and_very_many_calls() -> None:
-    """Finished calls that one recorder has overwritten, and those above the limit, are left out, and the text says so."""
+    """Finished calls that one recorder has overwritten, and those above the limit, are omitted, and the text reports it."""
     job = hang_scenarios.Job({"0": ("default_pg", FOUR), "1": ("tp", FOUR)}, kept=40)
     for rank in FOUR:
         job.call(rank, "0", "all_reduce", times=100)
