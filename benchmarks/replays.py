@@ -19,7 +19,8 @@ from typing import Any
 
 from hpcinit.why import hang_verdict
 from hpcinit.why.hang_verdict import NOT_CALLED
-from hpcinit.why.replay import NotReplayable, Program, run
+from hpcinit.why.replay import judge, run
+from hpcinit.why.replay_program import NotReplayable, Program
 from tests.why import hang_dumps
 
 KINDS = (NOT_CALLED, hang_dumps.DEVICE_STUCK, hang_dumps.MISMATCH, hang_dumps.NO_DUMP, hang_dumps.PEER_LOST)
@@ -76,7 +77,7 @@ def _proven(programs: Sequence[Program]) -> int:
     proven = 0
     for place, program in enumerate(programs):
         try:
-            found = program.judge(results[2 * place : 2 * place + 2])
+            found = judge(program, results[2 * place : 2 * place + 2])
         except NotReplayable as error:
             print(f"not replayed: {error}", file=sys.stderr)
             continue

@@ -8,9 +8,9 @@ hpcinit. Each line of stdin is a program as JSON, and each line of stdout its re
              ranks can continue no further. error: why a rank failed, or ''
 
 The calls of a channel are made one after another, those of different channels at the same time, as a device does with
-its streams. A call is made when the calls of its rank that `after` lists have finished. what: 'all' is an all_reduce
-of one number, in which each rank waits for all others, and 'send' and 'recv' wait for each other: gloo sends a message
-when its receiver has called. A rank that has finished stays, because gloo reports an error where a peer has exited.
+its streams. A call is made when the calls of its rank that `after` lists have finished. what: in 'allreduce' each rank
+waits for all others, and 'send' and 'recv' wait for each other: gloo sends a message when its receiver has called. A
+rank that has finished stays, because gloo reports an error where a peer has exited.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-NEW, WAITS, FINISHED, READY = b"nwfr"
-PR_SET_PDEATHSIG = 1  # prctl(2)
-WINDOW_S, WINDOWS = 0.4, 2  # how long all threads must sleep
+WAITS, FINISHED, READY = b"wfr"
+WINDOW_S, WINDOWS = 0.2, 4  # how long all threads must sleep
 POLLS = 3  # gloo's threads wake up every 10 ms: as often as this, they have seen all data
-MOST_TEXT = 2_000  # characters of an error
 LIMIT = timedelta(hours=1)  # of gloo; the parent's deadline is earlier
 
 Seen = dict[str, tuple[str, int]]
@@ -43,8 +41,7 @@ Seen = dict[str, tuple[str, int]]
 def main(parent: int) -> None:
     _die_with(parent)
     try:
-        import torch  # noqa: PLC0415 - after prctl, because it takes seconds
-        import torch.distributed  # noqa: PLC0415
+        import torch.distributed  # noqa: PLC0415 - after prctl, because it takes seconds
     except ImportError as error:
         print(json.dumps({"no_torch": str(error)}), flush=True)
         return
@@ -55,15 +52,12 @@ def main(parent: int) -> None:
 
 def replay(program: dict[str, Any]) -> dict[str, Any]:
     """Run one program until all its ranks have finished or sleep."""
-    count = len(program["steps"])
     states = [mmap.mmap(-1, len(steps) + 1) for steps in program["steps"]]  # the last byte: whether the rank is ready
-    for rank, steps in enumerate(program["steps"]):
-        states[rank][:] = bytes([NEW]) * (len(steps) + 1)
     ranks: list[int] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         try:
-            for rank in range(count):
-                ranks.append(_fork(program, rank, states[rank], Path(folder)))
+            for rank, own in enumerate(states):
+                ranks.append(_fork(program, rank, own, Path(folder)))
             settled = _settle(ranks, states)
         finally:
             for pid in ranks:
@@ -71,7 +65,7 @@ def replay(program: dict[str, Any]) -> dict[str, Any]:
             for pid in ranks:
                 os.waitpid(pid, 0)
         error = next((path.read_text() for path in sorted(Path(folder).glob("error-*"))), "")
-    return {"states": [state[:-1].decode() for state in states], "settled": settled, "error": error}
+    return {"states": [own[:-1].replace(b"\0", b"n").decode() for own in states], "settled": settled, "error": error}
 
 
 def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> int:
@@ -87,6 +81,7 @@ def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -
 
 def _be(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> NoReturn:
     """Make the calls of a rank, and wait until the parent ends this process."""
+    import torch  # noqa: PLC0415
     from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # noqa: PLC0415
 
     store = FileStore(str(folder / "store"), len(program["steps"]))
@@ -108,7 +103,8 @@ def _be(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> 
                 with changed:
                     changed.wait_for(lambda after=after: all(states[other] == FINISHED for other in after))  # type: ignore[misc]
                     states[place] = WAITS
-                _call(groups[group], what, peer, tag)
+                arguments = () if what == "allreduce" else (peer, tag)
+                getattr(groups[group], what)([torch.zeros(1)], *arguments).wait()
                 with changed:
                     states[place] = FINISHED
                     changed.notify_all()
@@ -121,17 +117,9 @@ def _be(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> 
         signal.pause()
 
 
-def _call(group: Any, what: str, peer: int, tag: int) -> None:
-    import torch  # noqa: PLC0415
-
-    value = [torch.zeros(1)]
-    work = group.allreduce(value) if what == "all" else getattr(group, what)(value, peer, tag)
-    work.wait()
-
-
 def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
     with contextlib.suppress(OSError):
-        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}"[:MOST_TEXT])
+        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}"[:2_000])
     os._exit(1)
 
 
@@ -143,10 +131,9 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
     """
     before: Seen | None = None
     last: list[bytes] = []
-    windows, pause_s = 0, 0.01
+    windows = 0
     while True:
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, WINDOW_S)
+        time.sleep(WINDOW_S)
         now = [bytes(state) for state in states]
         if all(state == bytes([FINISHED]) * (len(state) - 1) + bytes([READY]) for state in now):
             return True
@@ -156,8 +143,8 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
             last, before, windows = now, None, 0
             continue
         threads = _threads(ranks)
-        if before is None:
-            before = threads
+        if before is None or before.keys() != threads.keys():
+            before, windows = threads, 0
         elif _have_slept(before, threads):
             before, windows = threads, windows + 1
         if windows >= WINDOWS:
@@ -166,7 +153,7 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 def _have_slept(before: Seen, now: Seen) -> bool:
     return bool(now) and all(
-        state == "S" and one in before and (count == before[one][1] or count >= before[one][1] + POLLS)
+        state == "S" and (count == before[one][1] or count >= before[one][1] + POLLS)
         for one, (state, count) in now.items()
     )
 
@@ -185,7 +172,7 @@ def _threads(ranks: Sequence[int]) -> Seen:
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 

@@ -21,7 +21,7 @@ def run(program: Mapping[str, Any]) -> dict[str, Any]:
                 one.states[place] = "w"
                 _, group, what, peer, tag, _ = one.steps[place]
                 members = program["groups"][group]
-                if what == "all":
+                if what == "allreduce":
                     number = made[group, rank] = made.get((group, rank), 0) + 1
                     ends = called.setdefault((group, number), {})
                     ends[rank] = place

@@ -18,7 +18,8 @@ import pytest
 
 from hpcinit.base.errors import RequestError
 from hpcinit.why import flight_recorder, hang_verdict, replay, why_command
-from hpcinit.why.replay import NotReplayable, Program, Replay
+from hpcinit.why.replay import Replay
+from hpcinit.why.replay_program import MOST_CALLS, NotReplayable, Program
 from tests import json_documents
 from tests.waiting import until
 from tests.why import gloo_model, hang_dumps, hang_scenarios
@@ -44,7 +45,7 @@ def modeled(dumps: Dumps, change: Callable[[hang_verdict.Search], None] = lambda
     change(search)
     try:
         program = Program(search)
-        return program.judge([gloo_model.run(one) for one in programs(program)])
+        return replay.judge(program, [gloo_model.run(one) for one in programs(program)])
     except NotReplayable as error:
         return Replay(str(error))
 
@@ -138,7 +139,7 @@ def test_what_cannot_be_replayed() -> None:
     """A call that all ranks have made, ranks without a wait, and too many ranks or calls: the text gives the reason."""
     job = hang_scenarios.Job({"0": ("default_pg", FOUR)}, timed=False)
     job.all("0", "all_reduce", hang_scenarios.SCHEDULED)
-    assert modeled(job.dumps()).text.startswith("all ranks have made the calls that do not finish, so a device")
+    assert modeled(job.dumps()).text.startswith("all ranks have made the calls that do not finish: a device or a link")
     job = hang_scenarios.Job({"0": ("default_pg", FOUR)})
     job.all("0", "all_reduce")
     assert modeled(job.dumps()).text.startswith("the dumps show no rank that waits")
@@ -174,7 +175,7 @@ def test_overwritten_and_very_many_calls() -> None:
     job.all("0", "all_reduce", times=6000)
     job.all("0", "all_reduce", hang_scenarios.STARTED, but=[3])
     found = modeled(job.dumps())
-    assert is_proven(found) and found.calls < replay.MOST_CALLS
+    assert is_proven(found) and found.calls < MOST_CALLS
     assert any(
         line.endswith("older finished calls, because a replay makes at most 20000") for line in found.not_replayed
     )
