@@ -1,7 +1,7 @@
 """Replay a hang: a gloo program with the calls of the dumps must block at the same call, and finish when repaired.
 
 If the verdict blames a rank that only waits, or misses one at fault, the program as it is does not block as the dumps
-do (why/replay_program.py). jobs/replay.py runs the programs with one process per rank.
+do (why/replay_program.py). jobs/replay_ranks.py runs the programs with one process per rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hpcinit.why.flight_recorder import DONE, Operation
 from hpcinit.why.hang_verdict import DEVICE_STUCK, MISMATCH, NOT_CALLED
 from hpcinit.why.replay_program import PENDING, NotReplayable, Program
 
-CHILD = Path(__file__).parents[1] / "jobs/replay.py"
+CHILD = Path(__file__).parents[1] / "jobs/replay_ranks.py"
 LIMIT_S = 300.0  # of both runs together
-FINISHED = "f"  # jobs/replay.py
+FINISHED = "f"  # jobs/replay_ranks.py
 SHOWN = 3  # calls in a sentence
 FAULTS = {NOT_CALLED: "never called", MISMATCH: "called differently", DEVICE_STUCK: "did not finish it"}
 REPAIRS = {MISMATCH: "made as the others make them", DEVICE_STUCK: "executed"}
@@ -72,7 +72,7 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
 
 
 def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
-    """Return what the results of jobs/replay.py show: of the program as it is, and of the repaired one."""
+    """Return what the results of jobs/replay_ranks.py show: of the program as it is, and of the repaired one."""
     if failed := next((one for one in results if one["error"] or not one["settled"]), None):
         raise NotReplayable(failed["error"] or "a rank of the replay has ended")
     steps = {rank: program.steps(rank, repaired=False) for rank in program.ranks}
@@ -134,22 +134,24 @@ def _not_replayed(program: Program) -> Iterator[str]:
         stuck = _at_fault(program, DEVICE_STUCK)
         yield f"a device that does not advance: {stuck} made no unfinished call in the first run"
     yield from (f"{number} {what}" if number > 1 else what for what, number in program.left.items())
-    if missing := sorted(set(program.ranks) - program.search.ranks.keys() - program.blamed.keys()):
-        yield f"where {rank_names(missing)} waited: a rank without a dump made the calls that the others list"
+    if missing := sorted(set(program.ranks) - program.search.ranks.keys()):
+        text = "without a dump, a rank at fault is taken to have made no unfinished call, and another rank all of them"
+        yield f"what {rank_names(missing)} called: {text}"
     kinds = {program.search.name(one).partition(" ")[0] for one in program.states if isinstance(one[1], int)}
     if kinds := kinds - {"all_reduce"}:
         yield f"{', '.join(sorted(kinds)[:SHOWN])}: all_reduce takes their place, so that all ranks wait"
 
 
 def run(programs: Sequence[Mapping[str, Any]], python: str, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
-    """Run the programs one after another with jobs/replay.py, and leave no process behind."""
+    """Run the programs one after another with jobs/replay_ranks.py, and leave no process behind."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    text: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with tempfile.TemporaryDirectory(prefix="hpcinit-replay-", ignore_cleanup_errors=True) as folder:
         command = [str(Path(shutil.which(python) or python).absolute()), str(CHILD), str(os.getpid())]
         lines = "".join(f"{json.dumps(program)}\n" for program in programs)
         try:
-            process = subprocess.Popen(command, cwd=folder, env=env, text=True, start_new_session=True, **pipes)
+            process = subprocess.Popen(command, cwd=folder, env=env, **text, **pipes)
         except OSError as error:
             raise RequestError(NO_TORCH.format(python, error.strerror or error)) from None
         with process:

@@ -207,7 +207,7 @@ class Program:
         return "send" if self.search.orders[group][what.src] == rank else "recv"
 
     def document(self, *, repaired: bool) -> dict[str, Any]:
-        """Return the program for jobs/replay.py."""
+        """Return the program for jobs/replay_ranks.py."""
         at = {rank: place for place, rank in enumerate(self.ranks)}
         members: dict[Any, list[int]] = {}  # of each group, and of its copies for different calls
         for operation, states in self.states.items():

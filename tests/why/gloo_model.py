@@ -1,4 +1,4 @@
-"""A model of what gloo does with the programs of a replay (hpcinit/jobs/replay.py), for thousands of them."""
+"""A model of what gloo does with the programs of a replay (hpcinit/jobs/replay_ranks.py), for thousands of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run(program: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result that jobs/replay.py prints for a program."""
+    """Return the result that jobs/replay_ranks.py prints for a program."""
     ranks = [_Rank(steps) for steps in program["steps"]]
     made: dict[tuple[int, int], int] = {}  # how many collectives a rank has called in a group
     called: dict[tuple[int, int], dict[int, int]] = {}  # the step of each rank, by group and number of the collective

@@ -1,4 +1,4 @@
-"""Runs small gloo programs, one process per rank, and shows where they block: `python replay.py PID_OF_PARENT`.
+"""Runs small gloo programs, one process per rank, and shows where they block: `python replay_ranks.py PARENT`.
 
 `hpcinit why RUN --replay` starts it (why/replay.py), maybe with the Python of the job. So it imports nothing of
 hpcinit. Each line of stdin is a program as JSON, and each line of stdout its result:
@@ -64,8 +64,12 @@ def replay(program: dict[str, Any]) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
             for pid in ranks:
                 os.waitpid(pid, 0)
-        error = next((path.read_text() for path in sorted(Path(folder).glob("error-*"))), "")
-    return {"states": [own[:-1].replace(b"\0", b"n").decode() for own in states], "settled": settled, "error": error}
+        error = next((path.read_text(errors="replace") for path in sorted(Path(folder).glob("error-*"))), "")
+    return {
+        "states": [own[:-1].replace(b"\0", b"n").decode("ascii", "replace") for own in states],
+        "settled": settled,
+        "error": error,
+    }
 
 
 def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> int:
