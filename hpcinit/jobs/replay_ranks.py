@@ -65,11 +65,8 @@ def replay(program: dict[str, Any]) -> dict[str, Any]:
             for pid in ranks:
                 os.waitpid(pid, 0)
         error = next((path.read_text(errors="replace") for path in sorted(Path(folder).glob("error-*"))), "")
-    return {
-        "states": [own[:-1].replace(b"\0", b"n").decode("ascii", "replace") for own in states],
-        "settled": settled,
-        "error": error,
-    }
+    made = [str(own[:-1].replace(b"\0", b"n"), "ascii") for own in states]
+    return {"states": made, "settled": settled, "error": error}
 
 
 def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> int:

@@ -145,13 +145,13 @@ def _not_replayed(program: Program) -> Iterator[str]:
 def run(programs: Sequence[Mapping[str, Any]], python: str, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
     """Run the programs one after another with jobs/replay_ranks.py, and leave no process behind."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    text: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes |= {"text": True, "errors": "replace", "start_new_session": True}
     with tempfile.TemporaryDirectory(prefix="hpcinit-replay-", ignore_cleanup_errors=True) as folder:
         command = [str(Path(shutil.which(python) or python).absolute()), str(CHILD), str(os.getpid())]
         lines = "".join(f"{json.dumps(program)}\n" for program in programs)
         try:
-            process = subprocess.Popen(command, cwd=folder, env=env, **text, **pipes)
+            process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
         except OSError as error:
             raise RequestError(NO_TORCH.format(python, error.strerror or error)) from None
         with process:
