@@ -46,7 +46,7 @@ INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)|^<frozen")
 BELOW_PROGRAMS = re.compile(rf"{STANDARD_LIBRARY.pattern}|-packages/torch/")  # what hpcinit calls at its end, too
 PACKAGE = Path(__file__).parents[1]
-PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PACKAGE: programs that ship, and nothing else
+PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PACKAGE: programs that ship
 
 
 @dataclass(frozen=True)
