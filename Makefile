@@ -33,6 +33,9 @@ OF_CHECKOUT := --include='hpcinit/*'
 
 LOWEST := $(VENV)/lowest
 
+# The next minor version of Hydra and OmegaConf, before its release.
+HYDRA_NEXT ?= 'hydra-core>=1.4.0rc3,<1.5' 'omegaconf>=2.4.1rc1,<2.5'
+
 .PHONY: help demo test check test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
 
 help:
@@ -48,6 +51,7 @@ help:
 	@echo "make test-slurm26  the same on Slurm 26.05, from Debian forky"
 	@echo "make test-apptainer  a real Apptainer runs the ranks of a job on the real Slurm (root; Debian sid, once)"
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
+	@echo "make test-hydra-next  the same with the pre-releases of Hydra 1.4 and OmegaConf 2.4"
 	@echo "make test-horovod  a real Horovod over Gloo and MPI; builds it first, once (cmake, g++, libopenmpi-dev, 5 minutes)"
 	@echo "make test-submitit  a part of make test: submitit's own tests of executors and jobs, with hpcinit's executors"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
@@ -82,7 +86,7 @@ check: $(VENV)/dev lint
 # What is too slow or too large for each change. Not in it: test-torch and test-cuda-build, which download 11 GB.
 .PHONY: test-all
 test-all: test
-	set -e; for each in lowest slurm24 slurm26 apptainer horovod ray exactly-once anywhere; do \
+	set -e; for each in lowest hydra-next slurm24 slurm26 apptainer horovod ray exactly-once anywhere; do \
 		$(MAKE) --no-print-directory test-$$each; \
 	done
 
@@ -122,6 +126,12 @@ slurm: $(VENV)/dev
 test-lowest: $(LOWEST)/made
 	$(LOWEST)/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/test_every_command.py \
 		tests/config tests/discover tests/submit tests/observe $(PYTEST)
+
+# The same with the next Hydra and OmegaConf, which pip does not install before their release.
+.PHONY: test-hydra-next
+test-hydra-next: $(VENV)/hydra-next/made
+	$(VENV)/hydra-next/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/test_quick_completion.py \
+		tests/test_every_command.py tests/test_hydra_launcher.py tests/config tests/discover tests/submit tests/observe $(PYTEST)
 
 # The Slurm tests on a newer Slurm, in a folder with the Debian that has it, created once (root; 640 MB, two minutes).
 .PHONY: test-slurm24 test-slurm26
@@ -268,6 +278,11 @@ $(VENV)/torch-%/made: $(VENV)/dev
 $(LOWEST)/made: $(VENV)/dev tests/lowest.txt
 	$(call beside,$(LOWEST))
 	$(BIN)/python -m pip install $(ALONE) --prefix $(LOWEST) --requirement tests/lowest.txt
+	@touch $@
+
+$(VENV)/hydra-next/made: $(VENV)/dev Makefile
+	$(call beside,$(VENV)/hydra-next)
+	$(BIN)/python -m pip install $(ALONE) --prefix $(VENV)/hydra-next $(HYDRA_NEXT)
 	@touch $@
 
 $(VENV)/horovod/made: $(VENV)/dev tests/systems/horovod_wheel.py

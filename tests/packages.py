@@ -45,7 +45,7 @@ PACKAGES = {
     "config": Package(
         "the typed schema, composition, and every check before the job is queued",
         ("base", "records", "world", "deepspeed"),
-        ("antlr4", "hydra", "hydra_plugins", "omegaconf", "yaml"),
+        ("hydra", "hydra_plugins", "omegaconf", "yaml"),
     ),
     "local": Package("the engine without Slurm (`cluster=local`)", ("base", "records"), ("psutil",)),
     "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich",)),

@@ -22,6 +22,7 @@ ONLY_IN = {
     "hydra": {
         "config/hydra_compose.py",
         "config/hydra_state.py",
+        "config/hydra_versions.py",
         "config/combinations.py",
         "config/variations.py",
         "config/search_path.py",
@@ -31,13 +32,12 @@ ONLY_IN = {
     },
     "omegaconf": {
         "config/hydra_compose.py",
+        "config/hydra_versions.py",
         "config/variations.py",
         "config/search_path.py",
         "config/search_space.py",
         "config/typed_text.py",
-        "config/yaml_text.py",
     },
-    "antlr4": {"config/typed_text.py"},
 }
 SITES = (
     *("juwels", "jupiter", "jean", "leonardo", "lumi", "marenostrum", "perlmutter", "frontier", "delta", "alps"),

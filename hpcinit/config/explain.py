@@ -158,7 +158,7 @@ def _about_override(override: str, parsed: _Parsed) -> str:
     elif override.startswith("~"):
         what = f"there is no {key} to remove"
     elif keys.is_group(key):
-        what = f"expected one of: {', '.join(folders.choices(key))}"
+        what = f"no such {key}, expected one of: {', '.join(folders.choices(key))}"
     elif key.startswith("cluster.partitions") and (override.startswith("+") or parsed.kind in NO_KEY):
         what = f"partitions are set in the cluster's file; see {folders.find('cluster/example')}"
     elif parsed.kind in NO_KEY and keys.is_table(table := key.rpartition(".")[0]):
@@ -259,8 +259,17 @@ def _unreadable_file(error: yaml.YAMLError | UnicodeDecodeError | RecursionError
         return " ".join(str(error).split())
     name = Path(mark.name)
     shown = name.relative_to(Path.cwd()) if name.is_relative_to(Path.cwd()) else name
-    advice = "; indent YAML with spaces, not tabs" if "\\t" in problem else ""
-    return f"{shown}, line {mark.line + 1}: {problem}{advice}"
+    if _is_tab(name, mark):
+        problem = "a tab where YAML expects a key or a value; indent YAML with spaces"
+    return f"{shown}, line {mark.line + 1}: {problem}"
+
+
+def _is_tab(path: Path, mark: yaml.Mark) -> bool:
+    """Return whether the parser stopped at a tab. libyaml's parser, of OmegaConf 2.4, does not name the character."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()[mark.line][mark.column] == "\t"
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def _not_utf8() -> str:

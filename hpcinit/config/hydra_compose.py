@@ -21,6 +21,7 @@ from hpcinit.base.errors import ConfigError
 from hpcinit.config import default_cluster, explain, hydra_state, search_path, spellings
 from hpcinit.config import overrides as command_line
 from hpcinit.config.folders import folder
+from hpcinit.config.hydra_versions import VERSION_BASE, register_resolver
 from hpcinit.config.request import NAME, Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
 from hpcinit.config.typed_text import Texts, put
@@ -200,10 +201,10 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
     # Hydra uses the help's text as a string.Template, in which $$ is a dollar sign.
-    OmegaConf.register_new_resolver("hpcinit_keys", lambda: keys.help_text(every_key).replace("$", "$$"), replace=True)
+    register_resolver("hpcinit_keys", lambda: keys.help_text(every_key).replace("$", "$$"))
     try:
         with search_path.used(), _hydra_command_line([*flags, *overrides]):
-            hydra.main(config_path=str(folder()), config_name=NAME, version_base="1.3")(job)()
+            hydra.main(config_path=str(folder()), config_name=NAME, **VERSION_BASE)(job)()
     except UNUSABLE as error:
         raise ConfigError(*(list(_every_problem(overrides, name)) or [explain.sentence(error)])) from None
     if isinstance(statuses[-1], Exception):

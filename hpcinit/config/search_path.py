@@ -23,6 +23,7 @@ from omegaconf import Container, OmegaConf
 
 from hpcinit.config import default_cluster
 from hpcinit.config.folders import folder, user_folders
+from hpcinit.config.hydra_versions import VERSION_BASE
 from hpcinit.config.schema import Config
 
 
@@ -117,5 +118,5 @@ def used() -> Iterator[None]:
 @contextmanager
 def initialized(job_name: str) -> Iterator[None]:
     """Initialize Hydra with this search path. job_name: for ${hydra:job.name}."""
-    with used(), hydra.initialize_config_dir(str(folder()), job_name, version_base="1.3"):
+    with used(), hydra.initialize_config_dir(str(folder()), job_name, **VERSION_BASE):
         yield

@@ -11,10 +11,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from antlr4 import CommonTokenStream, InputStream  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # antlr4's, which each version has elsewhere
+    CommonTokenStream,
+    InputStream,
+    OverrideLexer,
+)
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 

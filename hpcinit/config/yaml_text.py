@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf._utils import get_yaml_loader
 
+from hpcinit.config.hydra_versions import yaml_loader
 from hpcinit.config.request import Place, Rewritten, as_text
 
 
@@ -29,7 +29,7 @@ class Scalar:
 
 @cache
 def _loader() -> Any:
-    loader: Any = get_yaml_loader()
+    loader: Any = yaml_loader()
 
     class Loader(loader):  # type: ignore[misc]
         """OmegaConf's own loader, which keeps the text of what is not text."""
