@@ -62,6 +62,7 @@ help:
 	@echo "make corpus        the answers of hpcinit why to 200 labeled logs, dumps and run folders, in a table (CORPUS='--list wrong')"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and start-up compared with other tools, tables and plots in build/; three hours (root)"
+	@echo "make release-check  build the sdist and the wheel, check them, and install both with each supported Python"
 	@echo "make docs          build the documentation site in site/; warnings are errors"
 	@echo "make coverage      run all tests under coverage.py and print the executed lines by file, at least COVERAGE_FLOOR percent (TESTS=tests/records for a part)"
 	@echo "make lint          ruff, mypy, shellcheck, and a lint of the English in code and pages"
@@ -115,6 +116,11 @@ CUDA_BUILD := $(VENV)/torch-$(lastword $(TORCH_VERSIONS))
 test-cuda-build: $(CUDA_BUILD)/made $(DS18)/made
 	HPCINIT_CUDA_BUILD=$(DS18) $(CUDA_BUILD)/bin/python -m pytest tests/cuda_build $(PYTEST)
 	$(BIN)/python -m benchmarks.imports $(BIN)/python $(CUDA_BUILD)/bin/python
+
+# Builds the sdist and the wheel, checks and installs them: docs/development/release.md. OUT=dist keeps them.
+.PHONY: release-check
+release-check: $(VENV)/release
+	$(BIN)/python -m tests.release $(if $(OUT),--out $(OUT)) $(RELEASE)
 
 # As root, installs missing Debian packages for the tests: Slurm, MPI and shells. Without root, pytest prints which tests
 # it skipped.
@@ -245,6 +251,10 @@ $(VENV)/dev: $(VENV)/job tests/fast_exit.pth
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5,<0.20'
 	cp tests/fast_exit.pth "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+$(VENV)/release: $(VENV)/dev
+	$(PIP) --editable '.[job,test,release]'
 	@touch $@
 
 # The packages for the benchmarks' plots.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -17,29 +14,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from hpcinit.doctor.login_checks import TESTED
+from tests.release import installed
 
 ROOT = Path(__file__).parent.parent
 LOWEST = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]
 NEEDED = [Requirement(line) for line in metadata.requires("hpcinit") or () if "extra ==" not in line]
-
-
-def pythons() -> list[str]:
-    """Return the other supported Pythons of this machine, on PATH or from pyenv."""
-    found = []
-    for version in ("3.10", "3.11", "3.12", "3.13"):
-        places = [
-            shutil.which(f"python{version}"),
-            *Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/python"),
-        ]
-        works = (
-            str(p)
-            for p in places
-            if p
-            and not subprocess.run([p, "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode
-        )
-        if version != f"{sys.version_info[0]}.{sys.version_info[1]}" and (python := next(works, None)):
-            found.append(python)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -128,26 +107,9 @@ def test_the_version_comes_from_git() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("python", pythons(), ids=lambda python: Path(python).parts[-3])
+@pytest.mark.parametrize("python", installed.other_pythons(), ids=lambda python: Path(python).parts[-3])
 def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Path) -> None:
     """In an environment without torch, as on a login node, a dry run, a local job and the other commands work."""
-    venv = str(tmp_path / "venv")
-    subprocess.run([python, "-m", "venv", "--without-pip", venv], check=True, capture_output=True)
-    pip = [sys.executable, "-m", "pip", "--python", venv, "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-    def hpcinit(*words: str) -> subprocess.CompletedProcess[str]:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [str(tmp_path / "venv/bin/hpcinit"), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=120)
-
-    script = hpcinit("submit", "cluster=mini", "nodes=4", "dry_run=true", "check_paths=false")
-    assert script.returncode == 0 and script.stdout.startswith("#!/bin/bash"), script.stderr
-    job = hpcinit("submit", "wait=true", "name=wheel", "--", "echo", "some text")
-    assert job.returncode == 0 and "some text" in job.stdout, job.stdout + job.stderr
-    assert json.loads(hpcinit("status", "--json", "wheel-0001").stdout)["state"] == "COMPLETED"
-    for words in (["--help"], ["submit", "--help"], ["plan", "--help"], ["nodes"], ["--version"]):
-        done = hpcinit(*words)
-        assert done.returncode == 0, (words, done.stderr)
-    assert hpcinit("status", "-q").stdout == "wheel-0001 COMPLETED\n"
+    venv = tmp_path / "venv"
+    installed.install(wheel, python, venv)
+    installed.check_commands(venv, tmp_path)

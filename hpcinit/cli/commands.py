@@ -1,4 +1,4 @@
-"""The table of commands: module, purpose and examples, in the order of `hpcinit --help`.
+"""The table of commands: module, purpose and examples, in the order of `hpcinit --help`. The man page is made from it.
 
 Each module has main(argv), and parser() with its options besides overrides, except `run`, which has no options.
 """
@@ -20,6 +20,20 @@ WATCH = "follow a run"
 FIND_OUT = "find out what went wrong"
 CLUSTER = "describe and prepare a cluster"
 INSIDE = "inside a job"
+
+ABOUT = "submit PyTorch jobs to a Slurm cluster and initialize their process groups"
+EXAMPLES = {
+    "hpcinit submit cluster=local": "a smoke test on this machine",
+    "hpcinit submit cluster=x nodes=8 -- train.py": "your script on 8 nodes, one rank per GPU",
+    "hpcinit why train-0001": "what failed first in that run, and what to do",
+}
+# Of every command.
+OPTIONS = {
+    "hpcinit COMMAND --help": "options and examples of the command",
+    "--json": "print JSON for programs",
+    "-q, --quiet": "print the shortest answer, and only errors to stderr",
+    "-v, --verbose": "also print each command of Slurm and git with its duration to stderr",
+}
 
 COMMANDS = {
     "submit": Command(

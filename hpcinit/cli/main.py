@@ -18,7 +18,7 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import ConfigError, Failure, HpcinitError, Interrupted
 from hpcinit.base.processes import PROC
 from hpcinit.base.safe_files import read_or_empty
-from hpcinit.cli.commands import COMMANDS
+from hpcinit.cli.commands import ABOUT, COMMANDS, EXAMPLES, OPTIONS
 
 SLOW_S = 1.0
 SLURM = {"sacct", "sbatch", "scontrol", "sinfo", "squeue"}
@@ -149,21 +149,16 @@ def usage() -> str:
         lines += [f"  {name:10} {command.about}" for name, command in COMMANDS.items() if command.group == group]
     return "\n".join(
         [
-            "hpcinit: submit PyTorch jobs to a Slurm cluster and initialize their process groups.",
+            f"hpcinit: {ABOUT}.",
             "",
             "usage: hpcinit COMMAND ...",
             *lines,
             "",
             "examples:",
-            "  hpcinit submit cluster=local                      a smoke test on this machine",
-            "  hpcinit submit cluster=x nodes=8 -- train.py      your script on 8 nodes, one rank per GPU",
-            "  hpcinit why train-0001                            what failed first in that run, and what to do",
+            *(f"  {line:49} {about}" for line, about in EXAMPLES.items()),
             "",
             "options of every command:",
-            "  hpcinit COMMAND --help    options and examples of the command",
-            "  --json                    print JSON for programs",
-            "  -q, --quiet               print the shortest answer, and only errors to stderr",
-            "  -v, --verbose             also print each command of Slurm and git with its duration to stderr",
+            *(f"  {option:25} {about}" for option, about in OPTIONS.items()),
             "",
             'For TAB completion in bash, zsh or fish: eval "$(hpcinit --shell-completion install=bash)"',
         ]
