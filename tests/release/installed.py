@@ -47,6 +47,12 @@ def run(venv: Path, folder: Path, words: Sequence[str]) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=900)
 
 
+def check_origin(venv: Path, folder: Path) -> None:
+    """Check that a program in this folder imports hpcinit from the environment."""
+    where = run(venv, folder, ["python", "-c", "import hpcinit; print(hpcinit.__file__)"]).stdout
+    assert where.startswith(str(venv)), f"hpcinit is imported from {where.strip()}, expected {venv}"
+
+
 def check_commands(venv: Path, folder: Path) -> None:
     """Check that without torch, as on a login node, a dry run, a local job and the other commands work."""
 
