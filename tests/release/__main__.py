@@ -2,8 +2,8 @@
 
     python -m tests.release [--skip CHECK ...] [--out FOLDER]
 
-It builds the sdist and the wheel twice, compares them with each other and with git's files, checks the metadata, installs
-both archives with each supported Python of this machine, and runs the demo. Exit status: 0, or 1 if a check failed.
+It builds the sdist and the wheel twice, and compares them with each other and with the files of git. It checks the metadata,
+installs both archives with each supported Python of this machine, and runs the demo. Exit status: 0, or 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def demo(wheel: Path, folder: Path) -> Iterable[str]:
     venv = folder / "venv"
     installed.install(wheel, sys.executable, venv, "--no-deps")
     site = next(venv.glob("lib/python*/site-packages"))
-    (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "torch.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     installed.check_origin(venv, folder)
     words = ["submit", "cluster=local", "nodes=2", "ranks_per_node=2", "job=train_gpt", "wait=true"]
     done = installed.run(venv, folder, ["hpcinit", *words])
