@@ -16,6 +16,7 @@ from hydra.version import VersionBase
 from hpcinit.base.errors import ConfigError
 from hpcinit.config.compose import compose, main
 from hpcinit.config.folders import folder
+from hpcinit.config.hydra_versions import VERSION_BASE
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Cluster, Partition
 
@@ -172,7 +173,7 @@ def test_a_programs_own_hydra_has_its_own_search_path(tmp_path: Path) -> None:
     write(tmp_path / "conf/config.yaml", "x: of the folder for hpcinit\n")
     write(tmp_path / "own/config.yaml", "x: of the program\n")
     compose([])
-    with hydra.initialize_config_dir(str(tmp_path / "own"), version_base="1.3"):
+    with hydra.initialize_config_dir(str(tmp_path / "own"), **VERSION_BASE):
         assert hydra.compose("config") == {"x": "of the program"}
 
 
