@@ -25,7 +25,7 @@ CHECKED := $(addprefix tests/,base records world ds_config slurm why config docs
 	$(addprefix tests/test_,$(addsuffix .py,cli completion decoding imports names package readme security_page workers))
 
 # Minimum share of hpcinit's lines that tests must execute, in percent, including their child processes:
-# docs/decisions/0028-coverage.md. There is no minimum without root (no Slurm) or for a part of the tests.
+# docs/decisions/0021-how-the-tests-run.md. There is no minimum without root (no Slurm) or for a part of the tests.
 COVERAGE_FLOOR ?= $(if $(strip $(TESTS)$(PYTEST)),0,$(if $(filter 0,$(shell id -u)),92,0))
 
 # Excludes the wheel that a test installs, and code snapshots of runs.
@@ -57,7 +57,7 @@ help:
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
-	@echo "make chaos         faults during training runs, and a table of the results, docs/chaos.md (root)"
+	@echo "make chaos         faults during training runs, and a table of the results, docs/development/chaos.md (root)"
 	@echo "make gpu           the GPU tests, on a machine with a GPU, with a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
 	@echo "make corpus        the answers of hpcinit why to 200 labeled logs, dumps and run folders, in a table (CORPUS='--list wrong')"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
@@ -246,7 +246,7 @@ $(VENV)/job: pyproject.toml constraints.txt
 	@touch $@
 
 # DeepSpeed's source package imports torch to build itself, so build isolation is off. Its ops are not built.
-# tests/fast_exit.pth: docs/decisions/0104-fast-exit.md.
+# tests/fast_exit.pth: docs/decisions/0021-how-the-tests-run.md.
 $(VENV)/dev: $(VENV)/job tests/fast_exit.pth
 	$(PIP) --editable '.[job,test]' setuptools wheel ninja
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation 'deepspeed>=0.18.5,<0.20'

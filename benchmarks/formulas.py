@@ -1,6 +1,6 @@
 """Extrapolate the measurements of benchmarks.store to more ranks, in proportion to the largest size measured.
 
-python -m benchmarks.formulas FILE.json --plot docs/store.svg      (matplotlib: pip install -e '.[bench]')
+python -m benchmarks.formulas FILE.json --plot docs/development/store.svg      (matplotlib: pip install -e '.[bench]')
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The packages of hpcinit, from the lowest to the highest: what each contains and what it may import.
 
-tests/test_imports.py checks the imports against this table, and docs/architecture.md contains it. After a change:
+tests/test_imports.py checks the imports against this table, and docs/development/architecture.md contains it. After a change:
 
     python -m tests.packages
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parent.parent / "docs/architecture.md"
+PAGE = Path(__file__).parent.parent / "docs/development/architecture.md"
 BEGIN, END = "<!-- packages: begin, written by tests/packages.py -->", "<!-- packages: end -->"
 
 

@@ -1,4 +1,4 @@
-"""Lint of English: find phrases that docs/style.md rejects, long sentences and long lines of prose.
+"""Lint of English: find phrases that docs/development/style.md rejects, long sentences and long lines of prose.
 
     python -m tests.prose [FILE ...]   print each finding as FILE:LINE; exit with status 1 if there are any
     python -m tests.prose --count      print the number of findings per file

@@ -1,6 +1,6 @@
 """Run pytest; with CI=true, run the tests that failed again at the end, one by one: `python -m tests.second_try ARGUMENTS`.
 
-docs/decisions/0021-tests-rerun-in-ci.md. The second run has the machine to itself, so a test whose timing suffered from the
+docs/decisions/0021-how-the-tests-run.md. The second run has the machine to itself, so a test whose timing suffered from the
 other workers passes then. A test that always fails does not, and more than AT_MOST failures are not chance.
 """
 

@@ -64,8 +64,8 @@ def test_a_run_from_start_to_result(capfd: pytest.CaptureFixture[str], folder: P
 
 
 def test_the_pages_example_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    """The first example of docs/python-api.md runs as it is and prints what its comments claim."""
-    page = Path(__file__).parent.parent / "docs/python-api.md"
+    """The first example of docs/python.md runs as it is and prints what its comments claim."""
+    page = Path(__file__).parent.parent / "docs/python.md"
     exec(compile(page.read_text().partition("```python\n")[2].partition("```")[0], str(page), "exec"), {})
     lines = capfd.readouterr().out.splitlines()
     assert lines[:2] == ["train-0001 COMPLETED", "0.25"] and "rank 1 of 2 ['0.25']" in lines

@@ -1,6 +1,6 @@
 """Start-ups that fail, on a real Slurm: which rank is reported as the cause, and on which ranks.
 
-The assertions show what every rank printed. The measured times are in docs/faults.md. A test of how a failure is found
+The assertions show what every rank printed. The measured times are in docs/development/startup-faults.md. A test of how a failure is found
 sets what would end the start-up next (LATER) far beyond its own limit (LIMIT_S), so no number of seconds is asserted.
 """
 
@@ -29,7 +29,7 @@ PATIENT = ["nodes=4", "ranks_per_node=1", "wait=true", "comm.timeout_base_s=20",
            "launch.kill_on_bad_exit=false", "cluster.gpus_per_node=0", "cluster.cpus_per_node=null"]  # fmt: skip
 
 # Two ranks on each of two nodes, forked by a fork server, so that the rank at fault shares its node. The other faults do
-# not depend on what started a rank; all were tried this way too (docs/launching.md).
+# not depend on what started a rank; all were tried this way too (docs/reference/launching.md).
 FORKED = ["launch=fork", "nodes=2", "ranks_per_node=2"]
 
 LIMIT_S = 150  # of a submission with its job

@@ -1,4 +1,4 @@
-"""Run the commands of docs/first-hour.md and the pages that continue it on a real Slurm, and compare the output."""
+"""Run the commands of docs/getting-started.md and the pages that continue it on a real Slurm, and compare the output."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def missing_from(text: str, names: Sequence[str]) -> list[str]:
 
 
 def test_every_check_is_in_the_documentation() -> None:
-    """docs/gpu.md names each check, and each has a module."""
-    text = (ROOT / "docs/gpu.md").read_text()
+    """docs/development/gpu.md names each check, and each has a module."""
+    text = (ROOT / "docs/development/gpu.md").read_text()
     assert missing_from(text, [check.name for check in CHECKS]) == []
     assert all(importlib.util.find_spec(check.module) for check in CHECKS)

@@ -138,7 +138,7 @@ def test_no_two_modules_need_each_other() -> None:
 
 
 def test_the_architecture_page_has_the_table() -> None:
-    """docs/architecture.md contains the current table: python -m tests.packages writes it."""
+    """docs/development/architecture.md contains the current table: python -m tests.packages writes it."""
     assert PAGE.read_text() == page(PAGE.read_text())
 
 

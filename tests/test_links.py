@@ -23,3 +23,12 @@ def test_dead_links(tmp_path: Path, text: str, found: list[str]) -> None:
     (tmp_path / "other.md").write_text("# One\n\n## Two of [them](x)\n")
     (tmp_path / "page.md").write_text(text)
     assert list(links.dead(tmp_path / "page.md")) == found
+
+
+def test_far_pages(tmp_path: Path) -> None:
+    """A page that needs a third link is found; a link to a folder reaches its pages."""
+    pages = {name: tmp_path / name for name in ("README.md", "one.md", "two.md", "three.md", "folder/four.md")}
+    (tmp_path / "folder").mkdir()
+    for name, text in zip(pages, ("[a](one.md)", "[b](two.md#x) [d](folder)", "[c](three.md)", "", ""), strict=True):
+        pages[name].write_text(text)
+    assert list(links.far(pages.values(), pages["README.md"])) == [pages["three.md"]]

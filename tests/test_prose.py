@@ -1,4 +1,4 @@
-"""The lint of English finds what docs/style.md rejects, and nothing in plain text."""
+"""The lint of English finds what docs/development/style.md rejects, and nothing in plain text."""
 
 from __future__ import annotations
 

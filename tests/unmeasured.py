@@ -1,4 +1,4 @@
-"""List the tests that start their processes without coverage.py: docs/decisions/0028-coverage.md.
+"""List the tests that start their processes without coverage.py: docs/decisions/0021-how-the-tests-run.md.
 
 Those with the marker `unmeasured`, and those on Slurm, but for the files in ON_SLURM: a measured process takes more
 time, and the many processes of a job take it from each other. A Python is measured where it finds coverage.py's

@@ -2,7 +2,7 @@
 
 P is the number of parameters divided by tp and pp; N is the number of ranks that shard them. States and gradients were
 measured on real ranks (tests/records/test_memory.py). NVMe, temporaries, autocast's copies and the parameters that
-ZeRO 3 gathers are computed from the sources only (docs/reference/memory-formulas.md). Sources:
+ZeRO 3 gathers are computed from the sources only (docs/reference/memory.md). Sources:
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
     section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4

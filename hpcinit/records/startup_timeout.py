@@ -2,7 +2,7 @@
 
     start_up = min(max, base + per_node x nodes, remaining time of the job - 30)
 
-docs/reference/timeout-details.md explains the default coefficients.
+docs/reference/timeouts.md explains the default coefficients.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from datetime import timedelta
 
 from hpcinit.base.errors import RequestError
 
-# torch's own timeouts of collectives, which hpcinit keeps during training: docs/timeouts.md.
+# torch's own timeouts of collectives, which hpcinit keeps during training: docs/reference/timeouts.md.
 COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S = 600.0, 1800.0
-CHECKPOINT_S = 3600.0  # timeout of collectives that save or load a checkpoint: docs/timeouts.md
+CHECKPOINT_S = 3600.0  # timeout of collectives that save or load a checkpoint: docs/reference/timeouts.md
 # The error that names the missing ranks must be printed before Slurm ends the job: 15 s because the watchdog may be
 # late, and 15 s because clocks differ.
 RESERVE_S = 30.0

@@ -153,7 +153,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
 CONNECTING_RANKS = 4096  # with more ranks the pauses grow, so that rank 0's node gets no more attempts per second.
 # Linux keeps this many connections that wait to be accepted (net.core.somaxconn) and drops the rest. Dropped ones are
 # retried after 1, 3, 7, 15 s. So a larger number of ranks spreads its connections over about the time that rank 0
-# needs for them anyway (docs/measurements.md).
+# needs for them anyway (docs/development/measurements.md).
 QUEUE, EACH_S = 4096, 0.00025
 LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 

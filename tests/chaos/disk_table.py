@@ -1,4 +1,4 @@
-"""Write the measured effects of full disks to docs/full_disks.json and to the table in docs/full-disks.md."""
+"""Write the measured effects of full disks to full_disks.json in docs/development, and to its full-disks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the verdicts on each kind of exit to docs/exits.json and to the table in docs/reference/kinds-of-exit.md."""
+"""Write the verdicts on each kind of exit to exits.json in docs/development, and to the table in kinds-of-exit.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.chaos import outcomes
 from tests.chaos.outcomes import DOCS, replaced
 
-JSON, PAGE = "exits.json", "reference/kinds-of-exit.md"
+JSON, PAGE = "exits.json", "kinds-of-exit.md"
 LAUNCHES = ("srun", "fork", "torchrun")
 HEAD = (
     "| what rank 3 does | first line of `hpcinit why` | `kind` | right, of the tried | s until the job ends |\n"

@@ -1,4 +1,4 @@
-"""Write the measured outcome of each fault to docs/chaos.json and to the table in docs/chaos.md."""
+"""Write the measured outcome of each fault to chaos.json in docs/development, and to the table in its chaos.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs/development"
 JSON, TABLE = "chaos.json", "chaos.md"
 LAUNCHES = ("srun", "fork")
 BEGIN, END = "<!-- written by make chaos -->", "<!-- until here -->"

@@ -247,7 +247,7 @@ def test_a_full_disk_at_a_save_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    """The table of docs/full-disks.md matches its JSON file, and contains every disk and phase."""
+    """The table of docs/development/full-disks.md matches its JSON file, and contains every disk and phase."""
     known = json.loads((DOCS / disk_table.JSON).read_text())
     assert {disk: set(phases) for disk, phases in known.items()} == {disk: set(PHASES) for disk in DISKS}
     assert f"{BEGIN}\n{disk_table.table(known)}\n{END}" in (DOCS / disk_table.PAGE).read_text()

@@ -1,4 +1,4 @@
-"""The table of docs/chaos.md contains the measured outcomes."""
+"""The table of docs/development/chaos.md contains the measured outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.outcomes import BEGIN, DOCS, END, JSON, TABLE, Outcome
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    """The table matches docs/chaos.json."""
+    """The table matches docs/development/chaos.json."""
     known = json.loads((DOCS / JSON).read_text())
     assert f"{BEGIN}\n{outcomes.table(known)}\n{END}" in (DOCS / TABLE).read_text()
 

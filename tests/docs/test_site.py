@@ -60,8 +60,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_page_of_examples_has_their_files() -> None:
-    """The blocks of docs/examples.md are the files of examples/, without comments at their top."""
-    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs/examples.md").read_text(), re.DOTALL)
+    """The blocks of docs/recipes.md are the files of examples/, without comments at their top."""
+    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
     files = [*sorted((ROOT / "examples").glob("*/submit.sh")), *sorted((ROOT / "examples").glob("*/conf/job/*.yaml"))]
     shown = {path: code_of(path) for path in files if path.parent.name != "moved"}
     shown[ROOT / "examples/moved/moved.diff"] = (ROOT / "examples/moved/moved.diff").read_text()
@@ -70,7 +70,7 @@ def test_the_page_of_examples_has_their_files() -> None:
 
 def test_the_page_of_frameworks_has_code_of_tested_programs() -> None:
     """The blocks for Lightning and the Trainer are in the programs that tests/third_party runs."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
     for name, start in (("lightning_fit", "trainer = "), ("hf_trainer", "args = ")):
         program = (ROOT / f"tests/third_party/programs/{name}.py").read_text()
         shown = next(block for block in blocks if block.startswith(start))

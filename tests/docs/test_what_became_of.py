@@ -1,4 +1,4 @@
-"""docs/what-became-of.md names only tests that exist, and the numbers in its text are those of its rows."""
+"""docs/reference/what-became-of.md names only tests that exist, and the numbers in its text are those of its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/what-became-of.md").read_text()
+PAGE = (ROOT / "docs/reference/what-became-of.md").read_text()
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 STATUS = ("shown", "CPU only", "partly", "not")
 

@@ -123,7 +123,7 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str, s
 
 
 def _locked(found: Findings, cache: Path, op: str) -> None:
-    """Check that a lock of a builder that no record names is reported, and never removed (decision 175)."""
+    """Check that a lock of a builder that no record names is reported, and never removed (decision 127)."""
     from hpcinit.base.errors import BringUpError
     from hpcinit.runtime import ops
 

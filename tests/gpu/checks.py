@@ -10,7 +10,7 @@ CPU_FACTOR = 4  # on CPUs the limits are this much longer: the machine may be sm
 
 @dataclass(frozen=True)
 class Check:
-    """name: as in docs/gpu.md. part: the run it belongs to. limit_s: after it the check's processes are killed."""
+    """name: as in docs/development/gpu.md. part: the run it belongs to. limit_s: after it the check's processes are killed."""
 
     name: str
     part: int

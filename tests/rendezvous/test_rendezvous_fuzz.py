@@ -1,6 +1,6 @@
 """Malformed messages on both sides of the rendezvous: before authentication they are ignored, and after it no rank fails.
 
-HPCINIT_FUZZ=10000 sets the number of messages of each test; docs/log.md has the result of such a run.
+HPCINIT_FUZZ=10000 sets the number of messages of each test; docs/development/measurements.md has the result of such a run.
 """
 
 from __future__ import annotations
