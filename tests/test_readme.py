@@ -13,7 +13,7 @@ import pytest
 from docs.generate import pages
 from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import skip_or_fail
-from tests.test_first_hour import fits
+from tests.test_replayed_pages import fits
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 MENTIONED = {"hpcinit why", "hpcinit status", "sbatch --test-only"}  # not whole commands
 FROM_GIT = "pip install 'git+https://HOST/PATH'"
-MOST_LINES = 120
+MOST_LINES = 130
 
 
 def blocks(language: str) -> list[str]:

@@ -64,7 +64,7 @@ DEAR = (
     "tests/test_node_check.py",
     "tests/submit/test_program_use.py",
     "tests/test_api.py",
-    "tests/test_first_hour.py",
+    "tests/test_replayed_pages.py",
     "tests/submit/test_time_left.py",
     "tests/submit/test_restart.py",
     "tests/chaos/test_full_disks.py",

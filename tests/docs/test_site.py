@@ -20,7 +20,6 @@ from hpcinit.config.compose import compose
 from hpcinit.config.overrides import with_quoted_lists
 from hpcinit.records import causes
 from tests.skip_or_fail import skip_or_fail
-from tests.test_first_hour import PAGES
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^(?: {4}|\$ | {4}\$ )(hpcinit submit [^$\n]*)$", re.MULTILINE)
@@ -59,16 +58,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "backend: str | None = None" in read(site / "reference/api/index.html")  # a signature
 
 
-def test_the_page_of_examples_has_their_files() -> None:
-    """The blocks of docs/recipes.md are the files of examples/, without comments at their top."""
-    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
-    files = [*sorted((ROOT / "examples").glob("*/submit.sh")), *sorted((ROOT / "examples").glob("*/conf/job/*.yaml"))]
-    shown = {path: code_of(path) for path in files if path.parent.name != "moved"}
-    shown[ROOT / "examples/moved/moved.diff"] = (ROOT / "examples/moved/moved.diff").read_text()
-    assert [str(path) for path, text in shown.items() if text not in blocks] == [] and len(blocks) == len(shown) == 5
+def test_the_page_about_moving_has_the_diff_of_the_example() -> None:
+    """The diff in docs/moving.md is examples/moved/moved.diff."""
+    [shown] = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/moving.md").read_text(), re.DOTALL)
+    assert shown == (ROOT / "examples/moved/moved.diff").read_text()
 
 
-def test_the_page_of_frameworks_has_code_of_tested_programs() -> None:
+def test_recipes_have_code_of_tested_programs() -> None:
     """The blocks for Lightning and the Trainer are in the programs that tests/third_party runs."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
     for name, start in (("lightning_fit", "trainer = "), ("hf_trainer", "args = ")):
@@ -80,11 +76,6 @@ def test_the_page_of_frameworks_has_code_of_tested_programs() -> None:
 def test_no_page_includes_another_file() -> None:
     """Pages read the same in the repository and on the site."""
     assert [page.name for page in (ROOT / "docs").rglob("*.md") if "--8<--" in page.read_text()] == []
-
-
-def code_of(path: Path) -> str:
-    lines = path.read_text().splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith(("cd ", "#")) or line.startswith("# @package"))
 
 
 def test_every_key_is_on_its_page() -> None:
@@ -129,16 +120,14 @@ def test_every_message_is_on_its_page() -> None:
     assert [each for each in those if each[1].replace("`", "'") not in page.replace("&lt;", "<")] == []
 
 
-# tests/test_first_hour.py runs the commands of these pages, which contain mistakes.
 @pytest.mark.parametrize(
-    "page",
-    sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / f"docs/{name}.md" for name in PAGES}),
-    ids=lambda page: page.stem,
+    "page", sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]), ids=lambda page: page.stem
 )
 def test_submissions_on_a_page_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `hpcinit submit ...` has keys that exist, and values of the right type."""
     monkeypatch.setenv("USER", "me")
-    text = re.sub(r"\\\n\s+", "", page.read_text())
+    text = re.sub(r"```console.*?```", "", page.read_text(), flags=re.DOTALL)  # tests/test_replayed_pages.py runs them
+    text = re.sub(r"\\\n\s+", "", text)
     for line in COMMAND.findall(text):
         words = shlex.split(line.split("  #")[0], comments=False)[2:]
         words = words[: words.index("--")] if "--" in words else words
@@ -147,3 +136,16 @@ def test_submissions_on_a_page_are_understood(page: Path, monkeypatch: pytest.Mo
         words = [re.sub(r"^cluster=(x|mycluster)$", "cluster=example", word) for word in words]
         names = {"job=pretrain": "job=smoke", "job=train": "job=smoke"}
         assert compose(with_quoted_lists([names.get(word, word) for word in words])), line
+
+
+def test_the_grammar_of_overrides_is_understood() -> None:
+    """Each override in the table of docs/configuration.md is accepted."""
+    table = (ROOT / "docs/configuration.md").read_text().partition("| you type | effect |")[2].partition("\n\n")[0]
+    typed = [
+        span for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for span in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(typed) == 12
+    for text in typed:
+        [word] = shlex.split(re.sub(r"^cluster=mycluster$", "cluster=example", text))
+        added = ["++cluster.sbatch.hint=nomultithread"] if word.startswith("~") else []
+        assert compose(with_quoted_lists(["cluster=example", *added, word])), text

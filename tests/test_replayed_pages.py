@@ -1,4 +1,4 @@
-"""Run the commands of docs/getting-started.md and the pages that continue it on a real Slurm, and compare the output."""
+"""Run the commands in the console blocks of the pages for users on a real Slurm, and compare the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from tests.minislurm import MiniSlurm
 from tests.waiting import until
 
-PAGES = ("first-hour", "first-mistakes", "first-failures", "faulty-node")  # in this order, in one folder
+PAGES = ("getting-started", "checks", "why", "hangs", "nodes")  # in this order, in one folder
 PAGE = "".join((Path(__file__).parent.parent / f"docs/{name}.md").read_text() for name in PAGES)
 CONSOLE = "".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [
@@ -104,7 +104,9 @@ def faulty(slurm: MiniSlurm) -> Iterator[None]:
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("_opened_again", "_full")
-def test_the_first_hour(idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_the_pages_is_real(
+    idle_slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each command of the pages prints what the page shows, in order, in one folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HPCINIT_CLUSTER")
