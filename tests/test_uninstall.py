@@ -19,8 +19,8 @@ def left(folder: Path) -> set[Path]:
 
 
 def test_the_command_removes_what_hpcinit_wrote(tmp_path: Path) -> None:
-    """After a run, the first part of the command removes the run, and the second one lists all that is left, except the
-    user's files and the numbers of the runs.
+    """The first part of the command removes a run. The second one lists all that is left, except the user's files and
+    the numbers of the runs.
 
     The second part only lists here: it would also remove caches of other tests in /tmp. tests/observe/test_clean_outside.py
     has the removal.

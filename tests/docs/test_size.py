@@ -1,4 +1,4 @@
-"""The documentation stays small enough for a user to hold in the head."""
+"""The documentation stays small."""
 
 from __future__ import annotations
 
