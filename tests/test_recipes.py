@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,8 @@ def shell(line: str, folder: Path, **env: str) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def last_progress(folder: Path, run: str) -> dict[str, float]:
-    found: dict[str, float] = json.loads((folder / f"runs/{run}/progress.json").read_text())
+def last_progress(folder: Path, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"runs/{run}/progress.json").read_text())
     return found
 
 
@@ -85,12 +86,12 @@ def test_a_hydra_application(folder: Path) -> None:
     """The program runs once with an override, and its own multirun runs one job for each value."""
     done = shell(f"hpcinit submit cluster=local ranks_per_node=1 wait=true {FORK} -- app.py +lr=1e-3", folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert last_progress(folder, "app-0001")["loss"] == pytest.approx(2e-3)
+    assert last_progress(folder, "app-0001")["values"]["loss"] == pytest.approx(2e-3)
     multirun = COMMANDS[[each.startswith("python app.py") for each in COMMANDS].index(True)]
     local = multirun.replace("cluster=mycluster", "cluster=local").replace("nodes=2", "ranks_per_node=1")
     done = shell(local, folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = sorted(json.loads(path.read_text())["loss"] for path in folder.glob("runs/*/**/progress.json"))
+    losses = sorted(json.loads(path.read_text())["values"]["loss"] for path in folder.glob("runs/*/**/progress.json"))
     assert losses == pytest.approx([6e-4, 2e-3, 2e-3])
 
 
