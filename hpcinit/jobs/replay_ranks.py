@@ -153,8 +153,9 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 
 def _have_slept(before: Seen, now: Seen) -> bool:
+    """Return whether each thread slept all the time, or polls. With many ranks, some poll at any time."""
     return bool(now) and all(
-        state == "S" and (count == before[one][1] or count >= before[one][1] + POLLS)
+        (state == "S" and count == before[one][1]) or count >= before[one][1] + POLLS
         for one, (state, count) in now.items()
     )
 
