@@ -118,6 +118,8 @@ KINDS = {
     "not-a-number": "the loss is not a number",
     "file": "a file is missing or not readable",
     "network": "the network between the nodes",
+    "node": "a node has a problem",
+    "script": "a command in the batch script was not found",
     "start-up": "a rank did not start",
     "hang": "ranks wait for a rank that does not enter the collective",
     "program": "the program itself",
@@ -183,7 +185,7 @@ def _readable(pattern: str) -> str:
     """Return the alternatives of a regular expression as plain text: `No space left on device`, `Xid`."""
     depth, parts = 0, [""]
     pattern = re.sub(r"^\^\(\?!\w+\)\.\*", "", pattern)  # without an exception that the text must not name
-    pattern = re.sub(r"\(\?P<ranks>.*?\)", "N", pattern).replace(r"^(?:\w+: )?", "").replace("(?:", "(")
+    pattern = re.sub(r"\(\?P<\w+>.*?\)", "N", pattern).replace(r"^(?:\w+: )?", "").replace("(?:", "(")
     for letter in re.sub(r"\[(\w)\w\]", r"\1", pattern):
         depth += (letter == "(") - (letter == ")")
         parts = [*parts, ""] if letter == "|" and not depth else [*parts[:-1], parts[-1] + letter]

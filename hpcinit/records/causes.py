@@ -30,6 +30,7 @@ SECONDARY = re.compile(
             r"^SystemExit: 143$",
             r"SignalException: Process \d+ got signal: 15",  # torchrun's agent
             r"Horovod has been shut down",
+            r"successfully reached monitoredBarrier, but received errors",
         )
     )
 )
@@ -74,11 +75,24 @@ NETWORK = (
     "NCCL could not connect, or lost a connection; run again with +job.env.NCCL_DEBUG=INFO, which shows the interface "
     "(NCCL_SOCKET_IFNAME) and the peer; if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE)"
 )
+SIGNALS = {
+    "Killed": "something sent SIGKILL to the rank: probably the kernel, because the node's memory was full (dmesg on "
+    "the node shows it), or a kill -9; request more memory with mem_gb=...",
+    "Segmentation fault": "C code crashed; python -X faulthandler shows where; a common cause is a torch built for "
+    "another version of CUDA",
+    "Bus error": "a memory-mapped file was truncated, or its disk is full: run df -h on that node for /tmp, TMPDIR and "
+    "/dev/shm (files of other users and jobs count too)",
+    "Terminated": "another process, not hpcinit or Slurm, sent SIGTERM to the rank: a kill command, a watchdog of the "
+    "node, or the program itself; ask the site whether the node has a watchdog",
+    "Interrupt": "another process, not hpcinit or Slurm, sent SIGINT to the rank: a kill -INT, or the program itself; "
+    "read the rank's log",
+    "Aborted": "C code aborted; its message is at the end of that rank's log",
+}
 DIFFERENT_CALLS = "the ranks run different code or data at this point: compare what they do before this call"
 
 
 class Message(NamedTuple):
-    """kind: what the message shows. pattern: its group `ranks`, if any, has the ranks at fault. advice: what to do."""
+    """kind: what the message shows. pattern: its groups, if any, have the ranks at fault. advice: what to do."""
 
     kind: str
     pattern: str
@@ -94,29 +108,35 @@ KINDS = (
      "that rank did not reach its first collective in time: its own log shows what it did instead"),
     Message(failure_kinds.START_UP, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\]",
      "that rank has the store, and its process had ended: its own log shows why"),
+    Message(failure_kinds.HANG, r"not received the Notify record from remote rank \[(?P<ranks>\d+)\]"  # Ascend's HCCL
+     r"|Missing ranks: (?P<missing>[\d, ]+)|timed out task names: .*?task:(?P<task>\d+)",  # Horovod, JAX
+     "that rank did not reach the collective or barrier: its own log shows what it did instead"),
     Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
      r"|op\.preamble\.length <= op\.nbytes", DIFFERENT_CALLS),
     # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
-    Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined",
+    Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined|store based barrier"
+     r"|[Tt]imed out initializing process group",
      "start as many processes as the world size, and read the log of the node that did not connect"),
     Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|(HIP|XPU|NPU) out of memory|CUDA error: out of memory"
      r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
-     r"|NCCL WARN .*out of memory|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
+     r"|NCCL WARN .*out of memory|OOM when allocating tensor|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
     # cuBLAS reports this if it finds no memory for its handle; a broken context is rarer.
-    Message(failure_kinds.CUDA_MEMORY, r"CUBLAS_STATUS_NOT_INITIALIZED",
-     "cuBLAS could not start, usually because the GPU's memory is full (nvidia-smi shows other processes on it); if "
-     "not, run once with CUDA_LAUNCH_BLOCKING=1"),
+    Message(failure_kinds.CUDA_MEMORY, r"(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
+     "the library could not start, usually because the GPU's memory is full (nvidia-smi shows other processes on it); "
+     "if not, run once with CUDA_LAUNCH_BLOCKING=1"),
     # torch.multiprocessing shares tensors in files in /dev/shm
     Message(failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error"
-     r"|file </torch_|/dev/shm/nccl-|Error while creating shared memory segment",
+     r"|(?:file|object) </torch_|/dev/shm/nccl-|Error while creating shared memory segment",
      "the node's /dev/shm is full: fewer data loader workers, "
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed|^MemoryError"
-     r"|Cannot allocate memory|node running low on memory", HOST_MEMORY),
+    Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed"
+     r"|^MemoryError|_ArrayMemoryError|Cannot allocate memory|DefaultCPUAllocator: |^std::bad_alloc"
+     r"|node running low on memory", HOST_MEMORY),
+    Message(failure_kinds.CUDA_MEMORY, r"\bOutOfMemoryError\b", _CUDA),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
      "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
      "crashed; with num_workers=0 the rank's log shows the traceback"),
-    Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded",
+    Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage",
      "free space (df -h, quota), or write to another disk: runs_dir, TMPDIR"),
     # torch.save on a full disk: https://github.com/pytorch/pytorch/issues/121833
     Message(failure_kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing"
@@ -125,16 +145,18 @@ KINDS = (
      "saves"),
     Message(failure_kinds.PROGRAM, r"^SystemExit: \d+$",
      "the program called sys.exit with this status; read in the rank's log what it printed before"),
-    Message(failure_kinds.IMPORT, r"^(?:\w+: )?(ModuleNotFoundError|ImportError)",
+    Message(failure_kinds.IMPORT, r"^(?:\w+: )?(ModuleNotFoundError|ImportError)|python.*: No module named ",
      "the ranks' Python lacks this module: check cluster.venv, cluster.conda, cluster.modules or container.image"),
     Message(failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
-     r"|Found no NVIDIA driver|no CUDA-capable device|No CUDA GPUs are available|Driver/library version mismatch",
+     r"|Found no NVIDIA driver|no CUDA-capable device|No CUDA GPUs are available|Driver/library version mismatch"
+     r"|no GPUs found|[Ff]ailed to initialize NVML|nvidia-container-cli: initialization error",
      "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
      "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
-    Message(failure_kinds.NO_GPU, r"invalid device ordinal|Duplicate GPU detected", _OWN_DEVICE),
+    Message(failure_kinds.NO_GPU, r"invalid device ordinal|Duplicate GPU detected|machine only has: \[", _OWN_DEVICE),
     # https://docs.nvidia.com/deploy/xid-errors: 13, 31, 43 and 45 are errors of the program, the others of the device.
     Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43|45), ", _KERNEL),
     Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|uncorrectable|"
+     r"amdgpu: GPU reset|HW Exception by GPU|"
      r"system not yet initialized",
      _HARDWARE),
     Message(failure_kinds.PROGRAM, r"device-side assert|illegal memory access|misaligned address"
@@ -149,42 +171,45 @@ KINDS = (
      "another process uses the port: hpcinit chooses another one at the next start"),
     Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      _DIVERGED),
+    Message(failure_kinds.NOT_A_NUMBER, r"Loss is inf|loss: inf\b|non-finite", _DIVERGED),
     # fairseq; DeepSpeed
     Message(failure_kinds.NOT_A_NUMBER, r"Minimum loss scale reached|loss scale already at minimum", _DIVERGED),
     Message(failure_kinds.FILE, r"^(?:\w+: )?(FileNotFoundError|PermissionError|IsADirectoryError)"
-     r"|error: execve\(\): ",
+     r"|: can't open file |[Ss]tale (?:NFS )?file handle|transport endpoint|error: execve\(\): ",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
     # torch.multiprocessing.spawn; its process 3 is rank 3 of a node's ranks
     Message(failure_kinds.SIGNAL, r"ProcessExitedException: process (?P<ranks>\d+) terminated with signal",
      "the message does not show who sent the signal: for SIGKILL, dmesg on the node shows whether its memory was full"),
+    Message(failure_kinds.NETWORK, r"HTTPS?ConnectionPool|Max retries exceeded|Failed to resolve|urlopen error",
+     "the program could not download: compute nodes often have no access to the Internet; download before the job"),
     Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'"
      r"|client socket has timed out|connectFullMesh failed|Name or service not known|name resolution",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
      "the store (--rdzv-endpoint or MASTER_ADDR)"),
+    # The driver of Ray, or a pool of processes, reports that a process ended.
+    Message(failure_kinds.UNKNOWN, r"ActorDiedError|RayActorError|WorkerCrashedError|BrokenProcessPool",
+     "the message does not show why the process ended: its own log does, and dmesg on its node"),
     # NCCL's own result codes: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html
     Message(failure_kinds.PROGRAM, r"ncclInvalidUsage|ncclInvalidArgument|invalid usage|NCCL error.*invalid argument",
      "the program uses NCCL in an invalid way; the line after 'Last error' shows how"),
+    Message(failure_kinds.NETWORK, r"no socket interface found|Unable to find address for",
+     "no network interface of the node matches NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: "
+     "ip -br address on that node lists them"),
     Message(failure_kinds.NETWORK, r"ncclSystemError|ncclRemoteError|No route to host|Network is unreachable"
-     r"|no socket interface found|NET/IB : Got (?:completion|async)|socketStartConnect|retry counter exceeded"
+     r"|NET/.* error|NET/.* status=\d+|NET/.* fatal|socketStartConnect|retry counter exceeded"
      r"|Call to (?:connect|ibv_\w+)\b.* failed",
      NETWORK),
+    Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal", SIGNALS["Terminated"]),
+    Message(failure_kinds.NETWORK, r"lost communication with a remote daemon", NETWORK),
+    Message(failure_kinds.NODE, r"DUE TO JOB NOT ENDING WITH SIGNALS", "Slurm drains this node: ask the site"),
+    Message(failure_kinds.SIGNAL, r"Segmentation fault|Bus error|Illegal instruction|core dumped"
+     r"|Caught signal \d+", SIGNALS["Segmentation fault"]),
+    Message(failure_kinds.SCRIPT, r"command not found$|/sh: .*: not found$",
+     "a command was not found: check cluster.modules, cluster.setup, cluster.venv"),
     Message(failure_kinds.UNKNOWN, r"ncclInternalError|NCCL error",
      "NCCL does not show the cause here: run again with +job.env.NCCL_DEBUG=INFO"),
 )  # fmt: skip
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|(?<!\w)"[^"\n]*"(?!\w)""")
-SIGNALS = {
-    "Killed": "something sent SIGKILL to the rank: probably the kernel, because the node's memory was full (dmesg on "
-    "the node shows it), or a kill -9; request more memory with mem_gb=...",
-    "Segmentation fault": "C code crashed; python -X faulthandler shows where; a common cause is a torch built for "
-    "another version of CUDA",
-    "Bus error": "a memory-mapped file was truncated, or its disk is full: run df -h on that node for /tmp, TMPDIR and "
-    "/dev/shm (files of other users and jobs count too)",
-    "Terminated": "another process, not hpcinit or Slurm, sent SIGTERM to the rank: a kill command, a watchdog of the "
-    "node, or the program itself; ask the site whether the node has a watchdog",
-    "Interrupt": "another process, not hpcinit or Slurm, sent SIGINT to the rank: a kill -INT, or the program itself; "
-    "read the rank's log",
-    "Aborted": "C code aborted; its message is at the end of that rank's log",
-}
 
 
 ADVICE = {
@@ -233,7 +258,7 @@ def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
     unquoted = _QUOTED.sub("''", error)
     for row in KINDS:
         if found := re.search(row.pattern, error if "'" in row.pattern else unquoted, re.MULTILINE):
-            named = found.groupdict().get("ranks") or ""
+            named = " ".join(filter(None, found.groupdict().values()))
             ranks = (int(each) for each in re.findall(r"\d{1,7}", named))
             return row, tuple(rank for rank in ranks if rank < MOST_RANKS)
     return None

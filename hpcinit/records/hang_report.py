@@ -483,11 +483,13 @@ def _read(folder: Path) -> HangReport | None:
 
 
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Return the seconds since any rank took a step, and (step, ranks) of the last reported steps."""
+    """Return the seconds since any rank took a step, and (step, ranks) of the last reported steps. The step of a
+    process whose thread does not run is an old one."""
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}
     for heartbeat in reported:
-        steps.setdefault(heartbeat.step, []).append(heartbeat.rank)
+        if not heartbeat.state:
+            steps.setdefault(heartbeat.step, []).append(heartbeat.rank)
     since = min((heartbeat.silent_s or 0.0 for heartbeat in reported), default=None)
     return since, tuple((step, tuple(ranks)) for step, ranks in sorted(steps.items()))
 
@@ -496,7 +498,7 @@ def _silence(silent_s: float | None, last_steps: Sequence[tuple[int, Sequence[in
     if silent_s is None:
         return "no rank has reported a step yet"
     steps = ", ".join(f"{rank_names(ranks)} last finished step {step}" for step, ranks in last_steps)
-    return f"no step for {silent_s:.0f} s; {steps}"
+    return f"no step for {silent_s:.0f} s" + (f"; {steps}" if steps else "")
 
 
 def duration(seconds: float) -> str:

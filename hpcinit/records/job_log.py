@@ -42,6 +42,7 @@ _REFUSED = re.compile(
     r"|s(?:batch|alloc): error: (.+)|slurmstepd: error: ((?:execve\(\)|pyxis): .+)"
     r"|(\S+: line \d+: .+: (?:command not found|No such file or directory|Permission denied)))$"
 )
+_REASON = re.compile(r"(?i)no such file|not found|denied|unauthorized")
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(
     r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$|exceeded memory limit \(\d+ > \d+\)"
@@ -117,13 +118,15 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
         aborted = aborted or bool(ABORTED.search(line))
         if found := _TASKS.match(line):
             how, numbers = found[4], _ranks(found[3])
-            if found[2] == "rank":
+            if not numbers:
+                pass
+            elif found[2] == "rank":
                 named.add(found[1])
             elif found[1] in firsts:
                 numbers = tuple(firsts[found[1]] + task for task in numbers)
             elif ranks_per_task > 1:
                 numbers = tuple(task * ranks_per_task + each for task in numbers for each in range(ranks_per_task))
-            if numbers and (found[2] == "rank" or found[1] not in named):
+            if numbers is not None and (found[2] == "rank" or found[1] not in named):
                 ends.append(End(found[1], numbers, how, aborted and bool(_END_OF_ABORTED.match(how))))
         elif found := _COMPONENT.match(line):
             with contextlib.suppress(NodelistError):  # a program may print such a line too
@@ -138,8 +141,8 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     known = (_OURS, _TASKS, _COMPONENT)
     output = [line for line in lines if line.strip() and not any(each.match(line) for each in known)]
     away = tuple(dict.fromkeys(unreachable))
-    refusals = (next(filter(None, found.groups())) for line in lines if (found := _REFUSED.match(line)))
-    refused = next(refusals, "")
+    refusals = [next(filter(None, found.groups())) for line in lines if (found := _REFUSED.match(line))]
+    refused = next((one for one in refusals if _REASON.search(one)), (refusals or [""])[0])
     return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away, refused)
 
 
@@ -159,14 +162,14 @@ def oom(lines: Iterable[str]) -> str:
     return next((line.strip() for line in lines if _OOM.search(line)), "")
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks of '0-3,8'; () for more than MOST_RANKS, or no list. Any program can print such a line."""
+def _ranks(text: str) -> tuple[int, ...] | None:
+    """Return the ranks of '0-3,8'; () for more than MOST_RANKS, None for no list. Any program can print such a line."""
     found: list[int] = []
     for part in text.strip("[]").split(","):
         first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or len(first) > 9 or len(last) > 9:
-            return ()
-        if int(last or first) - int(first) + len(found) >= MOST_RANKS:
+        if not first.isdecimal() or not (last or first).isdecimal():
+            return None
+        if len(first) > 9 or len(last) > 9 or int(last or first) - int(first) + len(found) >= MOST_RANKS:
             return ()
         found += range(int(first), int(last or first) + 1)
     return tuple(found)

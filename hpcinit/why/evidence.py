@@ -67,8 +67,9 @@ class Evidence:
     preempted: whether Slurm reports that it preempted this start of the job.
     lists_failed_ranks: whether ranks may be missing because the log lists only those that failed. setup: a line of the
     batch script that failed before the ranks started, None if none did. watched: messages of torch's NCCL watchdog.
-    handled: errors after which their processes trained on. alarms: lines of a log that may show a failure, and that no
-    reader knows. trains: whether a log shows steps.
+    cut: the ranks inside whose tracebacks the log ends. handled: errors after which their processes trained on. alarms:
+    lines of a log that may show a failure, and that no reader knows, with their ranks. trains: whether a log shows
+    steps. finished: whether it shows that the program, or the job, completed.
     """
 
     state: str
@@ -95,9 +96,11 @@ class Evidence:
     preempted: bool = False
     setup: SetupLine | None = None
     watched: Sequence[Watched] = ()
+    cut: Sequence[int] = ()
     handled: Sequence[str] = ()
-    alarms: Sequence[str] = ()
+    alarms: Sequence[tuple[int, str]] = ()
     trains: bool = False
+    finished: bool = False
 
     @property
     def at_step(self) -> str:

@@ -17,7 +17,7 @@ from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.job_log import JobLog
 from hpcinit.slurm import scontrol, slurm_client
-from hpcinit.why import flight_recorder, hang_verdict, log_lines, read_launchers, read_tracebacks, read_watchdog
+from hpcinit.why import hang_verdict, log_lines, read_launchers, read_tracebacks, read_watchdog
 from hpcinit.why.evidence import LAUNCHER, NO_RANK, Evidence
 from hpcinit.why.log_lines import Line, Log
 from hpcinit.why.read_tracebacks import Error
@@ -28,17 +28,28 @@ _SIZE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 # As `scontrol show job` and `sacct` print it, which scripts call at their end.
-_STATE = re.compile(r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b", re.MULTILINE)
+_STATE = re.compile(
+    r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b"
+    r"|^\d+[\w.]*[| ].*?\b(OUT_OF_MEMORY|NODE_FAIL|TIMEOUT|PREEMPTED|DEADLINE|BOOT_FAIL)\b",
+    re.MULTILINE,
+)
 # What no reader knows may still be the cause.
 _ALARM = re.compile(
     r"(?i)\b(?:error|exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
-    r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable)\b"
+    r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable|"
+    r"no module named|signal \d+|lost communication|times out|can't|low on resource)\b"
 )
 # The ends of jobs of other schedulers: PBS and LSF.
 _OTHER_ENDS = (
     ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed")),
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
 )
+# torchrun restarts the ranks, or Slurm the job; and what shows that they started
+_RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")
+_REQUEUED = re.compile(r"CANCELLED AT \S+ DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)")
+_STARTED = re.compile(f"{read_tracebacks.TRAINS.pattern}|{re.escape(read_tracebacks.HEADER)}|exitcode")
+_FINISHED = re.compile(r"(?i)\b(?:finished|completed|done|success\w*)\b")
+MOST_LAST = 20  # lines in which a program reports that it is finished
 _STACK = "(most recent call first):"  # of faulthandler
 _PY_SPY = re.compile(r'^Thread \S+ \(\w+\): "MainThread"$', re.MULTILINE)
 _FRAME = re.compile(r"^ +(\S+) \(([^():\n]+):(\d+)\)$", re.MULTILINE)  # of py-spy
@@ -65,9 +76,10 @@ def gather(
     """Return the evidence in the logs. state: of Slurm's job, '' if unknown. dumps: of torch's flight recorder.
     preempted_at: when Slurm preempted the job, '' if it did not."""
     known = log_lines.labels(logs)
-    lines = [line for log in logs for line in log_lines.lines(log, known)]
+    by_log = [_last_attempt([*log_lines.lines(log, known)]) for log in logs]
+    lines = [line for found in by_log for line in found]
     size = max([0, *(int(found[1]) for log in logs for found in _SIZE.finditer(log.text))])
-    state = state or next((found[1] for log in logs if (found := _STATE.search(log.text))), "")
+    state = state or next((found[1] or found[2] for log in logs if (found := _STATE.search(log.text))), "")
     state = state or next((end for end, text in _OTHER_ENDS for log in logs if text.search(log.text)), "")
     slurm = job_log.read("\n".join(line.text for line in lines))
     ends = [end for _, _, end in sorted(read_launchers.table(lines), key=lambda one: one[:2])]
@@ -75,11 +87,13 @@ def gather(
     every_end = of_ranks and bool(slurm.ends)
     slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
     watched, errors = read_watchdog.read(lines)
-    every = sorted([*read_tracebacks.read(lines), *errors], key=lambda one: one.number)
+    every = _in_order([*read_tracebacks.read(lines), *errors], by_log)
     ended = bool(slurm.cancelled or preempted_at or state in ENDED_BY_SLURM)
     failed = any(not end.succeeded for end in (*slurm.ends, *read_launchers.ends(lines, (), listed=bool(slurm.ends))))
     # Of several processes that print without a rank, one may fail while others train on.
     handled = [one for one in every if one.handled and not (failed and one.rank == NO_RANK)]
+    cut = [one.rank for one in every if one.text == read_tracebacks.CUT]
+    every = [one for one in every if one.text != read_tracebacks.CUT]
     errors = [one for one in every if one not in handled and not (ended and WORKER_GONE.search(one.text))]
     errors = _without_caught(errors)
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
@@ -93,7 +107,9 @@ def gather(
     seen = {line.rank for line in lines if line.rank != NO_RANK}
     ranks = {*seen, *hosts, *(one.rank for one in errors if one.rank >= 0)}
     records = tuple(
-        Found(ErrorRecord(float(one.number), one.rank, hosts.get(one.rank, ""), one.text, one.traceback), 0.0)
+        Found(
+            ErrorRecord(float(errors.index(one)), one.rank, hosts.get(one.rank, one.host), one.text, one.traceback), 0.0
+        )
         for one in _first_of_each(errors)
     )
     trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
@@ -110,14 +126,32 @@ def gather(
         lists_failed_ranks=bool(ends) and not size and (known.local or len({end.host for end in ends}) > 1),
         preempted=bool(preempted_at),
         watched=watched,
+        cut=cut,
         handled=[causes.short(one.text) for one in handled],
         alarms=_alarms(lines[trained + 1 :]),
         trains=trained >= 0,
+        finished=state == "COMPLETED" or any(_FINISHED.search(line.text) for line in lines[-MOST_LAST:]),
         hang=_of_stacks(logs),
     )
     skipped = sum(log.skipped for log in logs) >> 20
     unread = f"what {skipped} MB of the logs contain: hpcinit only searched them for messages of failures"
     return Foreign(evidence, (*_unknown(evidence, size), *([unread] if skipped else [])))
+
+
+def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[Error]:
+    """Return the errors in their order. Those of several logs: by the times in or above their lines, if all have
+    one."""
+    found = sorted(errors, key=lambda one: one.number)
+    clocks: list[str] = []
+    for log in logs if len(logs) > 1 else ():
+        clock = ""
+        for line in log:
+            clock = line.clock or clock
+            clocks.append(clock)
+    at = [clocks[one.number] if one.number < len(clocks) else "" for one in found]
+    if not all(at):
+        return found
+    return [one for _, one in sorted(zip(at, found, strict=True), key=lambda pair: pair[0])]
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
@@ -131,16 +165,28 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
     return hang_report.report([], stacks, 0.0, 0) if len(stacks) > 1 else None
 
 
-def _alarms(lines: Sequence[Line]) -> list[str]:
-    """Return the lines that may show a failure. lines: those after the last one of a rank that trains."""
-    return [line.text.strip() for line in lines if _ALARM.search(line.text)]
+def _last_attempt(lines: list[Line]) -> list[Line]:
+    """Return the lines after the last restart of the ranks, if the ranks printed something then."""
+    for shown, started in ((_RESTARTED, _STARTED), (_REQUEUED, read_tracebacks.TRAINS)):
+        last = max((number for number, line in enumerate(lines) if shown.search(line.text)), default=-1)
+        if any(started.search(line.text) for line in lines[last + 1 :]):
+            lines = lines[last + 1 :]
+    return lines
+
+
+def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
+    """Return the lines that may show a failure, with their ranks. lines: those after the last one of a rank that
+    trains."""
+    return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
 
 
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
     """Return the errors, with the rank of one that was printed without it if only one rank is left that failed."""
     with_rank = {one.rank for one in errors}
     nameless = [one for one in errors if one.rank == NO_RANK and not causes.is_secondary_text(one.text)]
-    failed = {rank for end in slurm.ends if not end.after_abort and not end.succeeded for rank in end.ranks} - with_rank
+    ends = [end for end in slurm.ends if not end.after_abort and not end.succeeded]
+    own = [end for end in ends if end.how.startswith("Exited with")]  # the others were aborted after it
+    failed = {rank for end in own or ends for rank in end.ranks} - with_rank
     if len({one.text for one in nameless}) == 1 and len(failed) == 1:
         return [replace(one, rank=next(iter(failed))) if one in nameless else one for one in errors]
     return list(errors)
@@ -191,11 +237,6 @@ def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
         )
 
 
-def dumps_in(place: Path) -> Mapping[int, Mapping[str, object]]:
-    """Return the flight-recorder dumps beside the logs."""
-    return flight_recorder.read_folder(place) if place.is_dir() else {}
-
-
 LIMIT = timedelta(seconds=15)
 OURS = (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP, run_folder.SUBMISSION)
 FIELDS = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", "Reason")
@@ -218,8 +259,11 @@ class ForeignJob:
         return (*self.logs.unknown, "how Slurm ended the job: sacct -j JOB -o State,ExitCode,MaxRSS shows it")
 
 
-def find(name: str) -> ForeignJob | None:
-    """Return the job whose logs are at the path `name`; None if it is no file, no folder with logs, or a run folder."""
+def find(name: str, dumps: Mapping[int, Mapping[str, object]] | None = None) -> ForeignJob | None:
+    """Return the job whose logs are at the path `name`; None if it is no file, no folder with logs, or a run folder.
+
+    dumps: of torch's flight recorder, beside the logs.
+    """
     place = Path(name)
     if not name or not place.exists() or (place.is_dir() and any(_ours(place))):
         return None
@@ -228,7 +272,7 @@ def find(name: str) -> ForeignJob | None:
         return None
     job = next((found[1] for path in logs if (found := _OF_JOB.search(path.name)) and "slurm" in path.name), "")
     shown = _shown(job) if job else {}
-    return _job(logs, (_accounted(job) or _renamed(shown)) if job else {}, place, scontrol.preempted_at(shown))
+    return _job(logs, (_accounted(job) or _renamed(shown)) if job else {}, dumps or {}, scontrol.preempted_at(shown))
 
 
 def _ours(place: Path) -> list[Path]:
@@ -248,16 +292,17 @@ def of_slurm(job_id: str) -> ForeignJob | None:
     files = sorted(path for name in names if name and (path := Path(name)).is_file())
     if not files and state(known) not in OVER:
         return None
-    return _job(files, known, None, scontrol.preempted_at(shown))
+    return _job(files, known, {}, scontrol.preempted_at(shown))
 
 
 def _shown(job_id: str) -> dict[str, str]:
     return next(iter(scontrol.records(_output("scontrol", "--all", "show", "job", job_id), "JobId")), {})
 
 
-def _job(files: list[Path], slurm: Mapping[str, str], place: Path | None, preempted_at: str) -> ForeignJob:
+def _job(
+    files: list[Path], slurm: Mapping[str, str], dumps: Mapping[int, Mapping[str, object]], preempted_at: str
+) -> ForeignJob:
     name = state(slurm)
-    dumps = dumps_in(place) if place else {}
     logs = gather(log_lines.read(files), name if name in OVER else "", dumps, preempted_at)
     return ForeignJob(tuple(files), logs, slurm)
 

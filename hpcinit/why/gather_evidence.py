@@ -238,7 +238,7 @@ def _end(path: Path) -> tuple[str, float]:
         with safe_files.open_file(path) as file:
             status = path.stat()
             file.seek(max(0, status.st_size - TAIL_BYTES))
-            return file.read().decode(errors="replace"), status.st_mtime
+            return large_logs.decoded(file.read()), status.st_mtime
     except OSError:
         return "", 0.0
 

@@ -158,11 +158,16 @@ class Search:
         self.found: dict[int, Culprit] = {}
         self.causes: dict[int, Operation] = {}  # what the others wait in, by the rank at fault
         self.unknown: list[str] = []
+        self.all_called: list[tuple[int, str]] = []  # when, and what is unknown of a call that all members have made
         self.differ = False
 
     def verdict(self) -> HangVerdict:
         for operation in self.open:
             self._look_at(operation)
+        if self.all_called:  # the ranks of later calls may only wait for those of the first
+            more = len(self.all_called) - 1
+            self.unknown.append(min(self.all_called)[1])
+            self.unknown += [f"whether the ranks of {more} more such calls wait for these"] * bool(more)
         self._drop_guesses()
         self._look_at_unreadable()
         if not self.found:
@@ -311,7 +316,8 @@ class Search:
             others = [other for other in waiting if other != rank] or done
             self._blame(rank, DEVICE_STUCK, operation, others, self._does_not_advance(rank, operation, states, done))
         if not stuck and everybody and waiting and len(first) == len(waiting):
-            self.unknown.append(self._all_called(operation, concerned, waiting))
+            since = min(call.created_ns for call in self._calls(operation))
+            self.all_called.append((since, self._all_called(operation, concerned, waiting)))
 
     def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
         """Return whether a message that no rank has started may be a part of a finished batch, of which dumps of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import BinaryIO
 
 WHOLE = 8 << 20  # bytes of a log that is read completely
@@ -37,6 +38,9 @@ MESSAGES = (  # of Python, srun, slurmstepd, torchrun, torch's watchdog, NCCL, t
 )
 
 
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\))")  # of a terminal: colors, links
+
+
 def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
     """Return the text, with a line '...' for each part that is not returned, and how many bytes are not.
 
@@ -44,7 +48,7 @@ def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
     """
     size = os.fstat(file.fileno()).st_size
     if size <= max(most, START):
-        return file.read(max(most, START)).decode(errors="replace"), 0
+        return decoded(file.read(max(most, START))), 0
     ranges = [(0, START), *_windows(file.fileno(), min(size, LARGEST)), (max(size - min(END, most), 0), size)]
     parts, end, kept = [], 0, 0
     for begin, last in sorted(ranges):
@@ -57,7 +61,13 @@ def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
             parts.append(b"\n...\n")
         parts.append(part)
         end, kept = last, kept + len(part)
-    return b"".join(parts).decode(errors="replace"), size - kept
+    return decoded(b"".join(parts)), size - kept
+
+
+def decoded(data: bytes) -> str:
+    """Return the text of a log without colors and a byte-order mark."""
+    text = data.decode(errors="replace").removeprefix("\ufeff")
+    return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
 def _windows(descriptor: int, size: int) -> list[tuple[int, int]]:

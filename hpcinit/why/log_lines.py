@@ -2,48 +2,78 @@
 
 The lines of a rank are recognized by their prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun,
 '[rank: 3]' of Lightning, '[1,3]<stderr>:' of mpirun) or by the name of their file. A task of srun can be a torchrun
-agent, and '[default1]:' is a local rank; both then name no rank.
+agent, and '[default1]:' is a local rank; both then name no rank. Prefixes can be in any order, and further ones are
+learned: what precedes a traceback or a message of Slurm on several lines is a prefix.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import json
 import re
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcinit.base.text import MOST_RANKS
 from hpcinit.records import job_log
 from hpcinit.why import large_logs
 from hpcinit.why.evidence import NO_RANK
 
-NAMES = ("*.out", "*.err", "*.log", "*.txt", "log*", "*stderr*", "*stdout*")
+NAMES = ("*.out", "*.err", "*.log", "*.txt", "*log.*", "log*", "*stderr*", "*stdout*")
 MOST_FILES = 1024  # of one folder
 MOST_BYTES = 256 << 20  # of all files that are read completely
 _SRUN = re.compile(r"^ *(\d{1,6}):(?: |$)")  # srun -l
+_BRACKETS = re.compile(r"^\[(\d{1,6})\](?: |$)")  # mpirun -l of MPICH and Intel MPI
 _PREFIXES = (  # the group is a rank
     re.compile(r"^\[rank(\d{1,6})\]: ?"),  # torch
-    re.compile(r"^\[\d+,(\d{1,6})\]<std(?:out|err)>: ?"),  # mpirun --tag-output
+    re.compile(r"^\[?(?i:rank)[ =:_-]?(\d{1,6})(?:\]:?|:| \|) (?!.*(?:[Ww]atchdog|NCCL))"),  # programs
+    re.compile(
+        r"^\[[^\]\s,]{1,80},(?:mpirank:)?(\d{1,6})(?:,[^\]\s]{1,80})?\]<std(?:out|err)>: ?"
+    ),  # mpirun --tag-output
 )
-# Without a rank: CRI's and others' timestamps, and Ray's actors, whose processes differ in their process ID.
+# Without a rank: timestamps, of CRI with a stream; and Ray's actors, whose processes differ in their process ID.
+_DAY = r"(?:\d{4}[-/]\d\d[-/]\d\d[T _]|(?:[A-Z][a-z]{2} )?[A-Z][a-z]{2} [ \d]\d )"
 _TIME = re.compile(
-    r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]? (?:std(?:out|err) [FP] )?"
+    rf"^(?:\[?{_DAY}?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d)| \d{{4}})?\]?|\d{{10}}\.\d+)[ :]"
+    r"(?:std(?:out|err) [FP] )?"
 )
 _RAY = re.compile(r"^\((\w+ pid=\d{1,9}(?:, ip=\S+)?)\) ")
 _LIGHTNING = re.compile(r"^\[rank: (\d{1,6})\] ?")  # the local rank under srun
 _LOCAL = re.compile(r"^\[default(\d{1,6})\]:")  # torchrun --tee
-_TEE = re.compile(r"^(?: *\d+: ?)?\[default\d+\]:", re.MULTILINE)
+_TEE = re.compile(r"\[default\d+\]:")
 _FILE = re.compile(
-    r"(?:^|[^0-9a-z])(?:rank|task|proc)[_-]?(\d{1,6})(?!\d)|^\d+[_-](\d{1,6})\.(?:out|err|log)$", re.IGNORECASE
+    r"(?:^|[^0-9a-z])(?:rank|task|proc|workerlog)[._-]?(\d{1,6})(?!\d)|^\d+[_-](\d{1,6})\.(?:out|err|log)$",
+    re.IGNORECASE,
 )
+_NUMBERED = re.compile(r"(?i)^(?!.*(?:node|host|agent|worker|pod|attempt|step|epoch)).*[._-](\d{1,6})\.[a-z]+$")
 _FOLDER = re.compile(r"attempt_\d+/(\d{1,6})/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
-_TABLE = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)")  # of torchrun's failures
-# Any other prefix of a traceback's lines: a host of pdsh, a pod, a logger that prefixes each line.
-_OTHER = re.compile(r"^(?P<prefix>\S.{0,120}?)Traceback \(most recent call last\):")
-_NAMED = re.compile(r"(?i)\brank[ =:_-]{0,2}(\d{1,6})\b")
+_TABLE = re.compile(r"\brank\s*: (\d+) \(local_rank: (\d+)\)")  # of torchrun's failures
+# Any other prefix: a host of pdsh, a pod, a logger that prefixes each line. These start a line otherwise.
+_OTHER = re.compile(
+    r"^(?P<prefix>\S.{0,120}?)"
+    r"(?:Traceback \(most recent call last\):|srun: |slurmstepd: |\[rank\d+\]: |Fatal Python error: )"
+)
+# A label after another prefix; what starts a line that has no label; what all lines start with
+_INNER = re.compile(r"(?:(?<!\S)\d{1,6}: |(?<!\S)\[\d{1,6}\] |\[rank\d+\]: ?|\[default\d+\]:)$")
+_STARTS = re.compile(
+    r"(?:\[rank\d+\]: ?)?\W*(?:(?:Exception Group )?Traceback \(most recent call last\):"
+    r"|(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): )"
+)
+_FIRST_WORD = re.compile(
+    r"(?!srun|slurm|hpcinit|\[rank|\[default|Traceback|\w*Error)\S{0,40}[A-Za-z]\S{0,40}(?:[\]:] (?:\| )?| {1,40}\| )"
+)
+_NAMED = re.compile(r"(?i)\brank[\"']?[ =:_-]{0,2}(\d{1,6})\b")
 _CLOCK = re.compile(r"[\d:.,/-]*\d:\d\d[\d:.,]*")
+_DAYTIME = re.compile(r"\b\d\d:\d\d:\d\d(?:[.,]\d+)?")
+CLOCK_BEFORE = 80  # characters of a line
 MOST_PREFIXES = 8
+MOST_LINE = 16384  # characters of a line
+# Keys of JSON objects that contain lines of a log, and a rank
+_JSON_TEXT = re.compile(r"(?i)^(?:log|message|msg|event|text|error)$|exc|traceback|stack")
+_JSON_RANK = re.compile(r"(?i)^(?:world_|global_)?rank$")
 # Composer prints the files of each rank after one has failed.
 _SECTION = re.compile(r"^-+([BE])\w+ global rank (\d{1,6}) STD(?:OUT|ERR)-+$")
 _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
@@ -61,11 +91,13 @@ class Log:
 
 
 class Line(NamedTuple):
-    """A line without its prefixes. rank: who printed it, NO_RANK if unknown. stream: equal for lines of one process."""
+    """A line without its prefixes. rank: who printed it, NO_RANK if unknown. stream: equal for lines of one process.
+    clock: the time of day at its start, '' if it has none."""
 
     rank: int
     text: str
     stream: str
+    clock: str = ""
 
 
 def files(place: Path) -> list[Path]:
@@ -79,19 +111,28 @@ def files(place: Path) -> list[Path]:
 def read(paths: Sequence[Path]) -> list[Log]:
     """Return the logs, the oldest first. Skip files that cannot be read."""
     found = []
+    numbers = _numbers([path.name for path in paths])
     for path in paths:
         try:
             with path.open("rb") as file:
                 text, skipped = large_logs.read(file, min(large_logs.WHOLE, MOST_BYTES // len(paths)))
-            found.append(Log(text, _rank_of(path), path.stat().st_mtime, skipped))
+            found.append(Log(text, _rank_of(path, numbers), path.stat().st_mtime, skipped))
         except OSError:
             continue
     return sorted(found, key=lambda log: log.written)
 
 
-def _rank_of(path: Path) -> int | None:
-    match = _FOLDER.search(str(path)) or _FILE.search(path.name)
+def _rank_of(path: Path, numbers: Collection[int]) -> int | None:
+    match = _FOLDER.search(str(path)) or _FILE.search(path.name) or (numbers and _NUMBERED.search(path.name))
     return int(next(group for group in match.groups() if group)) if match else None
+
+
+def _numbers(names: Sequence[str]) -> set[int]:
+    """Return the numbers at the ends of names, if they are the ranks 0 to N - 1: run-77-0.out and run-77-1.out."""
+    found = [match for name in names if (match := _NUMBERED.search(name))]
+    numbers = {int(match[1]) for match in found}
+    same = len({name[: match.start(1)] for name, match in zip(names, found, strict=False)}) == 1
+    return numbers if same and len(found) == len(names) and numbers == set(range(len(names))) != {0} else set()
 
 
 @dataclass(frozen=True)
@@ -104,47 +145,95 @@ class Labels:
 
 def labels(logs: Sequence[Log]) -> Labels:
     agents = any(_AGENT in log.text or _TEE.search(log.text) for log in logs)
-    lines = (_SRUN.sub("", line, count=1) for log in logs for line in log.text.splitlines())
-    return Labels(not agents, all(found[1] == found[2] for line in lines if (found := _TABLE.match(line))))
+    return Labels(not agents, all(found[1] == found[2] for log in logs for found in _TABLE.finditer(log.text)))
 
 
 def lines(log: Log, known: Labels) -> Iterator[Line]:
     """Yield the lines of a log."""
-    every = log.text.splitlines()
+    every = [part for line in textwrap.dedent(log.text).splitlines() for part in _unpacked(line[:MOST_LINE].rstrip())]
+    outer = _Prefixes([_TIME.sub("", line, count=1) for line in every])
     # srun and the user's shell print without a label.
-    labelled = sum(1 for line in every if _SRUN.match(line)) * 2 > sum(
-        1 for line in every if line.strip() and not job_log.is_from_slurm(line)
-    )
-    others = _other_prefixes(every)
+    printed = [_TIME.sub("", outer.split(_TIME.sub("", line, count=1))[1], count=1) for line in every]
+    own = sum(1 for line in printed if line and not job_log.is_from_slurm(line))
+    task = next((one for one in (_SRUN, _BRACKETS) if _labels(one, printed, own)), None)
     section = NO_RANK if log.rank is None else log.rank
     for line in every:
         if found := _SECTION.match(line):
             section = int(found[2]) if found[1] == "B" else NO_RANK
-        rank, rest, stream = section, line, ""
-        if labelled and (found := _SRUN.match(rest)):
-            rank, stream, rest = int(found[1]) if known.task else rank, found[1], rest[found.end() :]
-        rest = _TIME.sub("", rest, count=1)
+        yield _line(line, section, task, known, outer)
+
+
+def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
+    """Return whether a label starts most lines, or one that starts without a label otherwise."""
+    found = [(match, line) for line in printed if (match := label.match(line))]
+    return 2 * len(found) > most or any(_STARTS.match(line, match.end()) for match, line in found)
+
+
+def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, others: _Prefixes) -> Line:
+    """Return a line without its prefixes, in whatever order they are. task: of the lines of a task."""
+    stream, rest, before = "", line, ""
+    while rest != before:
+        before, rest = rest, _TIME.sub("", rest, count=1)
+        if task and (found := task.match(rest)):
+            rank, stream, rest = int(found[1]) if known.task else rank, stream + found[1], rest[found.end() :]
+            task = None  # the text may start with a number
+        prefix, rest = others.split(rest)
+        if prefix:
+            named = _NAMED.search(prefix)
+            rank, stream = int(named[1]) if named and rank == NO_RANK else rank, stream + _CLOCK.sub("", prefix)
         if found := _RAY.match(rest):
-            stream, rest = found[1], _TIME.sub("", rest[found.end() :], count=1)
+            stream, rest = found[1], rest[found.end() :]
         if found := _LOCAL.match(rest):
-            rank, stream, rest = int(found[1]) if known.local else rank, found[0], rest[found.end() :]
+            rank, stream, rest = int(found[1]) if known.local else rank, stream + found[0], rest[found.end() :]
         if found := next((match for prefix in _PREFIXES if (match := prefix.match(rest))), None):
             rank, rest = int(found[1]), rest[found.end() :]
         elif found := _LIGHTNING.match(rest):
             rank, rest = int(found[1]) if rank == NO_RANK else rank, rest[found.end() :]
-        if found := next((match for prefix in others if (match := prefix.match(rest))), None):
-            named = _NAMED.search(found[0])
-            rank, stream = int(named[1]) if named and rank == NO_RANK else rank, _CLOCK.sub("", found[0])
-            rest = rest[found.end() :]
-        yield Line(rank, rest, str(rank) if rank != NO_RANK else stream)
+    clock = _DAYTIME.search(line, 0, CLOCK_BEFORE)
+    return Line(rank, rest, str(rank) if rank != NO_RANK else stream, clock[0].replace(",", ".") if clock else "")
 
 
-def _other_prefixes(every: Sequence[str]) -> list[re.Pattern[str]]:
-    """Return the prefixes of unknown form that lines of tracebacks have, with any number for each number in them."""
-    shapes: dict[str, None] = {}
-    for line, following in itertools.pairwise(every):
-        if len(shapes) < MOST_PREFIXES and (found := _OTHER.match(line)) and "─" not in line:
-            shape = re.sub(r"\d+", r"\\d+", re.escape(found["prefix"]))
-            if re.match(shape, following):
+class _Prefixes:
+    """The prefixes of unknown form that lines of tracebacks or of Slurm have, with any number for each number."""
+
+    def __init__(self, every: Sequence[str]) -> None:
+        shapes: dict[str, None] = {}
+        used = [line for line in every if line]
+        if found := _FIRST_WORD.match(used[0]) if len(used) > 2 else None:
+            shape = _shape(found[0])
+            if 10 * sum(1 for line in used if re.match(shape, line)) > 9 * len(used):
                 shapes[shape] = None
-    return [re.compile(shape) for shape in shapes]
+        for before, line, after in zip(["", *every], every, [*every[1:], ""], strict=False):
+            if len(shapes) < MOST_PREFIXES and (found := _OTHER.match(line)) and "─" not in line:
+                prefix = _INNER.sub("", _SRUN.sub("", found["prefix"], count=1))
+                shape = _shape(prefix)
+                is_known = not prefix.strip() or any(one.fullmatch(prefix) for one in (_SRUN, _LOCAL, *_PREFIXES))
+                if not is_known and (re.match(shape, before) or re.match(shape, after)):
+                    shapes[shape] = None
+        self.pattern = re.compile("|".join(shapes)) if shapes else None
+
+    def split(self, line: str) -> tuple[str, str]:
+        """Return the prefix of a line, or '', and the rest."""
+        found = self.pattern.match(line) if self.pattern else None
+        return (found[0], line[found.end() :]) if found else ("", line)
+
+
+def _shape(prefix: str) -> str:
+    """Return a pattern of the prefix with any number for each number in it."""
+    return re.sub(r"\d+", r"\\d+", re.escape(prefix))
+
+
+def _unpacked(line: str) -> Iterator[str]:
+    """Yield a line, or those in the texts of a JSON object, as log frameworks and containers write it."""
+    document = None
+    if (rest := _TIME.sub("", line, count=1)).startswith('{"'):
+        with contextlib.suppress(ValueError, RecursionError):
+            document = json.loads(rest)
+    fields = document if isinstance(document, dict) else {}
+    texts = [text for name, text in fields.items() if isinstance(text, str) and _JSON_TEXT.search(name)]
+    rank = next((value for name, value in fields.items() if _JSON_RANK.match(name)), None)
+    label = f"[rank{rank}]: " if isinstance(rank, int) and 0 <= rank < MOST_RANKS else ""
+    if not texts:
+        yield line
+    for text in texts:
+        yield from (label + one for one in text.splitlines())

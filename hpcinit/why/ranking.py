@@ -16,6 +16,7 @@ A finding that another one explains does not count. The first one with the highe
 | STOPPED    | most ranks died of SIGTERM                                                  |                       |
 | TERMINATED | a rank died of SIGTERM before Slurm ended the step                          |                       |
 | INTERRUPTED| a rank was interrupted by SIGINT                                            |                       |
+| NOTED      | a line without a traceback has a known message of a failure                 |                       |
 | EXITED     | a launcher lists an exit status other than 0 of a rank without an error     |                       |
 | EARLY      | a rank ended with status 0 while others failed                              |                       |
 | DIFFERENT  | errors were raised in different collectives                                 |                       |
@@ -35,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
+from hpcinit.base import failure_kinds
 from hpcinit.why.evidence import Verdict
 
 
@@ -53,6 +55,7 @@ class Grade(IntEnum):
     STOPPED = auto()
     TERMINATED = auto()
     INTERRUPTED = auto()
+    NOTED = auto()
     EXITED = auto()
     EARLY = auto()
     DIFFERENT = auto()
@@ -87,6 +90,8 @@ def explains(cause: Finding, effect: Finding) -> bool:
         return cause.grade in HANGS or cause.grade is Grade.RAISED
     if effect.grade not in HANGS or cause.abort:
         return False
+    if effect.verdict.kind == failure_kinds.START_UP and cause.grade in (Grade.KILLED, Grade.RAISED):
+        return True
     if cause.grade in (Grade.NODE, Grade.MEMORY):
         return True
     if not effect.ranks or not cause.ranks:

@@ -47,7 +47,7 @@ def first_signal(evidence: Evidence) -> End | None:
     had failed with an error."""
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
-        if cause and cause.record.rank in end.ranks:
+        if cause and (cause.record.rank in end.ranks or not end.ranks):
             return None
         if not end.after_abort and not end.how.startswith(("Exited with", "Terminated")):
             return end
@@ -56,6 +56,9 @@ def first_signal(evidence: Evidence) -> End | None:
 
 def _signals(evidence: Evidence) -> Iterator[Finding]:
     if end := first_signal(evidence):
+        aborted = {rank for one in evidence.log.ends if one.how.startswith("Aborted") for rank in one.ranks}
+        if end.how.startswith("Aborted") and len(aborted) > 1:  # which was first is unknown
+            end = replace(end, ranks=())
         yield Finding(Grade.KILLED, _of_signal(end, evidence), end.ranks, end.how.startswith("Aborted"))
 
 
@@ -82,7 +85,8 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
     if rank is not None and (tail := evidence.tails.get(rank)):
         lines.append(f"its last output: {tail}")
     host = end.host or evidence.hosts.get(-1 if rank is None else rank, "")
-    who = replace(evidence, hosts=dict.fromkeys(end.ranks, host)).named(end.ranks) if end.ranks else "a rank"
+    unnamed = f"a rank on {host}" if host else "a rank"
+    who = replace(evidence, hosts=dict.fromkeys(end.ranks, host)).named(end.ranks) if end.ranks else unnamed
     head = f"{who} {how} first{evidence.at_step}"
     return evidence.verdict(head, kind, do, rank=rank, host=host, evidence=tuple(line for line in lines if line))
 
@@ -100,8 +104,13 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
     kind, do = causes.kind(tail)
     who = replace(evidence, hosts={rank: end.host}).named([rank]) if rank >= 0 else "a rank"
     head = f"{who} failed first{evidence.at_step}: {end.how.lower()}" + (f": {brief(tail)}" if tail else "")
+    together = sorted({one for each, one in first or bad})
+    # srun lists several ranks in one line, and not in the order in which they ended.
+    listed = any(len(each.ranks) > 1 for each, _ in first or bad)
+    if len(together) > 1 and listed and len({each.how for each, _ in first or bad}) == 1:
+        head, rank = f"the first cause is unknown: {named(together)} ended with the same status: {end.how.lower()}", -1
     do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
-    code = int(end.how.rpartition(" ")[2])
+    code = int((re.findall(r"\d{1,3}", end.how) or ["1"])[0])
     signal = job_log.how(SHELL - code) if code > SHELL else ""  # as a shell and a container report it
     if kind == failure_kinds.PROGRAM and signal in causes.SIGNALS:
         kind, do, head = failure_kinds.SIGNAL, causes.SIGNALS[signal], f"{head} (signal: {signal})"
@@ -163,6 +172,9 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
         killed = [end for end in evidence.log.ends if [*end.ranks] == [*missing] and end.how.startswith("Killed")]
         if killed and len(missing) == 1:
             verdict = _of_signal(killed[0], evidence)
+        elif len(missing) > 1:  # most of them were ended before they could print an error
+            head = f"{GONE}; {evidence.named(missing)} printed none"
+            verdict, missing = evidence.verdict(head, failure_kinds.UNKNOWN, READ_LOGS), ()
         else:
             head = GONE.replace("a rank or its node", evidence.named(missing))
             verdict = _of_ranks(head, failure_kinds.UNKNOWN, READ_LOGS, missing, evidence)

@@ -19,7 +19,8 @@ _FORCED = re.compile(r"Unable to shutdown process (\d+) via \S+, forcefully exit
 _ROOT = "Root Cause (first observed failure):"
 # Errors of launchers, which report that a rank failed, or that the launcher on another node ended.
 _LAUNCHER = re.compile(
-    r"ChildFailedError|CalledProcessError|'NoneType' object has no attribute 'is_failed'|RendezvousClosedError"
+    r"ChildFailedError|CalledProcessError|ActorDiedError|RayActorError|WorkerCrashedError|RendezvousClosedError"
+    r"|'NoneType' object has no attribute 'is_failed'"
 )
 _OF_LAUNCHER = re.compile(
     r'File "[^"]*(?:bin/(?:torchrun|accelerate|accelerate-launch|deepspeed)|accelerate/commands/launch\.py'
@@ -34,24 +35,28 @@ _RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d{1,3})(?!\
 _SIGNALS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"^\S+: line \d+: +\d+ (?P<name>Killed|Segmentation fault|Bus error|Aborted|Illegal instruction)\b",
+        r"^\S+: line \d+: +\d+ (?P<name>Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Terminated)\b",
         r"failed \(exitcode: -(?P<signal>\d{1,2})\) local_rank: \d+ \(pid",
         r"died with <Signals\.SIG\w+: (?P<signal>\d{1,2})>",
         r"Child process with PID \d+ terminated with code -(?P<signal>\d{1,2})\b",
         r"KILLED BY SIGNAL: (?P<signal>\d{1,2})\b",
+        r"\) terminated with signal (?P<signal>\d{1,2})\b",  # IBM's jsrun
         r"EXIT STRING: .* \(signal (?P<signal>\d{1,2})\)",
         r"Fatal Python error: (?P<name>Segmentation fault|Bus error|Aborted)",
         r"\bSignal: (?P<name>Segmentation fault|Bus error|Aborted) \(\d+\)",
     )
 )
 # Intel MPI: 'RANK 3 PID 4242 RUNNING AT n1', then 'KILLED BY SIGNAL: 9 (Killed)'
-_MPI_RANK = re.compile(r"\bRANK (\d{1,6}) PID \d+ RUNNING AT (\S+)")
+_MPI_RANK = re.compile(r"(?:\bRANK (\d{1,6}) )?\bPID \d+ RUNNING AT (\S+)")
+_FIRST_NOTICED = re.compile(r"\(first noticed rank (\d{1,6})\)")
 # Open MPI's mpirun names the first process that failed.
 _MPI_SIGNAL = re.compile(r"process rank (\d{1,6}) with PID \d+ on node (\S+) exited on signal (\d{1,2})\b")
 # MPI_Abort of Open MPI and MPICH, and Composer's launcher
 _EXIT = re.compile(
     r"(?:MPI_ABORT was invoked on rank|\(rank|Rank) (\d{1,6})(?: in comm\w*| crashed)(?:.*?exit code (-?\d{1,3}))?"
 )
+_CHILD = re.compile(r"Child process with PID \d+ terminated with code (\d{1,3})\b")  # Lightning
+_PADDLE = re.compile(r"Container rank (\d{1,6}) status failed .* code (-?\d{1,3})\b")
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
@@ -101,8 +106,10 @@ def _without_rank(lines: Sequence[Line]) -> list[End]:
     """Return a signal that a launcher or shell reports without a rank, or with it in another line."""
     rank, host = NO_RANK, ""
     for line in lines:
+        if found := _FIRST_NOTICED.search(line.text):
+            rank = int(found[1])
         if found := _MPI_RANK.search(line.text):
-            rank, host = int(found[1]), found[2]
+            rank, host = int(found[1] or NO_RANK), found[2]
         elif found := next((match for each in _SIGNALS if (match := each.search(line.text))), None):
             known = found.groupdict()
             how = known.get("name") or job_log.how(-int(known["signal"]))
@@ -141,6 +148,10 @@ def _of_mpirun(lines: Sequence[Line]) -> Iterator[End]:
     for line in lines:
         if found := _MPI_SIGNAL.search(line.text):
             yield End(found[2], (int(found[1]),), job_log.how(-int(found[3])), False)
+        elif found := _PADDLE.search(line.text):
+            yield End("", (int(found[1]),), job_log.how(int(found[2])), False)
+        elif line.rank != NO_RANK and (found := _CHILD.search(line.text)):
+            yield End("", (line.rank,), job_log.how(int(found[1])), False)
         elif found := _EXIT.search(line.text):
             yield End("", (int(found[1]),), job_log.how(int(found[2] or 1)), False)
         elif found := _MPI_NAME.match(line.text):

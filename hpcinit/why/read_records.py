@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +14,8 @@ from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict, named
 from hpcinit.why.ranking import Finding, Grade
 
 OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
+MOST_MORE = 4  # further lines of an error's message
+MAY_CONTINUE = re.compile(r"(?i)\b(?:warn(?:ing)?|info|debug|retry|retrying)\b")  # in a message that may be harmless
 INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
@@ -22,6 +25,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     for one in ordered:
         if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:
             yield _of_record(one, ordered, evidence)
+    yield from _of_alarms(evidence)
     interrupted = [one for one in ordered if is_interrupt(one.record)]
     if interrupted and len(interrupted) == len(ordered) > 1:
         head = f"{named(one.record.rank for one in interrupted)} were interrupted (SIGINT){evidence.at_step}"
@@ -34,6 +38,22 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         advice = causes.SIGNALS["Interrupt"]
         verdict = Verdict(head, failure_kinds.SIGNAL, advice, rank, record.host, when, record.step)
         yield Finding(Grade.INTERRUPTED, verdict, (record.rank,))
+
+
+def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first line without a traceback whose message causes.py lists."""
+    for rank, text in evidence.alarms:
+        found = causes.message(text)
+        if not found or causes.is_secondary_text(text) or MAY_CONTINUE.search(text):
+            continue
+        row, named_ranks = found
+        failed = {one for end in evidence.log.ends if not (end.after_abort or end.succeeded) for one in end.ranks}
+        own = {rank} if rank >= 0 else failed if len(failed) == 1 else set()
+        ranks = named_ranks or tuple(own if row.kind not in OF_OTHERS else ())
+        head = f"{evidence.named(ranks) if ranks else 'a message shows a failure'}: {brief(text)}"
+        known = ranks[0] if ranks else None
+        yield Finding(Grade.NOTED, evidence.verdict(head, row.kind, row.advice, rank=known, error=brief(text)), ranks)
+        return
 
 
 def is_cause(one: Found, evidence: Evidence) -> bool:
@@ -58,8 +78,11 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
         do = causes.CUDA_MEMORY_OF_PROGRAM
     said = causes.message(record.foreign)
     at_fault = said[1] if said else ()
-    lines = _source(record.traceback) + [evidence.oom] * bool(evidence.oom) + _others(first, ordered, evidence)
     text = causes.short(record.error)
+    lines = [brief(line) for line in record.error.splitlines()[1:] if brief(line) and brief(line) not in text][
+        :MOST_MORE
+    ]
+    lines += _source(record.traceback) + [evidence.oom] * bool(evidence.oom) + _others(first, ordered, evidence)
     if said and kind in OF_OTHERS and not record.kind:
         return _stated(at_fault, text, kind, do, lines, evidence)
     rank = at_fault[0] if at_fault else record.rank

@@ -10,7 +10,7 @@ from hpcinit.base.text import brief
 from hpcinit.records import causes
 from hpcinit.records.job_log import Cancelled
 from hpcinit.why import setup_failure
-from hpcinit.why.evidence import Evidence, Verdict
+from hpcinit.why.evidence import Evidence, Verdict, named
 from hpcinit.why.ranking import Finding, Grade
 
 MORE_TIME = (
@@ -23,6 +23,7 @@ STOP_SIGNAL = (
     "run.should_stop() saves when it arrives"
 )
 UNFINISHED = "nothing failed that the logs show; if the ranks did not advance before, the stacks and dumps show why"
+BEFORE_PROGRAM = ("execve()", "pyxis")  # messages of slurmstepd about a task that it cannot start
 REFUSED = "read the message: an option, a variable of the environment, a file or the time of the job does not fit"
 
 
@@ -42,6 +43,14 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(Grade.MEMORY, verdict)
     if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
         yield Finding(Grade.ENDED, end(ended, evidence))
+    failed = [one for one in log.ends if one.how.startswith("Exited with") and not one.after_abort]
+    if log.refused.startswith(BEFORE_PROGRAM) and failed:
+        hosts = {one.host for one in failed}
+        ranks = tuple(sorted({rank for one in failed for rank in one.ranks} if len(hosts) == 1 else ()))
+        who, host = (f"{named(ranks)} on {failed[0].host}", failed[0].host) if ranks else ("the ranks", "")
+        head, rank = f"{who} did not start: {log.refused}", ranks[0] if ranks else None
+        verdict = evidence.verdict(head, failure_kinds.SCRIPT, REFUSED, rank=rank, host=host, error=log.refused)
+        yield Finding(Grade.RAISED, verdict, ranks)
     yield from _of_stop_signal(evidence)
     yield from _of_script(evidence)
     yield Finding(Grade.NOTHING, _nothing(evidence))
@@ -119,12 +128,17 @@ def _of_script(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _nothing(evidence: Evidence) -> Verdict:
+    if evidence.cut:
+        ranks = [rank for rank in evidence.cut if rank >= 0]
+        head = "the cause is unknown: the log ends inside a traceback" + (f" of {named(ranks)}" if ranks else "")
+        return evidence.verdict(head, failure_kinds.UNKNOWN, "read the rest of the log, or the logs of the other ranks")
     if evidence.alarms:
-        head = f"the cause is unknown; the last line that may show a failure: {brief(evidence.alarms[-1])}"
+        head = f"the cause is unknown; the last line that may show a failure: {brief(evidence.alarms[-1][1])}"
         return evidence.verdict(head, failure_kinds.UNKNOWN, "read the log around this line")
     if evidence.trains and evidence.state in ("UNKNOWN", "COMPLETED"):
         handled = tuple(f"an error after which its process trained on: {text}" for text in evidence.handled[:3])
-        return evidence.verdict("the logs show no failure", failure_kinds.NONE, "", evidence=handled)
+        end = "" if evidence.finished else "; how the job ended is unknown"
+        return evidence.verdict(f"the logs show no failure{end}", failure_kinds.NONE, "", evidence=handled)
     if not evidence.has_clock and evidence.state == "UNKNOWN":
         head = "the cause is unknown: the logs have no message of a failure that hpcinit knows"
         return evidence.verdict(head, failure_kinds.UNKNOWN, "read the end of the log")

@@ -21,13 +21,18 @@ HANDLED_AFTER = 2  # lines of a rank that trains, after an error that was handle
 _MARGIN = re.compile(r"^\s*(?:\+-[+-]*|[|+])(?: (?=\S)|(?= ))")  # of an exception group
 _BOX = re.compile(r"^│ ?(.*?)\s*│?$")  # of rich
 _BOX_FRAME = re.compile(r"^\s*(\S+):(\d+) in (.+)$")
-_ERROR = re.compile(r"^(?!(?:INFO|WARNING|WARN|DEBUG|ERROR|CRITICAL|srun|slurmstepd)\b)[A-Za-z_][\w.]*(?::|$)")
+# The line of an exception. Lines of other programs may be inside a traceback: 'Epoch: 3', 'wandb: ...', 'n1: ...'
+_ERROR = re.compile(
+    r"^(?:(?:\w+\.)+(?:_*[A-Z]\w*|error|timeout|gaierror|herror)|_*[A-Z]\w*[a-z0-9][A-Z]\w*"
+    r"|(?:_*[A-Z]\w*)?Exception|_*[A-Z]\w*(?:Error|Exit|Interrupt|Warning|Group))(?::|$)"
+)
 # A program that catches an exception, and C++ below 'terminate called after throwing', print the message alone.
 _ALONE = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)|^\s+what\(\):\s+(\[enforce fail .*)")
 # Log frameworks: 'ERROR | rank=5 | app | Uncaught HfHubHTTPError: 429 ...'; the driver: 'NVRM: Xid ...'
 _LOGGED = re.compile(
     r"\b(?:[Uu]ncaught|[Uu]nhandled)(?: exception)?:? ((?:\w+\.)*[A-Z]\w*: \S.*)"
-    r"|(NVRM: Xid .*|Memory access fault by GPU.*)"
+    r"|(?:\b(?:ERROR|CRITICAL|FATAL)\b|^[EF]\d{4} ).*?\b((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)"
+    r"|(NVRM: Xid .*|(?:Memory access fault|HW Exception) by GPU.*)"
 )
 _LOGGED_BY = re.compile(r"(?i)\brank ?[=:#_ -]? ?(\d{1,6})\b")
 _FAILS = re.compile(r"(?i)\b(?:error|exception|fail\w*|crash\w*|critical|fatal)\b")
@@ -35,17 +40,25 @@ _CHAIN = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause"
     r"|-- Process (?P<rank>\d{1,6}) terminated with the following error)"  # torch.multiprocessing.spawn
 )
-_WRAPPER = re.compile(r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b|^[\w.]+: Caught \w+ in ")
+_WRAPPER = re.compile(
+    r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b"
+    r"|^[\w.]+: (?:Caught \w+ in |The following operation failed in the TorchScript interpreter)"
+)
 _IN_TABLE = re.compile(r"^\s*rank\s*: (\d{1,6}) \(local_rank")  # torchrun's table, which may have tracebacks
 MOST_NOISE = 20  # lines of other programs inside a traceback
 _IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^--- Logging error ---")
-_DETAIL = re.compile(r"^(?:\t|  +(?!File \")\S|nccl[A-Z]\w+:|Last error:)")
+_DETAIL = re.compile(r"^(?:\t|  +(?!File \")\S|[\w.\[\]]+$|nccl[A-Z]\w+:|Last error:)")
 _NAMED = re.compile(r"^[\w.]+: Rank (\d{1,6}): ")  # Megatron-LM: 'AssertionError: Rank 11: found NaN in ...'
-_NCCL_WARNING = re.compile(r"NCCL WARN (.*)")
+_HOST = re.compile(r"([A-Za-z][\w.-]*)(?::| *\|) ")  # as a prefix of each line
+_OF_KERNEL = re.compile(r"^NVRM|by GPU")
+_KERNEL = re.compile(r"(\S+) kernel: ")
+_NCCL_WARNING = re.compile(r"^(?:(?P<host>[^\s:]{1,80}):\d+:\d+ \[\d+\])?.*NCCL WARN (?P<text>.*)")
+_MISSING = re.compile(r"(\d{1,6}): (\[.*)")  # of Horovod's stall inspector
+_USAGE_ERROR = re.compile(r"^(\S+): error: (.*)")  # of argparse, below 'usage: train.py [-h] ...'
 TRAINS = re.compile(
-    r"(?i)\b(?:step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\[|\btraining finished\b"
+    r"(?i)\b(?:(?<!job )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
+    r"|\btraining finished\b"
 )
-_RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")  # torchrun
 _HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback that its handler of SIGTERM raises
 
 
@@ -53,7 +66,8 @@ _HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback
 class Error:
     """An error in a log. rank: who printed it, or who the message names. text: its message, of several lines.
     traceback: with its frames. number: of its line. handled: whether its process trained on. alone: whether the
-    message has no traceback, so that the program has caught the exception."""
+    message has no traceback, so that the program has caught the exception. host: in the prefix of its line, '' if
+    unknown."""
 
     rank: int
     text: str
@@ -61,23 +75,22 @@ class Error:
     number: int
     handled: bool = False
     alone: bool = False
+    host: str = ""
 
 
 def read(lines: Sequence[Line]) -> list[Error]:
-    """Return the errors in the order of their lines, without those before torchrun's last restart of the ranks."""
+    """Return the errors in the order of their lines."""
     streams: dict[str, list[tuple[int, Line]]] = {}
-    restarted = -1
     for number, line in enumerate(lines):
         streams.setdefault(line.stream, []).append((number, line))
-        if _RESTARTED.search(line.text):
-            restarted = number
     found = [error for stream in streams.values() for error in _of_process(stream, len(lines))]
-    warnings = [match[1] for line in lines if (match := _NCCL_WARNING.search(line.text)) and _is_cause(match[1])]
+    warnings = [match for line in lines if (match := _NCCL_WARNING.search(line.text)) and _is_cause(match["text"])]
     if warnings:
-        found = [_with_reason(error, warnings[0]) for error in found] or [
-            Error(NO_RANK, f"NCCL WARN {warnings[0]}", "", len(lines))
-        ]
-    return sorted((one for one in found if one.number > restarted), key=lambda one: one.number)
+        reasons = "; ".join(dict.fromkeys(match["text"] for match in warnings[:MOST_DETAILS]))
+        found = [_with_reason(error, reasons) for error in found]
+        if all(causes.is_secondary_text(error.text, error.traceback) for error in found):
+            found.append(Error(NO_RANK, f"NCCL WARN {reasons}", "", len(lines), host=warnings[0]["host"] or ""))
+    return sorted(found, key=lambda one: one.number)
 
 
 def _is_cause(warning: str) -> bool:
@@ -97,18 +110,31 @@ def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     trains = [number for number, line in lines if TRAINS.search(line.text)]
     # Lines without a rank may be of several processes.
     enough = HANDLED_AFTER + (lines[0][1].rank == NO_RANK)
+    last = max((number for number, line in lines if line.text), default=-1)
+    host = _HOST.fullmatch(lines[0][1].stream)
     return [
-        replace(one, handled=sum(1 for number in trains if number > one.number) >= enough)
+        replace(
+            one,
+            host=one.host or (host[1] if host else ""),
+            handled=sum(1 for number in trains if number > one.number) >= enough
+            or (last > one.number and _is_of_text(one.traceback)),
+        )
         for one in _errors(lines, size)
         if _HANDLER not in one.traceback
     ]
+
+
+def _is_of_text(traceback: str) -> bool:
+    """Return whether all frames are of code that the program executes from a text, such as a candidate's solution."""
+    files = re.findall(r'File "([^"]*)"', traceback)
+    return bool(files) and all(re.fullmatch(r"<(?!string|stdin|frozen).*>", file) for file in files)
 
 
 def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     found: list[Error] = []
     opened: list[str] = []  # the lines of a traceback whose message follows
     details, ignored, chained, named, before, indent, noise = 0, False, False, NO_RANK, "", 0, 0
-    listed = NO_RANK
+    listed, usage = NO_RANK, ""
     for number, line in lines:
         text = _plain(line.text)
         listed = _number(_IN_TABLE.match(text), listed)
@@ -133,19 +159,33 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
             details -= 1
         elif chain := _CHAIN.match(text):
             chained, named = bool(found), int(chain["rank"] or NO_RANK)
-        elif _IGNORED.match(text):
-            ignored = True
-        elif (alone := _ALONE.match(text)) or (alone := _LOGGED.search(text)):
-            message = alone[1] or alone[2]
-            rank = _number(_LOGGED_BY.search(text), _rank(line, message, NO_RANK))
-            found.append(Error(rank, message, "", number, alone=alone.re is _ALONE))
+        elif alone := _without_traceback(line, text, number, before, usage):
+            if found and not found[-1].alone and _WRAPPER.match(found[-1].text):
+                found.pop()  # its reason follows without a traceback
+            # The kernel's messages are in a log without ranks; an error of a rank counts more.
+            found.append(replace(alone, number=number + size) if _OF_KERNEL.search(alone.text) else alone)
             details = MOST_DETAILS
         elif text.strip():
-            details, ignored = 0, False
-        before = text
+            details, ignored = 0, bool(_IGNORED.match(text))
+        before, usage = text, text if text.startswith("usage: ") else usage
     if opened and not ignored and lines[-1][0] >= size - 2:
-        found.append(Error(lines[-1][1].rank, CUT, "\n".join(opened), lines[-1][0]))
+        found.append(Error(named if named != NO_RANK else lines[-1][1].rank, CUT, "\n".join(opened), lines[-1][0]))
     return found
+
+
+def _without_traceback(line: Line, text: str, number: int, before: str, usage: str) -> Error | None:
+    """Return the error in a line outside of tracebacks. before: the line above. usage: the last one of argparse."""
+    if before.strip().endswith("Missing ranks:") and (missing := _MISSING.match(text)):
+        return Error(NO_RANK, f"RuntimeError: Missing ranks: {missing[1]} in {missing[2]}", "", number)
+    if usage and (wrong := _USAGE_ERROR.match(text)) and usage.startswith(f"usage: {wrong[1]}"):
+        return Error(line.rank, f"{wrong[1]}: {wrong[2]}", "", number)
+    if alone := _ALONE.match(text) or _LOGGED.search(text):
+        message = next(filter(None, alone.groups()))
+        rank = _number(_LOGGED_BY.search(text), _rank(line, message, NO_RANK))
+        kernel = _KERNEL.search(text)
+        host = kernel[1] if kernel else ""
+        return Error(rank, message, "", number, alone=alone.re is _ALONE, host=host)
+    return None
 
 
 def _number(found: re.Match[str] | None, otherwise: int) -> int:

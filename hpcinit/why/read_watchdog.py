@@ -30,8 +30,11 @@ _WORK = re.compile(
     rf"{_WHO}.*[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{{1,18}}), last completed (?:NCCL )?work: -?\d"
 )
 _STUCK = re.compile(rf"{_WHO}.*(?:watchdog got stuck for|Heartbeat monitor timed out)")
+_DUMPED = re.compile(rf"{_WHO}.*due to a collective timeout")
 _ENDED = re.compile(rf"{_WHO}.*watchdog thread terminated with exception: (?P<text>(?!.*Watchdog caught).*)")
+MESSAGES = ("SEND", "RECV")
 UNEVEN = ("ALLTOALL", "SEND", "RECV", "GATHER", "SCATTER", "COALESCED")  # sizes of these may differ between ranks
+FEW = 4  # if more than a quarter of the ranks is missing, the log does not have all messages
 ADVICE = (
     "its own log and stack show what it did instead of this call; dumps of torch's flight recorder prove it "
     "(TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1), and hpcinit why reads them"
@@ -52,6 +55,8 @@ def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
             errors.append(Error(_rank(line, found), text, "", number))
         elif found := _WORK.search(line.text):
             watched.append(Watched(_rank(line, found), _group(found), enqueued=int(found["enqueued"])))
+        elif found := _DUMPED.search(line.text):
+            watched.append(Watched(_rank(line, found), _group(found)))
         elif found := _STUCK.search(line.text):
             watched.append(Watched(_rank(line, found), _group(found), stuck=True))
         elif found := _ENDED.search(line.text):
@@ -92,6 +97,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         head = (
             f"collectives of several groups timed out on {named(at)}, and the logs do not show for which rank they wait"
         )
+        yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
+    elif at and all(call.startswith(MESSAGES) for _, call, _ in at.values()):  # each is a call of two ranks
+        head = f"sends or receives timed out on {named(at)}, and the logs do not show for which rank they wait"
         yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
     elif len(set(at.values())) > 1:
         yield _different(at, evidence, same_group=None not in groups)
@@ -149,7 +157,8 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
     missing between the others."""
     size = evidence.size or max(at, default=-1) + 1
     missing = tuple(sorted(set(range(size)) - at.keys()))
-    return missing if 2 * len(missing) < size else ()
+    few = len(missing) == 1 or FEW * len(missing) <= size
+    return missing if few and 2 * len(missing) < size else ()
 
 
 def _enqueued(rank: int, known: Sequence[Watched]) -> int:

@@ -68,10 +68,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     dumps = _only_dumps(Path(options.run)) if options.run else {}
-    if flight_recorder.has_a_dump(dumps):
-        return _of_dumps(dumps, options)
-    if found := foreign_job.find(options.run):
-        return _of_logs(found, options)
+    readable = dumps if flight_recorder.has_a_dump(dumps) else {}
+    if found := foreign_job.find(options.run, readable):
+        return _of_logs(found, options, readable)
     if dumps:
         return _of_dumps(dumps, options)
     try:
@@ -161,15 +160,15 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
     return 0
 
 
-def _of_logs(job: ForeignJob, options: argparse.Namespace) -> int:
+def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, Mapping[str, Any]] | None = None) -> int:
     """Print the verdict on a job that hpcinit did not start."""
     verdict = diagnosis.diagnose(job.logs.evidence)
     if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
         verdict = replace(verdict, do=FOREIGN, resubmit=False)
-    replayed = _replay(foreign_job.dumps_in(Path(options.run)), (), options) if options.replay else None
+    replayed = _replay(dumps or {}, (), options) if options.replay else None
     if options.json:
         known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
-        where = {**known, "files": [str(path) for path in job.files]}
+        where = {**known, "files": [str(path) for path in job.files], "dumps": sorted(dumps or ())}
         print(_line(verdict, where, replayed, job.unknown))
     elif options.quiet:
         print(plain_lines([verdict.headline, *_short(replayed)]))
