@@ -58,7 +58,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
     has = subprocess.run([python, "-c", "import torch, numpy"], capture_output=True, check=False)
     assert has.returncode == 0, has.stderr
     for name in ("hydra", "omegaconf", "packaging", "psutil", "pytest", "rich", "submitit", "yaml", "deepspeed"):
-        lacks = subprocess.run([python, "-c", f"import {name}"], capture_output=True, check=False)
+        lacks = subprocess.run([python, "-I", "-c", f"import {name}"], capture_output=True, check=False)
         assert lacks.returncode == 1, f"{name} is in the bare environment"
     return python
 

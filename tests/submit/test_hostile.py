@@ -47,7 +47,7 @@ def keys(kind: Any = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
             continue
         elif hint is str or (inner == [str] and get_origin(hint) is not list):
             yield name, "text"
-        elif get_origin(hint) is list and inner == [str]:
+        elif get_origin(hint) is list and inner[0] in (str, Any):
             yield name, "list"
         elif get_origin(hint) is dict and inner[1] in (str, Any):
             yield name, "dict"
