@@ -98,7 +98,7 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _rewritten(key: str, value: Rewritten) -> str:
-    """Return the message for a variable or an argument that YAML has changed."""
+    """Return the message for a text that YAML has changed."""
     is_, reads = value.written or "empty", f", which YAML reads as {value}" if value.written != value else ""
     unquoted = "" if value == as_text(None) else f", or write {value}"
     return f'{value.where}: {key} is {is_}{reads}, expected text: quote it, as in "{value.written}"{unquoted}'

@@ -26,7 +26,7 @@ def as_text(value: object) -> str:
 
 
 class Rewritten(str):
-    """The text of a variable or an argument that YAML has changed. The checks report it, so no program gets it.
+    """A text, such as a variable or an argument, that YAML has changed. The checks report it, so no job gets it.
 
     written: what the file has. where: the file and the line.
     """

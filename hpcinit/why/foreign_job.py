@@ -106,10 +106,9 @@ def gather(
     hosts = {rank: end.host for end in slurm.ends for rank in end.ranks if end.host}
     seen = {line.rank for line in lines if line.rank != NO_RANK}
     ranks = {*seen, *hosts, *(one.rank for one in errors if one.rank >= 0)}
+    order = {id(one): float(at) for at, one in enumerate(errors)}
     records = tuple(
-        Found(
-            ErrorRecord(float(errors.index(one)), one.rank, hosts.get(one.rank, one.host), one.text, one.traceback), 0.0
-        )
+        Found(ErrorRecord(order[id(one)], one.rank, hosts.get(one.rank, one.host), one.text, one.traceback), 0.0)
         for one in _first_of_each(errors)
     )
     trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)

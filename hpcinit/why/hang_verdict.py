@@ -440,7 +440,11 @@ class Search:
 
     def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
         """Return what must be equal on all ranks that have called the operation, by rank."""
-        calls, sized, typed = self._compared(operation, ranks)
+        return self._keys(operation, *self._compared(operation, ranks))
+
+    def _keys(
+        self, operation: Operation, calls: Mapping[int, Call], sized: bool, typed: bool
+    ) -> dict[int, tuple[Any, ...]]:
         if isinstance(operation[1], Message):
             complete = {rank: call for rank, call in calls.items() if self.ranks[rank].complete and sized}
             return {rank: _of_message(call, typed=typed) for rank, call in complete.items()}
@@ -449,7 +453,7 @@ class Search:
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
         """Return whether the ranks called different things; if so, blame the ranks that differ from the majority."""
         calls, sized, typed = self._compared(operation, ranks)
-        keys = self.keys(operation, ranks)
+        keys = self._keys(operation, calls, sized, typed)
         counts = Counter(keys.values()).most_common()
         if len(counts) < 2:
             return False
