@@ -136,7 +136,7 @@ class Texts:
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
     def texts_at(self, only: Collection[Place] | None = None) -> dict[Place, Any]:
-        """Return what is text, by its place in the config: the program's variables and arguments, and lines of the script.
+        """Return the texts by their places in the config: variables and arguments of the program, lines of the script.
 
         A value that has no text, such as a list, stays what it is, and a text that YAML has changed is Rewritten:
         config/checks.py reports both.
