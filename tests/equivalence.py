@@ -26,8 +26,8 @@ from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Training
 from hpcinit.runtime import mesh
-from hpcinit.runtime import wrap as wrapping
-from hpcinit.runtime.wrap import sequence
+from hpcinit.train import wrap as wrapping
+from hpcinit.train.wrap import sequence
 
 STEPS, CONTEXT, GLOBAL_BATCH, LR = 12, 32, 16, 0.3
 CLIP = 0.55  # the norm is above it in some steps and below it in others

@@ -68,8 +68,13 @@ PACKAGES = {
         ("torch",),
     ),
     "runtime": Package(
-        "inside a rank: init, process group, devices, mesh, wrap, checkpoints, lifecycle",
+        "inside a rank: init, process group, devices, mesh, seeds, signals, stopping, heartbeats",
         (*JOB, "deepspeed", "rendezvous"),
+        ("torch", "deepspeed", "numpy"),
+    ),
+    "train": Package(
+        "the optional training layer: run.wrap() for each kind of parallelism, and checkpoints",
+        (*JOB, "deepspeed", "rendezvous", "runtime"),
         ("torch", "deepspeed", "numpy", "safetensors", "peft"),
     ),
     "launch": Package(
@@ -86,6 +91,8 @@ PACKAGES = {
         "the table of commands, completion, how every command ends", ("base", "config", "observe", "submit")
     ),
 }
+# A program that calls run.wrap() or run.save() needs the package train, and others never import it.
+IN_FUNCTIONS = {"runtime/runtime.py": ("train",)}
 
 
 def table() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpcinit
-from tests.packages import PACKAGES, PAGE, page
+from tests.packages import IN_FUNCTIONS, PACKAGES, PAGE, page
 
 PACKAGE = Path(hpcinit.__file__).parent
 HEAVY = ("torch", "deepspeed")
@@ -154,9 +154,15 @@ def test_imports_follow_the_table(path: Path) -> None:
         if package is None or path.name == "__main__.py":  # modules that a shell starts may import everything
             continue
         if parts[0] == "hpcinit" and len(parts) > 1 and parts[1] in PACKAGES:
-            assert parts[1] in {relative.parts[0], *package.imports}, f"{relative} imports {name}"
+            allowed = {relative.parts[0], *package.imports, *IN_FUNCTIONS.get(str(relative), ())}
+            assert parts[1] in allowed, f"{relative} imports {name}"
         elif parts[0] != "hpcinit":
             assert parts[0] in {*sys.stdlib_module_names, *package.others}, f"{relative} imports {name}"
+
+
+def test_the_training_layer_is_imported_when_it_is_used() -> None:
+    """Importing hpcinit.init imports nothing of hpcinit.train."""
+    assert not {name for name in modules_after("import hpcinit; hpcinit.init") if name.startswith("hpcinit.train")}
 
 
 def test_no_two_modules_have_the_same_name() -> None:

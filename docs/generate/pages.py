@@ -83,8 +83,8 @@ OBJECTS = {
     "hpcinit.Training": "hpcinit.records.spec.Training",
     "hpcinit.Precision": "hpcinit.records.spec.Precision",
     "hpcinit.HpcinitError": "hpcinit.base.errors.HpcinitError",
-    "Wrapped": "hpcinit.runtime.wrap.wrapped.Wrapped",
-    "Loaded": "hpcinit.runtime.checkpoint.Loaded",
+    "Wrapped": "hpcinit.train.wrap.wrapped.Wrapped",
+    "Loaded": "hpcinit.train.checkpoint.Loaded",
 }
 MESSAGES = """\
 # All messages

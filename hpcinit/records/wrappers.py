@@ -3,8 +3,8 @@
 This is the part that needs no torch. To add a wrapper, change three files:
 
 1. this one: a subclass of Wrapper, and its line in WRAPPERS;
-2. a module in `runtime/wrap/`: a Strategy, which wraps the model, and a Wrapped, which steps, saves and loads;
-3. `runtime/wrap/__init__.py`: the Strategy's line in STRATEGIES.
+2. a module in `train/wrap/`: a Strategy, which wraps the model, and a Wrapped, which steps, saves and loads;
+3. `train/wrap/__init__.py`: the Strategy's line in STRATEGIES.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from hpcinit.runtime.checkpoint import Loaded
-    from hpcinit.runtime.checkpoint.export_weights import Saves
-    from hpcinit.runtime.checkpoint.random_state import Stateful
     from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
     from hpcinit.runtime.lifecycle.stopping import FirstStepWatch, Stopper
-    from hpcinit.runtime.wrap import Wrapped
-    from hpcinit.runtime.wrap.wrapped import MakeOptimizer
+    from hpcinit.train.checkpoint import Loaded
+    from hpcinit.train.checkpoint.export_weights import Saves
+    from hpcinit.train.checkpoint.random_state import Stateful
+    from hpcinit.train.wrap import Wrapped
+    from hpcinit.train.wrap.wrapped import MakeOptimizer
 
 PROGRESS_EVERY_S = 1.0
 HEARTBEAT_AGAIN_S = 60.0  # interval of retries after a heartbeat found no disk space
@@ -261,7 +261,7 @@ class Runtime:
                 each outermost ModuleList or Sequential whose children are all of one class.
             mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.
         """
-        from hpcinit.runtime import wrap  # noqa: PLC0415 - takes a second to import, and not every program trains
+        from hpcinit.train import wrap  # noqa: PLC0415 - takes a second to import, and not every program trains
 
         return wrap.wrap(
             model,
@@ -285,7 +285,7 @@ class Runtime:
             tensors: tensors with the whole sequence, such as inputs and labels.
             dim: the sequence dimension.
         """
-        from hpcinit.runtime.wrap import sequence  # noqa: PLC0415 - as above
+        from hpcinit.train.wrap import sequence  # noqa: PLC0415 - as above
 
         return sequence.shard(self.layout, self.rank, *tensors, dim=dim)
 
@@ -316,7 +316,7 @@ class Runtime:
             keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
             timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
         """
-        from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
+        from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
         began, timeout = time.monotonic(), self._patience(timeout)
         with phase.during("saving", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
@@ -356,7 +356,7 @@ class Runtime:
             loader: the data loader whose position was saved.
             timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
         """
-        from hpcinit.runtime import checkpoint  # noqa: PLC0415 - as above
+        from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
         timeout = self._patience(timeout)
         with phase.during("loading", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
@@ -393,7 +393,7 @@ class Runtime:
             tokenizer: a tokenizer or processor of Transformers to save in the folder.
             timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
         """
-        from hpcinit.runtime.checkpoint import export_weights  # noqa: PLC0415 - as above
+        from hpcinit.train.checkpoint import export_weights  # noqa: PLC0415 - as above
 
         timeout = self._patience(timeout)
         chosen = dtype or (torch.float16 if self.training.precision.param == "fp16" else torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
-from hpcinit.runtime.wrap import sequence
+from hpcinit.train.wrap import sequence
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -43,7 +43,7 @@ def test_no_module_compares_with_the_name_of_a_wrapper() -> None:
 def test_every_wrapper_has_a_torch_part_and_is_in_the_help() -> None:
     """The table in records, the table in runtime/wrap and the help of parallel.wrap have the same names."""
     from hpcinit.config.schema import Parallel
-    from hpcinit.runtime.wrap import STRATEGIES
+    from hpcinit.train.wrap import STRATEGIES
 
     assert STRATEGIES.keys() == WRAPPERS.keys()
     text = Parallel.__dataclass_fields__["wrap"].metadata["help"]

@@ -12,10 +12,10 @@ import pytest
 
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.records import causes
-from hpcinit.runtime.checkpoint import checkpoint_folder
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint import owner as owners
-from hpcinit.runtime.checkpoint.checkpoint_folder import Description, File
+from hpcinit.train.checkpoint import checkpoint_folder
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import owner as owners
+from hpcinit.train.checkpoint.checkpoint_folder import Description, File
 from tests.runtime import checkpointing
 from tests.runtime.spawned import ranks, without_gloos_line
 from tests.test_train_gpt import python
@@ -194,8 +194,8 @@ BEGIN = """
         import torch, hpcinit
         from hpcinit.records.layout import Layout
         from hpcinit.records.spec import Training
-        from hpcinit.runtime import checkpoint
-        from hpcinit.runtime.checkpoint import checkpoint_folder
+        from hpcinit.train import checkpoint
+        from hpcinit.train.checkpoint import checkpoint_folder
         from tests.runtime.checkpointing import Program, zero
         run, found, quoted = hpcinit.init(deepspeed=True), {}, []
         ddp, plain = Training("ddp"), Layout()

@@ -75,7 +75,7 @@ def test_no_rank_waits_for_a_removal(tmp_path: Path) -> None:
     save waits for the removal at most half its timeout."""
     code = """
         import dataclasses, threading, time
-        from hpcinit.runtime.checkpoint import owner as owners
+        from hpcinit.train.checkpoint import owner as owners
         run.set_collective_timeout(timedelta(seconds=5))
         folder, saved, real_rmtree = Path(os.environ["FOLDER"]), threading.Event(), shutil.rmtree
         def slow_rmtree(*args, **more):

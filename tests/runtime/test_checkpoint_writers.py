@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hpcinit.base.errors import RequestError
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint import owner as owners
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import owner as owners
 from tests.runtime.spawned import ranks
 from tests.runtime.test_checkpoint import BEGIN, begin, left_in, publish, two_ranks, whole
 
@@ -21,7 +21,7 @@ PATIENCE_S = 240  # four ranks that import torch at the same time, on a busy mac
 # The groups synchronize: rank 0 of each touches a file, and waits for a file of the other group.
 GATES = """
         import time
-        from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps, owner as owners
+        from hpcinit.train.checkpoint import checkpoint_folder as of_steps, owner as owners
         marks, first = Path(os.environ["MARKS"]), os.environ["GROUP"] == "first"
         def at(mark):
             if run.rank == 0:
@@ -191,7 +191,7 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
     code = """
         from datetime import timedelta
         from hpcinit.rendezvous import process_state
-        from hpcinit.runtime.checkpoint import native_checkpoint
+        from hpcinit.train.checkpoint import native_checkpoint
         def newest(folder):
             # What load() would load, without loading it.
             with native_checkpoint.patient(timedelta(minutes=2)):

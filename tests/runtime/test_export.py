@@ -18,7 +18,7 @@ from pathlib import Path
 from datetime import timedelta
 from torch.distributed.tensor.parallel import RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
-from hpcinit.runtime.checkpoint import export_weights
+from hpcinit.train.checkpoint import export_weights
 os.environ["HF_HUB_OFFLINE"] = "1"
 tokens = torch.arange(24).view(2, 12) % 30
 config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -192,7 +192,7 @@ message["file"] = refused(export, made, "disk/file")
 message["foreign"] = refused(export, made, ".")
 made.offload_states(["optim_states"])
 message["offloaded"] = refused(export, made, "out")
-from hpcinit.runtime.wrap.deepspeed_engine import Engine
+from hpcinit.train.wrap.deepspeed_engine import Engine
 engine = object.__new__(Engine)
 engine._divided = 2
 message["divided"] = refused(export, engine, "out")

@@ -212,7 +212,7 @@ def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:
 # Code that runs at step 20 on all ranks, instead of a read that blocks on rank 2.
 PHASES = """
 from datetime import timedelta
-import hpcinit.runtime.checkpoint
+import hpcinit.train.checkpoint
 def read(step):
     if step == 20:
         print("long", flush=True)
@@ -228,8 +228,8 @@ def at_20(code: str) -> str:
 @pytest.mark.parametrize(
     "code",
     [
-        "hpcinit.runtime.checkpoint.save = lambda *a, **k: time.sleep(8); run.save(None, 'x', step)",  # a slow disk
-        "hpcinit.runtime.checkpoint.load = lambda *a, **k: time.sleep(8); run.load(None, 'x')",
+        "hpcinit.train.checkpoint.save = lambda *a, **k: time.sleep(8); run.save(None, 'x', step)",  # a slow disk
+        "hpcinit.train.checkpoint.load = lambda *a, **k: time.sleep(8); run.load(None, 'x')",
         "with run.phase('evaluating'): time.sleep(8)",
     ],
 )

@@ -224,8 +224,8 @@ def test_a_long_save_finishes_after_a_signal(tmp_path: Path) -> None:
     """A save that takes longer than the time after which a silent rank counts as stuck (10 s, here 1 s) is not stuck."""
     code = TRAIN.replace(
         "for step in",
-        "import hpcinit.runtime.checkpoint\nfrom hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\n"
-        "hpcinit.runtime.checkpoint.save = lambda *a, **k: time.sleep(12)\nfor step in",
+        "import hpcinit.train.checkpoint\nfrom hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\n"
+        "hpcinit.train.checkpoint.save = lambda *a, **k: time.sleep(12)\nfor step in",
     ).replace("    if stop", "    if step == 20: run.save(None, 'x', step); print('saved', flush=True)\n    if stop")
     with ranks(code + END, 2, tmp_path) as found:
         until(tmp_path / "rank-0.log", "step 20")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint import export_weights
-from hpcinit.runtime.checkpoint import owner as owners
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import export_weights
+from hpcinit.train.checkpoint import owner as owners
 from tests.minislurm import MiniSlurm
 from tests.runtime.test_checkpoint import left_in, two_ranks, whole
 from tests.waiting import until
@@ -23,7 +23,7 @@ from tests.waiting import until
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps, owner as owners
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps, owner as owners
 do, folder, job = sys.argv[1], Path(sys.argv[2]), sys.argv[3].format(**os.environ)
 if do == "write":
     of_steps.write(of_steps.begin(folder, 1, owners.of_this_process(job)).path / "dcp/file", bytes(4096))
@@ -129,7 +129,7 @@ def test_a_load_removes_it(killed: Path) -> None:
 EXPORT = """
 import sys, time
 from pathlib import Path
-from hpcinit.runtime.checkpoint import export_weights
+from hpcinit.train.checkpoint import export_weights
 print(export_weights.begin(Path(sys.argv[1]), ""), flush=True)
 time.sleep(600)
 """

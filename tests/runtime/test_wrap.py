@@ -11,7 +11,7 @@ from torch import nn
 
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
-from hpcinit.runtime.wrap import blocks, sequence
+from hpcinit.train.wrap import blocks, sequence
 from tests.runtime.spawned import ranks
 
 BEGIN = """
@@ -25,7 +25,7 @@ from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Precision, Training
 from hpcinit.runtime import mesh
-from hpcinit.runtime.wrap import wrap
+from hpcinit.train.wrap import wrap
 
 class Attention(nn.Module):
     def __init__(self, heads=2, mask=None):

@@ -20,7 +20,7 @@ def test_zero_0_starts_like_the_other_stages(tmp_path: Path) -> None:
     extra step before the first one they differ by over 1 %."""
     lines = on_two_ranks(
         """
-from hpcinit.runtime.wrap import deepspeed_engine
+from hpcinit.train.wrap import deepspeed_engine
 def losses(stage):
     torch.manual_seed(3)
     training = Training("deepspeed", Precision("bf16"), deepspeed={"zero_stage": stage})
@@ -151,7 +151,7 @@ def test_muon_trains(tmp_path: Path) -> None:
     """deepspeed.optimizer=muon trains matrices with Muon and the rest with Adam, in ZeRO 1 to 3, and resumes exactly."""
     lines = on_two_ranks(
         """
-import hpcinit.runtime.checkpoint as checkpoint
+import hpcinit.train.checkpoint as checkpoint
 found = []
 for stage in (1, 2, 3):
     options = {"zero_stage": stage, "optimizer": "muon", "optimizer_params": {"lr": 0.02, "torch_adam": True}}
@@ -202,7 +202,7 @@ def built_cpu_adam() -> str:
 OFFLOADED = """
 import os
 from pathlib import Path
-import hpcinit.runtime.checkpoint as checkpoint
+import hpcinit.train.checkpoint as checkpoint
 layout, folder = Layout(dp_replicate=2), Path("FOLDER")
 
 def made(stage, **more):
@@ -267,7 +267,7 @@ def test_a_checkpoint_loads_with_another_context_parallel_degree(tmp_path: Path)
     lines = on_two_ranks(
         f"""
 from pathlib import Path
-import hpcinit.runtime.checkpoint as checkpoint
+import hpcinit.train.checkpoint as checkpoint
 def made(layout):
     training = Training("deepspeed", Precision("bf16"), deepspeed={{"zero_stage": 2}})
     return wrapped(Attention(), layout, training, optimizer=lambda p: torch.optim.AdamW(p, lr=0.1))

@@ -126,8 +126,8 @@ REFUSALS = {
     "offloaded(zero(1, ds_config=IN_FP32))": "DeepSpeed's BF16_Optimizer. Use deepspeed.zero_stage=2, or remove data",
     "offloaded(zero(3), optimizer=None)": "offload_states() needs an optimizer, because DeepSpeed and torch move",
     "offloaded(Training(), ['lp_params'])": "lp_params with parallel.wrap=ddp or fsdp, only optim_states",
-    "[offloaded(Training()), hpcinit.runtime.checkpoint.save(made[-1], '.', 1, layout=None, seed=1)]": "save() while opt",
-    "[offloaded(Training()), hpcinit.runtime.checkpoint.load(made[-1], '.', layout=None)]": "load() while optim_states",
+    "[offloaded(Training()), hpcinit.train.checkpoint.save(made[-1], '.', 1, layout=None, seed=1)]": "save() while opt",
+    "[offloaded(Training()), hpcinit.train.checkpoint.load(made[-1], '.', layout=None)]": "load() while optim_states",
     "[started := wrapped(accumulation=2), started.backward(started(x).sum()), started.step(), started.offload_states()]": (
         "offload_states() was called during gradient accumulation; call it after step() returned True"
     ),
@@ -139,7 +139,7 @@ def test_refusals_name_the_key_to_change(tmp_path: Path) -> None:
     lines = on_two_ranks(
         f"""
 {MOVES}
-import hpcinit.runtime.checkpoint
+import hpcinit.train.checkpoint
 IN_FP32 = {{"data_types": {{"grad_accum_dtype": "fp32"}}}}
 made = []
 def offloaded(training, include=None, device="cpu", **more):

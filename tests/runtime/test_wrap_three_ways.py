@@ -16,7 +16,7 @@ TOLERANCE = 0.01
 PROGRAM = """
 import deepspeed
 from transformers import LlamaConfig, LlamaForCausalLM
-from hpcinit.runtime.wrap import sequence
+from hpcinit.train.wrap import sequence
 
 STEPS, SAMPLES, LENGTH, LR, CLIP = 8, 4, 16, 0.3, 5.0
 config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

@@ -13,7 +13,7 @@ from torch import nn
 import hpcinit
 from hpcinit import Samples, Training
 from hpcinit.runtime import process_group
-from hpcinit.runtime.wrap import Wrapped
+from hpcinit.train.wrap import Wrapped
 
 ROUNDS, SENT_TO = 2, 2  # number of transfers of the weights, and number of engines
 

@@ -24,15 +24,15 @@ from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Training
 from hpcinit.runtime import mesh as mesh_of_run
-from hpcinit.runtime.wrap import blocks as repeated
-from hpcinit.runtime.wrap import states, tied
-from hpcinit.runtime.wrap.sequence import Attention
-from hpcinit.runtime.wrap.strategy import Inputs, Strategy
-from hpcinit.runtime.wrap.wrapped import Wrapped, modules_with
+from hpcinit.train.wrap import blocks as repeated
+from hpcinit.train.wrap import states, tied
+from hpcinit.train.wrap.sequence import Attention
+from hpcinit.train.wrap.strategy import Inputs, Strategy
+from hpcinit.train.wrap.wrapped import Wrapped, modules_with
 
 if TYPE_CHECKING:
     from hpcinit.records.layout import Layout
-    from hpcinit.runtime.checkpoint.checkpoint_folder import Description
+    from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 # The norm of all gradients combines parameters on different meshes.
 
@@ -320,11 +320,11 @@ class Native(Wrapped):
                 yield tensor, _whole(tensor.detach())
 
     def save_files(self, folder: Path) -> list[str]:
-        from hpcinit.runtime.checkpoint import native_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
+        from hpcinit.train.checkpoint import native_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
 
         return native_checkpoint.save_native(self.model, self.optimizer, folder)
 
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
-        from hpcinit.runtime.checkpoint import native_checkpoint  # noqa: PLC0415 - as above
+        from hpcinit.train.checkpoint import native_checkpoint  # noqa: PLC0415 - as above
 
         native_checkpoint.load_native(self.model, self.optimizer, path)

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Training
-from hpcinit.runtime.wrap.sequence import Attention
-from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+from hpcinit.train.wrap.sequence import Attention
+from hpcinit.train.wrap.wrapped import MakeOptimizer, Wrapped
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,15 @@ from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.runtime import deepspeed_setup as starting
 from hpcinit.runtime import ops, process_group
-from hpcinit.runtime.wrap import blocks as repeated
-from hpcinit.runtime.wrap import tied
-from hpcinit.runtime.wrap.sequence import Attention
-from hpcinit.runtime.wrap.states import State
-from hpcinit.runtime.wrap.strategy import Inputs, Strategy
-from hpcinit.runtime.wrap.wrapped import Wrapped, modules_with
+from hpcinit.train.wrap import blocks as repeated
+from hpcinit.train.wrap import tied
+from hpcinit.train.wrap.sequence import Attention
+from hpcinit.train.wrap.states import State
+from hpcinit.train.wrap.strategy import Inputs, Strategy
+from hpcinit.train.wrap.wrapped import Wrapped, modules_with
 
 if TYPE_CHECKING:
-    from hpcinit.runtime.checkpoint.checkpoint_folder import Description
+    from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 # ZeRO 0 in 16 bits makes an optimizer step before the first one, to allocate all memory at the start.
 
@@ -335,12 +335,12 @@ class Engine(Wrapped):
             after()
 
     def save_files(self, folder: Path) -> list[str]:
-        from hpcinit.runtime.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
+        from hpcinit.train.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
 
         return deepspeed_checkpoint.save(self.engine, folder)
 
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
-        from hpcinit.runtime.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - as above
+        from hpcinit.train.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - as above
 
         deepspeed_checkpoint.load(self.engine, path, saved, layout.tp)
 

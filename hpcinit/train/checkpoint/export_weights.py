@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.base.versions import installed
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint import native_checkpoint
-from hpcinit.runtime.checkpoint import owner as owners
-from hpcinit.runtime.wrap.wrapped import Wrapped
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import native_checkpoint
+from hpcinit.train.checkpoint import owner as owners
+from hpcinit.train.wrap.wrapped import Wrapped
 
 MARKER = "hpcinit_export.json"
 WEIGHTS = "model.safetensors"

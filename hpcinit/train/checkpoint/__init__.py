@@ -31,12 +31,12 @@ from hpcinit.base.versions import installed
 from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout
 from hpcinit.records.startup_timeout import CHECKPOINT_S
-from hpcinit.runtime.checkpoint import checkpoint_folder, native_checkpoint, random_state
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint import owner as owners
-from hpcinit.runtime.checkpoint import random_state as of_data
-from hpcinit.runtime.checkpoint.checkpoint_folder import Description, File, Unfinished
-from hpcinit.runtime.wrap.wrapped import Wrapped
+from hpcinit.train.checkpoint import checkpoint_folder, native_checkpoint, random_state
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import owner as owners
+from hpcinit.train.checkpoint import random_state as of_data
+from hpcinit.train.checkpoint.checkpoint_folder import Description, File, Unfinished
+from hpcinit.train.wrap.wrapped import Wrapped
 
 __all__ = ["CheckpointError", "Loaded", "load", "save"]
 

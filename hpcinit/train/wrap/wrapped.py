@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_map_only
 from hpcinit.base.errors import RequestError
 from hpcinit.records import wrappers
 from hpcinit.records.batch import Batch
-from hpcinit.runtime.wrap import states
-from hpcinit.runtime.wrap.sequence import Attention, Ulysses
+from hpcinit.train.wrap import states
+from hpcinit.train.wrap.sequence import Attention, Ulysses
 
 if TYPE_CHECKING:
     from hpcinit.records.layout import Layout
-    from hpcinit.runtime.checkpoint.checkpoint_folder import Description
+    from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 # A function of parameters, or of parameter groups, as torch's optimizers take them.
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]

@@ -18,9 +18,9 @@ from hpcinit.base.errors import RequestError
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Training
-from hpcinit.runtime.wrap import deepspeed_engine, native, sequence
-from hpcinit.runtime.wrap.strategy import Inputs, Strategy
-from hpcinit.runtime.wrap.wrapped import MakeOptimizer, Wrapped
+from hpcinit.train.wrap import deepspeed_engine, native, sequence
+from hpcinit.train.wrap.strategy import Inputs, Strategy
+from hpcinit.train.wrap.wrapped import MakeOptimizer, Wrapped
 
 __all__ = ["STRATEGIES", "Wrapped", "wrap"]
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hpcinit.base.errors import RequestError
 from hpcinit.records.spec import Training
-from hpcinit.runtime.wrap.sequence import Context
+from hpcinit.train.wrap.sequence import Context
 
 
 def prepare(

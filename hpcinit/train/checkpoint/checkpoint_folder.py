@@ -32,8 +32,8 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.records import run_folder
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.checkpoint import owner as owners
-from hpcinit.runtime.checkpoint.owner import Owner
+from hpcinit.train.checkpoint import owner as owners
+from hpcinit.train.checkpoint.owner import Owner
 
 # Checksums of files: they detect a damaged file of the right size, and a file of another save.
 #

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from hpcinit.base.console import say
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.base.text import counted
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint import native_checkpoint
-from hpcinit.runtime.checkpoint.checkpoint_folder import Description
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import native_checkpoint
+from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 NATIVE, UNIVERSAL = "deepspeed", "universal"
 POLL_S = 0.5

@@ -19,8 +19,8 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 from hpcinit.runtime import seeds
-from hpcinit.runtime.checkpoint import checkpoint_folder as of_steps
-from hpcinit.runtime.checkpoint.checkpoint_folder import Description
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 EXTRA = "extra.pt"
 
