@@ -27,7 +27,8 @@ from hpcinit.jobs.train_gpt import GPT, TENSOR_PARALLEL
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Training
-from hpcinit.train import checkpoint, mesh
+from hpcinit.runtime import mesh
+from hpcinit.train import checkpoint
 from hpcinit.train import wrap as wrapping
 
 STEPS, MORE, CONTEXT, GLOBAL_BATCH = 4, 3, 16, 16
