@@ -10,7 +10,7 @@ DS18 := $(VENV)/deepspeed-$(DS18_VERSION)
 
 # The oldest and the newest supported torch, each in an environment that uses the other packages of the first one. PyPI has
 # CUDA builds of 5.5 GB each; TORCH_INDEX=https://download.pytorch.org/whl/cpu has small CPU builds.
-TORCH_VERSIONS ?= 2.10.0 2.14.1
+TORCH_VERSIONS ?= 2.10.0 2.15.0
 TORCH_INDEX ?=
 
 # As many as cores and memory allow (tests/workers.py). 0: one test after the other.
@@ -46,9 +46,11 @@ help:
 	@echo "make test-anywhere  the tests that depend on where the checkout is, in clones in /tmp, below a home folder, as another user, ..."
 	@echo "make test-deepspeed-0.18  a part of make test: the DeepSpeed tests with $(DS18_VERSION), the oldest supported version"
 	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest supported version; installs them once (11 GB)"
+	@echo "make test-newest-torch  the same with the newest torch on the package index"
 	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
 	@echo "make test-slurm24  the Slurm tests again on Slurm 24.11 (root; makes a folder with Debian trixie, once)"
 	@echo "make test-slurm26  the same on Slurm 26.05, from Debian forky"
+	@echo "make test-python314  every test with Python 3.14 and the next Hydra, from Debian forky (root; 10 GB, once)"
 	@echo "make test-apptainer  a real Apptainer runs the ranks of a job on the real Slurm (root; Debian sid, once)"
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
 	@echo "make test-hydra-next  the same with the pre-releases of Hydra 1.4 and OmegaConf 2.4"
@@ -109,6 +111,12 @@ test-torch: $(TORCH_VERSIONS:%=$(VENV)/torch-%/made) slurm
 			tests/runtime tests/test_fork.py tests/test_equivalence.py $(PYTEST); \
 	done
 
+# The same with the newest torch of the registry, which may not be supported yet.
+.PHONY: test-newest-torch
+test-newest-torch: $(VENV)/dev
+	newest=$$($(BIN)/python -m pip index versions torch 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p') && \
+		$(MAKE) --no-print-directory test-torch TORCH_VERSIONS="$$newest"
+
 # Tests of torch's CUDA build that need no GPU, and its import time compared with the CPU build.
 CUDA_BUILD := $(VENV)/torch-$(lastword $(TORCH_VERSIONS))
 
@@ -146,6 +154,12 @@ test-slurm26: SUITE := forky
 test-slurm24 test-slurm26: $(VENV)/dev
 	$(BIN)/python -m tests.minislurm.newer_debian --suite $(SUITE) $(if $(MIRROR),--mirror $(MIRROR)) \
 		$(BIN)/python -m pytest -m slurm $(PYTEST)
+
+# Python 3.14 of Debian forky, with torch from PyPI and the next Hydra, which it needs (root; 10 GB, once).
+.PHONY: test-python314
+test-python314: FORKY = $(BIN)/python -m tests.minislurm.newer_debian --suite forky $(if $(MIRROR),--mirror $(MIRROR))
+test-python314: $(VENV)/python3.14/made
+	$(FORKY) $(VENV)/python3.14/bin/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST)
 
 # A real Apptainer runs the ranks of a Slurm job, in a folder with Debian sid, which has both (root).
 .PHONY: test-apptainer
@@ -293,6 +307,17 @@ $(LOWEST)/made: $(VENV)/dev tests/lowest.txt
 $(VENV)/hydra-next/made: $(VENV)/dev Makefile
 	$(call beside,$(VENV)/hydra-next)
 	$(BIN)/python -m pip install $(ALONE) --prefix $(VENV)/hydra-next $(HYDRA_NEXT)
+	@touch $@
+
+# The folder is in the checkout, and its Python is /usr/bin/python3.14 of Debian's folder.
+PIP314 := $(VENV)/python3.14/bin/python -m pip install --quiet --disable-pip-version-check
+$(VENV)/python3.14/made: $(VENV)/dev
+	rm -rf $(@D)
+	$(BIN)/python -m tests.minislurm.newer_debian --suite forky --network $(if $(MIRROR),--mirror $(MIRROR)) sh -ec '\
+		python3.14 -m venv $(@D); \
+		$(PIP314) --editable ".[job,test]" setuptools wheel ninja hatchling hatch-vcs $(subst ','"'"',$(HYDRA_NEXT)); \
+		DS_BUILD_OPS=0 $(PIP314) --no-build-isolation "deepspeed>=0.18.5,<0.20"; \
+		cp tests/fast_exit.pth "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")"'
 	@touch $@
 
 $(VENV)/horovod/made: $(VENV)/dev tests/systems/horovod_wheel.py

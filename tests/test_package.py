@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from hpcinit.doctor.login_checks import TESTED
+from hpcinit.base.versions import TESTED
 from tests.release import installed
 
 ROOT = Path(__file__).parent.parent

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 # PEP 440 without its epochs: 0.19.4, 0.19.4rc1, 2.13.0a0+git1234, 2.9.0+cu128, 0.18.5.post1, 0.20.dev3
 _VERSION = re.compile(
@@ -20,6 +21,24 @@ _VERSION = re.compile(
 )
 _PHASES = {"alpha": "a", "beta": "b", "preview": "rc", "pre": "rc", "c": "rc"}
 Key = tuple[tuple[int, ...], tuple[int, str, int], int, tuple[int, int]]
+
+
+class Tested(NamedTuple):
+    """The oldest and the newest version that hpcinit's tests run with. pyproject.toml has the bounds."""
+
+    oldest: str
+    newest: str
+
+
+TESTED = {"torch": Tested("2.10.0", "2.15.0"), "deepspeed": Tested("0.18.5", "0.19.8")}
+
+
+def newer_than_tested(package: str, version: str) -> str:
+    """Return a note about a version that is newer than all tested ones; '' for others."""
+    newest = TESTED[package].newest
+    if key(version) <= key(newest):
+        return ""
+    return f"{version} is newer than {newest}, the newest {package} that hpcinit is tested with"
 
 
 def key(version: str) -> Key:

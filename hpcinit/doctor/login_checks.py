@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpcinit.base import safe_files, versions
 from hpcinit.base.errors import HpcinitError
@@ -219,24 +219,6 @@ def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
     return done.stdout, ""
 
 
-class Tested(NamedTuple):
-    """The oldest and the newest version that hpcinit's tests run with. pyproject.toml has the bounds."""
-
-    oldest: str
-    newest: str
-
-
-TESTED = {"torch": Tested("2.10.0", "2.14.1"), "deepspeed": Tested("0.18.5", "0.19.8")}
-
-
-def newer_than_tested(package: str, version: str) -> str:
-    """Return a note about a version that is newer than all tested ones; '' for others."""
-    newest = TESTED[package].newest
-    if versions.key(version) <= versions.key(newest):
-        return ""
-    return f"{version} is newer than {newest}, the newest {package} that hpcinit is tested with"
-
-
 def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
     """Yield all checks, those to fix first at the start."""
     yield from version_checks(config)
@@ -261,7 +243,7 @@ def version_checks(config: Config | None) -> Iterator[Check]:
         yield Check("deepspeed", FAIL, "not installed, but this request needs it", "pip install deepspeed")
     elif deepspeed and not other and (older := deepspeed_versions.too_old(deepspeed)):
         yield Check("deepspeed", FAIL if needed else WARNING, older, deepspeed_versions.UPDATE)
-    elif deepspeed and not other and (newer := newer_than_tested("deepspeed", deepspeed)):
+    elif deepspeed and not other and (newer := versions.newer_than_tested("deepspeed", deepspeed)):
         yield Check("deepspeed", WARNING, newer, _advice_on_newer("deepspeed"))
     else:
         yield Check("deepspeed", OK, deepspeed or "not installed here")
@@ -274,16 +256,16 @@ def _torch_check(other: str) -> Check:
         return Check("torch", OK, f"not checked: the ranks use {other}; on this machine: {found or 'not installed'}")
     if not found:
         return Check("torch", FAIL, "not installed, but the ranks use this Python", "pip install torch")
-    oldest = TESTED["torch"].oldest
+    oldest = versions.TESTED["torch"].oldest
     if versions.key(found) < versions.key(oldest):
         return Check("torch", FAIL, f"{found}, expected {oldest} or newer", f"pip install 'torch>={oldest}'")
-    if newer := newer_than_tested("torch", found):
+    if newer := versions.newer_than_tested("torch", found):
         return Check("torch", WARNING, newer, _advice_on_newer("torch"))
     return Check("torch", OK, f"{found} (installed; not imported here)")
 
 
 def _advice_on_newer(package: str) -> str:
-    newest = TESTED[package].newest
+    newest = versions.TESTED[package].newest
     return f"nothing to do if your job works; otherwise: pip install '{package}<={newest}'"
 
 

@@ -83,7 +83,7 @@ def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -
 def _be(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> NoReturn:
     """Make the calls of a rank, and wait until the parent ends this process."""
     import torch  # noqa: PLC0415
-    from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # noqa: PLC0415
+    from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # noqa: PLC0415
 
     store = FileStore(str(folder / "store"), len(program["steps"]))
     groups = {}

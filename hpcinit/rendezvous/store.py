@@ -7,8 +7,7 @@ import socket
 import time
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.base.errors import BringUpError

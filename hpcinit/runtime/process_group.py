@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError
@@ -136,8 +136,9 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
     torch uses one timeout for a group's start and for its collectives, unless it is changed afterwards. Groups created
     later, such as a mesh's, get torch's default (10 minutes with NCCL, 30 with gloo), not the default group's timeout.
     """
-    done = True
-    for backend in _backends_of_all() if group is None else _backends(group):
+    backends = list(_backends_of_all() if group is None else _backends(group))
+    done = bool(backends)
+    for backend in backends:
         try:
             _change(backend, timeout)
         except (RuntimeError, NotImplementedError):  # of torch's backends only gloo and NCCL can
@@ -173,7 +174,11 @@ def _change(backend: object, timeout: timedelta) -> None:
 
 def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
     """Return the timeout of the group's collectives on `device`; None if its backend does not report it."""
-    return _timeout_given_to(_unwrapped((group or c10d._get_default_group())._get_backend(device)))
+    asked: Any = group or dist.group.WORLD
+    try:
+        return _timeout_given_to(_unwrapped(asked._get_backend(device)))
+    except AttributeError:  # a later torch lacks it: private_names.py
+        return None
 
 
 def _timeout_given_to(backend: object) -> timedelta | None:
@@ -190,8 +195,7 @@ def backend_on(device_type: str) -> str:
 
 def bound_to() -> torch.device | None:
     """Return the device_id of the default group, or None."""
-    found: torch.device | None = c10d._get_default_group().bound_device_id
-    return found
+    return dist.group.WORLD.bound_device_id if dist.group.WORLD else None
 
 
 def verify(
@@ -224,14 +228,19 @@ def verify(
 
 def _backends_of_all() -> Iterator[object]:
     """Yield the backends of all groups of this process except side groups, which other jobs share."""
-    for group, name in list(c10d._world.pg_names.items()):
+    try:
+        names = list(c10d._world.pg_names.items())
+    except AttributeError:  # a later torch lacks it: private_names.py
+        return
+    for group, name in names:
         if not str(name).startswith(SIDE):
             yield from _backends(group)
 
 
 def _backends(group: ProcessGroup) -> Iterator[object]:
-    for device in group._device_types:
-        yield _unwrapped(group._get_backend(device))
+    with suppress(AttributeError):  # a later torch lacks one of these: private_names.py
+        for device in group._device_types:
+            yield _unwrapped(group._get_backend(device))
 
 
 def _unwrapped(backend: object) -> object:

@@ -13,8 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError, RequestError
@@ -213,7 +212,7 @@ def _no_split() -> Iterator[None]:
     Otherwise torch creates the new group by splitting the default group (ncclCommSplit), which waits for all ranks of
     the job and hangs (https://github.com/NVIDIA-NeMo/RL/pull/3189).
     """
-    default = c10d._get_default_group() if dist.is_initialized() else None
+    default = dist.group.WORLD if dist.is_initialized() else None
     bound = default.bound_device_id if default is not None else None
     if default is None or bound is None:
         yield

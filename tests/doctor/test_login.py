@@ -204,7 +204,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "deepspeed", "status"), [("2.14.1+cu130", "0.19.8", OK), ("2.15.0", "0.20.1", WARNING)]
+    ("torch", "deepspeed", "status"), [("2.15.0+cu130", "0.19.8", OK), ("2.16.0", "0.20.1", WARNING)]
 )
 def test_a_version_newer_than_tested(
     monkeypatch: pytest.MonkeyPatch, torch: str, deepspeed: str, status: object
@@ -215,7 +215,7 @@ def test_a_version_newer_than_tested(
     checks = {check.about: check for check in login_checks.version_checks(compose([])) if check.about in found}
     assert [check.status for check in checks.values()] == [status, status]
     if status == WARNING:
-        assert checks["torch"].detail == "2.15.0 is newer than 2.14.1, the newest torch that hpcinit is tested with"
+        assert checks["torch"].detail == "2.16.0 is newer than 2.15.0, the newest torch that hpcinit is tested with"
         assert checks["deepspeed"].advice == (
             "nothing to do if your job works; otherwise: pip install 'deepspeed<=0.19.8'"
         )

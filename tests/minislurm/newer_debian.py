@@ -1,6 +1,6 @@
 """python -m tests.minislurm.newer_debian [--suite NAME] COMMAND...: run the command on a newer Debian. Needs root.
 
-Slurm is 24.11 in trixie and 26.05 in forky and sid, which also has Apptainer. Debian is in a folder that debootstrap
+Slurm is 24.11 in trixie and 26.05 in forky and sid. forky also has Python 3.14, and sid has Apptainer. Debian is in a folder that debootstrap
 makes once. The command sees it as /, with this machine's Python, checkout and /tmp at their usual paths. Other files
 that it writes are in memory, so the folder does not change, and several commands can use it at a time. Mounts, network
 and processes are in separate namespaces, which end with the command.
@@ -33,7 +33,12 @@ PACKAGES = (
     "git",  # of snapshot=git
     "libbz2-1.0", "libexpat1", "libffi8", "libsqlite3-0", "libssl3t64",  # what this machine's Python links to
 )  # fmt: skip
-MORE_PACKAGES = {"sid": ("apptainer", "squashfuse", "fuse-overlayfs")}
+MORE_PACKAGES = {
+    "forky": ("python3.14", "python3.14-venv", "python3.14-dev", "gcc", "g++", "make"),  # make test-python314
+    "sid": ("apptainer", "squashfuse", "fuse-overlayfs"),
+}
+# What a program needs to install from the network: name servers, and the certificates of this machine.
+NETWORK = (Path("/etc/resolv.conf"), Path("/etc/ssl/certs"))
 
 # In $1, `tree` is Debian and `mnt` an empty folder; $2 is /etc/hosts and $3 the working folder. Then follow the folders
 # and files to show, up to '--', and the command. The shell stays as the first process of its namespace, and becomes the
@@ -70,13 +75,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--suite", choices=SUITES, default=SUITES[0], help="default: %(default)s")
     parser.add_argument("--cache", type=Path, default=cache(), help="default: %(default)s")
     parser.add_argument("--mirror", help="where Debian's packages are; default: where apt has them from")
+    parser.add_argument(
+        "--network", action="store_true", help="the command uses this machine's network, to install packages"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     try:
         folder = made(options.suite, options.cache.absolute(), options.mirror)
     except MiniSlurmError as error:
         sys.exit(f"minislurm: {error}")
-    enter(folder, options.command or ["slurmctld", "-V"])
+    enter(folder, options.command or ["slurmctld", "-V"], network=options.network)
 
 
 def cache() -> Path:
@@ -179,11 +187,11 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 # --- the command
 
 
-def enter(folder: Path, command: list[str]) -> NoReturn:
+def enter(folder: Path, command: list[str], *, network: bool = False) -> NoReturn:
     """Replace this process with the command."""
     hosts = f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {socket.gethostname()}"
-    alone = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child"]
-    shown = [str(path) for path in visible()]
+    alone = ["unshare", "--mount", *([] if network else ["--net"]), "--pid", "--fork", "--kill-child"]
+    shown = [str(path) for path in (*visible(), *(NETWORK if network else ()))]
     os.environ["PATH"] = PATH
     os.execvp(
         "unshare",

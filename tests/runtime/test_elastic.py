@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from hpcinit import elastic as entry
 from hpcinit.base.errors import BringUpError, RequestError

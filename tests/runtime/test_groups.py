@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import HpcinitError

@@ -15,8 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
