@@ -42,9 +42,9 @@ help:
 	@echo "make demo          train a small GPT on this machine, with 2 simulated nodes x 2 ranks"
 	@echo "make check         lint, types, and the tests without Slurm and without torch processes: two minutes"
 	@echo "make test          lint and every test; as root also on a real Slurm, which it installs (PYTEST_WORKERS=0: one by one)"
-	@echo "make test-all      make test, and then the tests below with other versions of Slurm, Python's packages, Apptainer, Horovod, Ray; before a release"
+	@echo "make test-all      make test with more cases of each kind, then other versions of Slurm, Python's packages, Apptainer, ...; before a release"
 	@echo "make test-anywhere  the tests that depend on where the checkout is, in clones in /tmp, below a home folder, as another user, ..."
-	@echo "make test-deepspeed-0.18  a part of make test: the DeepSpeed tests with $(DS18_VERSION), the oldest supported version"
+	@echo "make test-deepspeed-0.18  the DeepSpeed tests with $(DS18_VERSION), the oldest supported version"
 	@echo "make test-torch    a part of the tests with torch $(firstword $(TORCH_VERSIONS)) and $(lastword $(TORCH_VERSIONS)), the oldest and the newest supported version; installs them once (11 GB)"
 	@echo "make test-newest-torch  the same with the newest torch on the package index"
 	@echo "make test-cuda-build  torch's CUDA build without a GPU: imports before a fork, variables, formats (5.5 GB, once)"
@@ -55,7 +55,7 @@ help:
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
 	@echo "make test-hydra-next  the same with the pre-releases of Hydra 1.4 and OmegaConf 2.4"
 	@echo "make test-horovod  a real Horovod over Gloo and MPI; builds it first, once (cmake, g++, libopenmpi-dev, 5 minutes)"
-	@echo "make test-submitit  a part of make test: submitit's own tests of executors and jobs, with hpcinit's executors"
+	@echo "make test-submitit  submitit's own tests of executors and jobs, with hpcinit's executors"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
@@ -80,7 +80,6 @@ demo: $(VENV)/job
 
 test: $(VENV)/dev slurm lint
 	$(BIN)/python -m tests.second_try -n $(PYTEST_WORKERS) $(PYTEST)
-	$(MAKE) --no-print-directory test-deepspeed-0.18
 
 # The quick check during development. It skips tests that start a cluster, ranks or jobs.
 check: $(VENV)/dev lint
@@ -88,8 +87,9 @@ check: $(VENV)/dev lint
 
 # What is too slow or too large for each change. Not in it: test-torch and test-cuda-build, which download 11 GB.
 .PHONY: test-all
-test-all: test
-	set -e; for each in lowest hydra-next slurm24 slurm26 apptainer horovod ray exactly-once anywhere; do \
+test-all: $(VENV)/dev slurm lint
+	$(BIN)/python -m tests.second_try -n $(PYTEST_WORKERS) --all $(PYTEST)
+	set -e; for each in deepspeed-0.18 lowest hydra-next slurm24 slurm26 apptainer horovod ray exactly-once anywhere; do \
 		$(MAKE) --no-print-directory test-$$each; \
 	done
 
@@ -193,7 +193,7 @@ test-exactly-once: $(VENV)/dev slurm
 scale: $(VENV)/dev slurm
 	HPCINIT_SCALE=$(or $(NODES),64) $(BIN)/python -m pytest -s tests/test_many_nodes.py $(PYTEST)
 
-# Faults during training runs, and a table of their results; `make test` runs some of them. Root.
+# Faults during training runs, and a table of their results; `make test-all` runs some of them. Root.
 .PHONY: chaos
 chaos: $(VENV)/dev slurm
 	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)

@@ -48,6 +48,7 @@ MADE_BY = {"deepspeed": "make test-deepspeed-0.18", "torch": "make test-torch"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deepspeed", metavar="VERSION", help="the DeepSpeed that must be the one imported here")
+    parser.addoption("--all", action="store_true", help="also the tests marked more, as make test-all does")
     parser.addoption("--torch", metavar="VERSION", help="the torch that must be the one imported here")
 
 
@@ -57,6 +58,25 @@ def pytest_configure(config: pytest.Config) -> None:
         asked = config.getoption(f"--{package}")
         if asked is not None:
             _refuse_another(package, asked, make)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all deselect what only make test-all runs. HPCINIT_CHAOS=1 (make chaos) includes the chaos tests."""
+    if config.getoption("--all"):
+        return
+    kinds = ["more"] if os.environ.get("HPCINIT_CHAOS") == "1" else ["more", "chaos"]
+    later = [item for item in items if any(item.get_closest_marker(kind) for kind in kinds)]
+    if later:
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in set(later)]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    return (
+        ""
+        if config.getoption("--all")
+        else "tests marked more or chaos are deselected; --all (make test-all) runs them"
+    )
 
 
 def _refuse_another(package: str, asked: str, make: str) -> None:

@@ -23,6 +23,10 @@ WAYS = {
     "zero 3, offload of parameters", "zero 0, sp 2 x dp 2", "zero 2, sp 2 x dp 2", "zero 3, sp 2 x dp 2",
 }  # fmt: skip
 OF_8_RANKS = {"hsdp 2x4", "sp 2 x tp 2 x hsdp 2x1", "zero 3, sp 2 x dp 4"}
+# One of each wrapper, each dimension and each ZeRO stage; make test-all runs the others.
+USUAL = {
+    "ddp 4, accumulation 2", "hsdp 2x2", "tp 2 x fsdp 2", "sp 2 x ddp 2", "zero 1, offload", "zero 3, sp 2 x dp 2",
+}  # fmt: skip
 FEW = {"zero 0", "zero 1", "zero 2, offload", "zero 2, sp 2 x dp 2", "zero 3"}
 
 
@@ -31,14 +35,15 @@ FEW = {"zero 0", "zero 1", "zero 2, offload", "zero 2, sp 2 x dp 2", "zero 3"}
 def test_all_wrappers_have_the_losses_of_one_rank(
     hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """12 steps on 2 nodes x 2 ranks have the losses and gradient norms of one rank, with every wrapper.
+    """12 steps on 2 nodes x 2 ranks have the losses and gradient norms of one rank, with each wrapper.
 
-    With the oldest DeepSpeed only a few of DeepSpeed's wrappers are tested.
+    With the oldest DeepSpeed only a few of DeepSpeed's wrappers are tested, and without --all six layouts.
     """
-    ways = FEW if pytestconfig.getoption("--deepspeed") else WAYS
+    ways = FEW if pytestconfig.getoption("--deepspeed") else WAYS if pytestconfig.getoption("--all") else USUAL
     compare(hpcinit, idle_slurm, tmp_path, 2, ways)
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_the_largest_meshes_have_the_losses_of_one_rank(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """The same on 4 nodes x 2 ranks, for meshes with more than four ranks or with three dimensions."""

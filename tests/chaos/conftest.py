@@ -1,4 +1,4 @@
-"""`make chaos` runs all tests and writes the table; `make test` runs only the short form."""
+"""`make chaos` runs all tests and writes the table; `make test-all` runs only the short form."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import submitit
 
 from tests.skip_or_fail import skip_or_fail
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "tests/submitit_suite/expected.txt").read_text()
 
 
+@pytest.mark.more
 def test_submitits_own_tests() -> None:
     """submitit's tests of executors and jobs pass with hpcinit's, except those that tests/submitit_suite lists."""
     if f"submitit {submitit.__version__} " not in TABLE:

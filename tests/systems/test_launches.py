@@ -25,6 +25,7 @@ def found(slurm: MiniSlurm, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.slurm
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_openflamingo_launches(found: Found) -> None:
     """With DDP and FSDP, a program trains to the same weights under srun, torchrun, mpirun and Horovod's variables."""
@@ -46,6 +47,7 @@ def test_openflamingo_launches(found: Found) -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_colossalai_launches(found: Found) -> None:
     """Device, backend and seeds are the same with every launcher, and are set up exactly once."""

@@ -20,6 +20,7 @@ from tests.systems.jobs import (
 
 
 @pytest.mark.slurm
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_open_instruct_weight_transfer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """ZeRO 3's weights reach two engines of another job bit by bit through a second group, and the job's training continues.

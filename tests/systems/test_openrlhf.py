@@ -26,6 +26,7 @@ from tests.systems.jobs import (
 
 
 @pytest.mark.slurm
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """Seeds are equal, DeepSpeed has the requested timeout, (dp, sp, tp) are in rank order, the step is correct."""
@@ -63,6 +64,7 @@ def test_openrlhf_set_up(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None
 
 @pytest.mark.deepspeed
 @pytest.mark.slurm
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_openrlhf_deepspeed_environment(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """ZeRO 0 to 3, with offload and a named optimizer, have equal losses; AutoTP halves a model; a reference model is unchanged."""

@@ -19,6 +19,7 @@ from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, submit
 
+pytestmark = pytest.mark.more
 PROGRAMS = Path(__file__).parent / "programs"
 # One process per node imports the library for its ranks.
 LIGHTNING = ["launch=fork", "launch.preload=[torch,lightning]"]
