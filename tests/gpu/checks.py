@@ -30,6 +30,7 @@ CHECKS = (
         "flight-recorder", 1, 100, "dumps of a live NCCL group, on demand and at a timeout, and what is read from them"
     ),
     Check("same-gpu", 1, 75, "two ranks with NCCL on one GPU end with a message"),
+    Check("shared-gpu", 1, 150, "two ranks with NCCL 2.30 on one GPU: hang, mismatch, killed rank, restart"),
     Check("groups", 1, 90, "a second group beside the training group; NCCL between two GPUs where there are two"),
     Check("monitoring", 1, 90, "progress, should_stop and the heartbeat cost less than 1 % of a 20 ms step"),
     Check("fork", 1, 240, "launch=fork with CUDA: memory of the fork server, contexts of the ranks, time to start"),
