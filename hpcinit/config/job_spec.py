@@ -50,7 +50,12 @@ def make(config: Config, workdir: str, target: str) -> Spec:
         ),
         batch=samples(config),
         training=training(config),
-        stop=_copied(Stopping, config.stop, signal=config.stop.signal or ""),
+        stop=_copied(
+            Stopping,
+            config.stop,
+            signal=config.stop.signal or "",
+            continues=config.chain > 1 or bool(config.restart.max_restarts),
+        ),
         hang=_copied(Hang, config.hang),
         check_node=_copied(NodeCheck, config.check_node),
         launch=launch(config),

@@ -61,11 +61,13 @@ class Stop:
 @dataclass(frozen=True)
 class Stopping:
     """How ranks stop. margin_s: kept for the last checkpoint. every_steps: how often the ranks agree; None: such that
-    it costs less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1'; '' for none."""
+    it costs less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1'; '' for none. continues: a job
+    of a chain, or a restart, continues the run."""
 
     margin_s: float = 60.0
     every_steps: int | None = None
     signal: str = ""
+    continues: bool = False
 
     def __post_init__(self) -> None:
         if self.margin_s < 0 or (self.every_steps is not None and self.every_steps < 1):

@@ -42,7 +42,7 @@ from hpcinit.runtime import (
     world_size_monitor,
 )
 from hpcinit.runtime.init_request import Plan, Request, resolve
-from hpcinit.runtime.lifecycle import loader_workers, stack_signal, stopping
+from hpcinit.runtime.lifecycle import loader_workers, sigterm, stack_signal
 from hpcinit.runtime.runtime import Runtime, Session
 from hpcinit.world import World, launchers
 
@@ -227,7 +227,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         startup_settings.record(folder, world.job, details)
         if warning := devices.unseen(device):
             say(warning)
-    session = Session(request, kept, above, collectives, first_step_watch=stopping.watch_first_step())
+    session = Session(request, kept, above, collectives, first_step_watch=sigterm.watch_first_step(plan.stopping))
     return Runtime(world, plan, made, folder, session)
 
 

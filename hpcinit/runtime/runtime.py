@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
-    from hpcinit.runtime.lifecycle.stopping import FirstStepWatch, Stopper
+    from hpcinit.runtime.lifecycle.sigterm import FirstStepWatch
+    from hpcinit.runtime.lifecycle.stopping import Stopper
     from hpcinit.train.checkpoint import Loaded
     from hpcinit.train.checkpoint.export_weights import Saves
     from hpcinit.train.checkpoint.random_state import Stateful
@@ -411,8 +412,8 @@ class Runtime:
 
         Write `if run.should_stop(): run.save(...); break`. Every rank must call it after every step. All ranks get the
         same result at the same step, whichever rank detected the reason: SIGTERM (preemption, scancel), the job's time
-        limit minus a margin, or `hpcinit cancel --save`. If the program's code calls it, SIGTERM after init() no longer
-        terminates a rank, unless the rank is stuck.
+        limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM terminates a rank only if it is
+        stuck. With chain, restart.max_restarts or stop.signal, that is also true in the first step.
         """
         self._session.stop_calls += 1
         session = self._session

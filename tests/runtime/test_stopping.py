@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import RequestError
+from hpcinit.records import run_folder
+from hpcinit.records.spec import Program, Spec
 from hpcinit.records.stop_reasons import Reason, Stop, Stopping
 from tests.runtime.spawned import Rank, ranks
 
@@ -80,7 +82,7 @@ def test_a_users_request_in_the_run_folder(tmp_path: Path) -> None:
 def test_a_signal_in_a_collective_is_noted_and_a_stuck_rank_ends(tmp_path: Path) -> None:
     """While the main thread waits for a stopped peer, a thread ends the process as SIGTERM would."""
     code = TRAIN.replace(
-        "for step in", "from hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\nfor step in"
+        "for step in", "from hpcinit.runtime.lifecycle import sigterm\nsigterm.STUCK_S = 1\nfor step in"
     )
     with ranks(code + END, 2, tmp_path) as found:
         until(tmp_path / "rank-0.log", "step 20")
@@ -132,18 +134,29 @@ FIRST_STEP = TRAIN.replace(
 )
 
 
-def test_sigterm_in_the_first_step_is_honored_after_it(tmp_path: Path) -> None:
-    with ranks(FIRST_STEP + END, 2, tmp_path) as found:
+def run_of(folder: Path, size: int, stop: Stopping) -> dict[str, str]:
+    """Write the spec of a run of `size` ranks, and return the variable with its folder."""
+    spec = Spec("r", "c", 1, size, Program("script", "train.py"), str(folder), nonce="n", stop=stop)
+    (folder / run_folder.SPEC).write_text(spec.to_json())
+    return {run_folder.ENV_FOLDER: str(folder)}
+
+
+CONTINUES = Stopping(continues=True)
+
+
+@pytest.mark.parametrize("stop", [CONTINUES, Stopping(signal="USR1")])
+def test_sigterm_in_the_first_step_is_honored_after_it(tmp_path: Path, stop: Stopping) -> None:
+    """In a chain, with restarts, and with stop.signal, SIGTERM in the first step leads to the save."""
+    with ranks(FIRST_STEP + END, 2, tmp_path, **run_of(tmp_path, 2, stop)) as found:
         until(tmp_path / "rank-1.log", "busy")
         found[1].process.send_signal(signal.SIGTERM)
         lines = last_lines(found)
     assert set(lines) == {"stopped after 0: terminated by SIGTERM (rank 1)"}
 
 
-def test_sigterm_before_the_first_step_of_a_program_that_never_stops_early(tmp_path: Path) -> None:
-    """A program without should_stop() ends by SIGTERM at once, as if hpcinit had no handler."""
-    code = FIRST_STEP.replace("if stop := run.should_stop():", "if stop := None:")
-    with ranks(code + END, 1, tmp_path) as (rank,):
+def test_sigterm_in_the_first_step_of_a_run_that_nothing_continues(tmp_path: Path) -> None:
+    """Without a chain, restarts and stop.signal, SIGTERM before the first should_stop() ends a rank at once."""
+    with ranks(FIRST_STEP + END, 1, tmp_path, **run_of(tmp_path, 1, Stopping())) as (rank,):
         until(tmp_path / "rank-0.log", "busy")
         assert not int(_field(rank.process.pid, "SigCgt"), 16) >> (signal.SIGTERM - 1) & 1
         rank.process.send_signal(signal.SIGTERM)
@@ -151,11 +164,26 @@ def test_sigterm_before_the_first_step_of_a_program_that_never_stops_early(tmp_p
     assert "step 0" not in (tmp_path / "rank-0.log").read_text()
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["run.progress(1, 2)", "from hpcinit.runtime.lifecycle import sigterm; sigterm.FIRST_STEP_S = 0"],
+)
+def test_sigterm_to_a_program_of_a_chain_that_never_stops_early(tmp_path: Path, before: str) -> None:
+    """A program that reports steps without should_stop(), or does not call it for 10 minutes (here 0 s), ends at once."""
+    code = FIRST_STEP.replace("if stop := run.should_stop():", "if stop := None:").replace("time.sleep(5)", "forever()")
+    forever = "def forever():\n    while True: time.sleep(0.01)\n"
+    code = code.replace("for step in", f"{forever}{before}\nfor step in")
+    with ranks(code + END, 1, tmp_path, **run_of(tmp_path, 1, CONTINUES)) as (rank,):
+        until(tmp_path / "rank-0.log", "busy")
+        rank.process.send_signal(signal.SIGTERM)
+        assert rank.process.wait(150) == -signal.SIGTERM
+
+
 def test_a_rank_that_is_stuck_in_the_first_step_ends(tmp_path: Path) -> None:
     code = FIRST_STEP.replace(
-        "for step in", "from hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\nfor step in"
+        "for step in", "from hpcinit.runtime.lifecycle import sigterm\nsigterm.STUCK_S = 1\nfor step in"
     )
-    with ranks(code + END, 2, tmp_path) as found:
+    with ranks(code + END, 2, tmp_path, **run_of(tmp_path, 2, CONTINUES)) as found:
         until(tmp_path / "rank-0.log", "busy")
         found[1].process.send_signal(signal.SIGSTOP)
         found[0].process.send_signal(signal.SIGTERM)
@@ -224,7 +252,7 @@ def test_a_long_save_finishes_after_a_signal(tmp_path: Path) -> None:
     """A save that takes longer than the time after which a silent rank counts as stuck (10 s, here 1 s) is not stuck."""
     code = TRAIN.replace(
         "for step in",
-        "import hpcinit.train.checkpoint\nfrom hpcinit.runtime.lifecycle import stopping\nstopping.STUCK_S = 1\n"
+        "import hpcinit.train.checkpoint\nfrom hpcinit.runtime.lifecycle import sigterm\nsigterm.STUCK_S = 1\n"
         "hpcinit.train.checkpoint.save = lambda *a, **k: time.sleep(12)\nfor step in",
     ).replace("    if stop", "    if step == 20: run.save(None, 'x', step); print('saved', flush=True)\n    if stop")
     with ranks(code + END, 2, tmp_path) as found:

@@ -2,120 +2,29 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpcinit.base import signals
 from hpcinit.base.console import say
-from hpcinit.records import plain_files, run_folder
-from hpcinit.records.hang_report import is_user_code
+from hpcinit.records import run_folder
 from hpcinit.records.startup_timeout import left_of_job
-from hpcinit.records.stop_reasons import NOT_RECORDED, SIGNAL_EARLY, Reason, Stop, Stopping
+from hpcinit.records.stop_reasons import SIGNAL_EARLY, Reason, Stop, Stopping
 from hpcinit.rendezvous.process_state import state
-from hpcinit.runtime.lifecycle import output_watch, phase
 from hpcinit.runtime.lifecycle.signal_watch import Watch
+from hpcinit.runtime.lifecycle.sigterm import FIRST_STEP_S, FirstStepWatch, end_if_stuck
+from hpcinit.runtime.lifecycle.stop_record import StopRecord
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
-
-
-def program_uses(name: str) -> bool:
-    """Return whether code of the program uses this name: a caller of this function, or a function of a loaded module.
-
-    Code of packages in site-packages, of the standard library and of hpcinit does not count.
-    """
-    frame, callers = sys._getframe(), list[FrameType]()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if is_user_code(frame.f_code.co_filename):
-            callers.append(frame)
-    if any(_is_in(name, caller.f_code) for caller in callers):
-        return True
-    modules = [vars(module) for module in list(sys.modules.values()) if _is_of_the_program(module)]
-    # The globals of a function that was pickled belong to no module.
-    own = {id(names): names for names in (*modules, *(caller.f_globals for caller in callers))}
-    return any(_is_in(name, code) for names in own.values() for code in _codes(names))
-
-
-def _is_of_the_program(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and is_user_code(file)
-
-
-def _codes(names: Mapping[str, Any]) -> Iterator[CodeType]:
-    """Yield the code of the functions among a module's names, and of the methods of its classes."""
-    for value in list(names.values()):
-        own = isinstance(value, type) and value.__module__ == names.get("__name__")
-        members = vars(value).values() if own else [value]
-        yield from (one.__code__ for one in list(members) if isinstance(one, FunctionType))
-
-
-def _is_in(name: str, code: CodeType) -> bool:
-    """Return whether the code, or a function defined in it, uses the name."""
-    return name in code.co_names or any(_is_in(name, one) for one in code.co_consts if isinstance(one, CodeType))
-
-
-# `stopped.txt` exists while a training run that can stop early is active, and remains if it stops before its end.
-#
-# Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
-# of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file remains,
-# and the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
-
-
-class StopRecord:
-    """The stop record of one attempt. job: Slurm's job id, '' without Slurm."""
-
-    def __init__(self, folder: Path, job: str) -> None:
-        self._path, self._job, self._pid = folder / run_folder.STOPPED, job, os.getpid()
-        self._exists = False
-        try:
-            self._write(NOT_RECORDED)
-        except OSError as error:
-            say(
-                f"warning: cannot write {self._path}: {error.strerror}. Free some disk space before this training stops"
-            )
-        atexit.register(self._remove)
-
-    def stop(self, reason: Reason) -> None:
-        """Record that all ranks agreed to stop for `reason`. After a user's request there is nothing to continue."""
-        if reason is Reason.USER:
-            self._remove()
-            return
-        state.stopped_early = True
-        try:
-            self._write(reason.token)
-        except OSError as error:
-            state.stop_not_recorded = not self._exists  # the exit status must then report it
-            instead = (
-                f"this rank exits with status {run_folder.ENDED_EARLY} instead of 0: the next job of a chain runs"
-                if state.stop_not_recorded
-                else f"{self._path} still records that the training did not finish, without the reason"
-            )
-            say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
-
-    def _write(self, reason: str) -> None:
-        plain_files.write(self._path, {"job": self._job, "reason": reason})
-        self._exists = True
-
-    def _remove(self) -> None:
-        """Remove the record at the program's end, but not at the exit of a forked child."""
-        if not state.stopped_early and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-
 
 SHARE = 0.005  # the largest share of the training time that agreement may cost
 MOST_STEPS, MOST_S = 1000, 10.0  # the longest interval between two agreements
@@ -124,12 +33,6 @@ LOOK_S = 2.0  # interval of checks for a user's request
 ASK_EVERY_S = 600.0  # interval of queries for the remaining time; only rank 0 queries Slurm
 ASK_PATIENTLY_S = 10.0  # timeout of a query that no rank waits for
 MILLISECOND = timedelta(milliseconds=1)
-STUCK_S = 10.0  # time after SIGTERM, plus the longest step so far, after which a rank counts as stuck
-FIRST_STEP_S = 600.0  # the same limit during the first step, which may compile
-TURN_S = 0.25  # interval of checks for a stuck rank
-# Where the main thread waits for another process or thread of this rank, such as torch.compile's C++ compiler.
-OWN_WORK = ("/subprocess.py", "/concurrent/futures/_base.py")
-LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is shorter
 ASK_S = 2.0
 ASK_ORIGIN_S = 15.0  # once, before a stop counts as the user's and nothing continues; a busy controller needs seconds
 RANKS = 1 << 32
@@ -215,12 +118,8 @@ class Stopper:
             reason, rank = Reason(found // RANKS), RANKS - 1 - found % RANKS
             (told,) = self._largest(self._who_told(reason) if self._world.rank == 0 else 0)
             self._stop = Stop(Reason(told), rank)
-            self._record(self._stop)
-
-    def _record(self, stop: Stop) -> None:
-        """Record for the next job of a chain that the training is not finished, unless the user stopped it."""
-        if self._stop_record is not None:
-            self._stop_record.stop(stop.reason)
+            if self._stop_record is not None:
+                self._stop_record.stop(self._stop.reason)
 
     def _apart(self) -> float:
         """Return the longest interval between two agreements in seconds; it is shorter than a short job's margin."""
@@ -340,68 +239,6 @@ class Stopper:
                 self._ask_left(ASK_PATIENTLY_S)
                 ask_at = time.monotonic() + ASK_EVERY_S
             time.sleep(LOOK_S)
-
-
-class FirstStepWatch:
-    """Remembers a SIGTERM before the first ask(), so that it does not end the rank. Create it in the main thread."""
-
-    def __init__(self) -> None:
-        self._began, self._over = time.monotonic(), threading.Event()
-        self._watch = Watch({signal.SIGTERM}, self._noted)
-
-    def hand_over(self, numbers: Iterable[int], noted: Callable[[int], None]) -> Watch:
-        """Return the Watch, which calls `noted` from now on, also for a SIGTERM that has arrived before."""
-        self._over.set()
-        self._watch.listen(numbers, noted)
-        return self._watch
-
-    def close(self) -> None:
-        if not self._over.is_set():
-            self._over.set()
-            self._watch.close()
-
-    def _noted(self, number: int) -> None:
-        state.early_signals.add(number)
-        longest = min(FIRST_STEP_S, time.monotonic() - self._began)  # the first step is as long, so far
-        arguments = (self._over.is_set, longest)
-        threading.Thread(target=end_if_stuck, args=arguments, name="hpcinit-stuck", daemon=True).start()
-
-
-def watch_first_step() -> FirstStepWatch | None:
-    """Return a FirstStepWatch if the program calls should_stop(), and can have one. Others end by SIGTERM at once."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return None
-    return FirstStepWatch() if program_uses("should_stop") else None
-
-
-def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
-    """Exit on SIGTERM if a peer is dead and its collective waits, so that Slurm need not wait to send SIGKILL.
-
-    A save, or another declared phase, is not stuck, and neither is a main thread that works, as in an evaluation,
-    or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
-    """
-    turns, working, before = 0, 0, None
-    while turns * TURN_S < STUCK_S + longest_s and working * TURN_S < FIRST_STEP_S:
-        time.sleep(TURN_S)
-        if is_over():
-            return
-        place, _ = now = _main_thread()
-        if phase.silence_is_expected(LONGEST_PHASE_S):
-            turns = 0
-        elif now != before or any(file.endswith(OWN_WORK) for file, *_ in place):
-            turns, working, before = 0, working + 1, now
-        else:
-            turns += 1
-    signals.end_by(signal.SIGTERM)
-
-
-def _main_thread() -> tuple[Sequence[tuple[str, str, int]], str]:
-    """Return where the main thread is and how often it has waited. Neither changes while it waits for a dead peer."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # the kernel restricts /proc
-        status = ""
-    return output_watch.main_frames(), status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0]
 
 
 def _job(env: Mapping[str, str]) -> str:

@@ -1,0 +1,60 @@
+"""`stopped.txt` exists while a training run that can stop early is active, and remains if it stops before its end.
+
+Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
+of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file remains, and
+the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from pathlib import Path
+
+from hpcinit.base.console import say
+from hpcinit.records import plain_files, run_folder
+from hpcinit.records.stop_reasons import NOT_RECORDED, Reason
+from hpcinit.rendezvous.process_state import state
+
+
+class StopRecord:
+    """The stop record of one attempt. job: Slurm's job id, '' without Slurm."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self._path, self._job, self._pid = folder / run_folder.STOPPED, job, os.getpid()
+        self._exists = False
+        try:
+            self._write(NOT_RECORDED)
+        except OSError as error:
+            say(
+                f"warning: cannot write {self._path}: {error.strerror}. Free some disk space before this training stops"
+            )
+        atexit.register(self._remove)
+
+    def stop(self, reason: Reason) -> None:
+        """Record that all ranks agreed to stop for `reason`. After a user's request there is nothing to continue."""
+        if reason is Reason.USER:
+            self._remove()
+            return
+        state.stopped_early = True
+        try:
+            self._write(reason.token)
+        except OSError as error:
+            state.stop_not_recorded = not self._exists  # the exit status must then report it
+            instead = (
+                f"this rank exits with status {run_folder.ENDED_EARLY} instead of 0: the next job of a chain runs"
+                if state.stop_not_recorded
+                else f"{self._path} still records that the training did not finish, without the reason"
+            )
+            say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
+
+    def _write(self, reason: str) -> None:
+        plain_files.write(self._path, {"job": self._job, "reason": reason})
+        self._exists = True
+
+    def _remove(self) -> None:
+        """Remove the record at the program's end, but not at the exit of a forked child."""
+        if not state.stopped_early and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
