@@ -25,27 +25,21 @@ def main(argv: Sequence[str]) -> int:
             "nothing to build: give the overrides of the run (parallel=zero3_offload deepspeed.optimizer=adamw), "
             "--ds-config FILE, or --ops cpu_adam,..."
         )
-    here = _device()
-    device = given.device or here
-    if device != here:  # DeepSpeed builds for the device that it finds
-        raise RequestError(f"--device {device}, but this node has {here}: build on a node of the type that trains")
-    names = given.ops or ops.ops_needed(_config(given), device)
-    if unknown := [name for name in names if name not in deepspeed_ops.BUILDERS]:
-        raise RequestError(f"unknown op {unknown[0]!r}, expected one of: {', '.join(sorted(deepspeed_ops.BUILDERS))}")
-    if not names:
-        _print_result(given, [], "", f"nothing to build: this config compiles no op on {device}")
-        return 0
-    root = Path(given.into) if given.into else ops.shared_cache(os.environ)
-    ops.build(names, root.absolute())
-    _print_result(given, names, str(root), f"built {', '.join(names)} in {root}")
-    return 0
+    import torch  # noqa: PLC0415 - not for --help
 
-
-def _print_result(given: argparse.Namespace, names: Sequence[str], root: str, text: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = given.ops or deepspeed_ops.needed(_config(given), device)
+    root = Path(given.into).absolute() if given.into else ops.shared_cache(os.environ)
+    ops.build(names, root)
+    folder = str(root) if names else ""
+    text = (
+        f"built {', '.join(names)} in {root}" if names else f"nothing to build: this config compiles no op on {device}"
+    )
     if given.json:
-        print(json_output.line("build-ops", {"ops": list(names), "folder": root}))
-    elif root or not given.quiet:
-        print(root if given.quiet else text)
+        print(json_output.line("build-ops", {"ops": list(names), "folder": folder}))
+    elif folder or not given.quiet:
+        print(folder if given.quiet else text)
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,15 +51,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="build the ops for a run with these keys")
     parser.add_argument("--ops", type=lambda text: text.split(","), help="build these ops: cpu_adam,fused_adam,...")
     parser.add_argument("--ds-config", type=Path, help="build the ops that this JSON file needs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--into", help="another folder; set TORCH_EXTENSIONS_DIR so that jobs use it")
     return console.add_verbosity_options(parser)
-
-
-def _device() -> str:
-    import torch  # noqa: PLC0415 - not for --help
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _config(given: argparse.Namespace) -> dict[str, Any]:

@@ -112,16 +112,6 @@ def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> t
     return tuple(added)
 
 
-def own_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the private folder on this node's disk of the job for which apply() ran; None if there is none."""
-    job = environ.get(ENV_SET, "").partition(" ")[0]
-    try:
-        parent = scratch.base(environ, CACHE_ROOM)
-        return scratch.take(parent, job) if parent and job else None
-    except OSError:
-        return None
-
-
 def _cache_folders(environ: Mapping[str, str], job: str) -> tuple[Path, Path] | None:
     if all(name in environ for name in CACHES):
         return None

@@ -1,38 +1,42 @@
 """Report the locks that killed builds left in torch's folder of extensions, where later builds would wait forever.
 
-Invariant: a lock there is never removed. A build that runs has its lock open (torch up to 2.13, utils/file_baton.py),
-but its process may be invisible: in another container, or on another node, also if this node exports its disk over NFS.
+torch up to 2.13 (utils/file_baton.py) waits as long as the file exists, https://github.com/deepspeedai/DeepSpeed/issues/5205.
+A lock is never removed here: its builder may run in another container, or on another node.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from hpcinit.base import safe_files
+from hpcinit.base import versions
 from hpcinit.base.text import home
-from hpcinit.runtime import ops
+from hpcinit.runtime.ops import VARIABLE
 
-# Disks that usually belong to one node: a lock that no visible process has open is reported at once.
-LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-
-
-def report_abandoned(env: Mapping[str, str], say: ops.Say) -> None:
-    """Print a warning for each lock whose builder may have ended. One rank of each node calls this."""
-    for root in _roots(env):
-        for found in ops.find_locks(root):
-            quiet = found.age_s > ops.QUIET_S or safe_files.file_system(found.path) in LOCAL
-            with contextlib.suppress(FileNotFoundError):  # torch closes a lock and removes its file within microseconds
-                if found.state != "held" and quiet and ops.judge_lock(found.path).state != "held":
-                    say(
-                        f"warning: the lock {found}. A program that loads this extension waits for it forever if its "
-                        f"builder was killed. If nothing compiles there, remove it: rm {found.path}"
-                    )
+TORCH_LOCK = "lock"
+KERNEL_LOCKS = "2.14"  # cpp_extension.py of torch 2.14.1 uses FileLock, of 2.13.0 FileBaton; 2.14.0 unchecked
+QUIET_S = 1800.0  # no build is running in a folder without changes for this long
 
 
-def _roots(env: Mapping[str, str]) -> list[Path]:
+def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Print a warning for each lock whose builder has probably ended. One rank of each node calls this."""
+    if versions.key(versions.installed("torch") or "0") >= versions.key(KERNEL_LOCKS):
+        return
+    for path in (path for root in _roots(env) for path in sorted(root.glob(f"*/{TORCH_LOCK}"))):
+        with contextlib.suppress(FileNotFoundError):  # torch removes the file within microseconds
+            newest = max(each.stat(follow_symlinks=False).st_mtime for each in (path, *path.parent.iterdir()))
+            if (age_s := time.time() - newest) > QUIET_S:
+                say(
+                    f"warning: {path.parent} contains a lock, and has not changed for {age_s / 60:.0f} min. A program "
+                    "that loads this extension waits for it forever if its builder was killed. If nothing compiles "
+                    f"there, remove it: rm {path}"
+                )
+
+
+def _roots(env: Mapping[str, str]) -> Iterable[Path]:
     """Return the folders of extensions: the user's, or torch's, ~/.cache/torch_extensions/py311_cu128."""
-    if env.get(ops.VARIABLE):
-        return [Path(env[ops.VARIABLE])]
-    return [*(Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "torch_extensions").glob("py*")]
+    if env.get(VARIABLE):
+        return [Path(env[VARIABLE])]
+    return (Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "torch_extensions").glob("py*")

@@ -128,6 +128,8 @@ def _deepspeed() -> Iterator[PrivateName]:
     yield PrivateName("deepspeed", engine, "_copy_recovery_script", "run.save() with DeepSpeed")
     yield PrivateName("deepspeed", engine, "_has_autoep_layers", "run.export() with DeepSpeed", since="0.19.8")
     yield PrivateName("deepspeed", "deepspeed.ops", "__compatible_ops__", "gloo ranks without DeepSpeed's op")
+    builder = "deepspeed.ops.op_builder.builder:OpBuilder"
+    yield PrivateName("deepspeed", builder, "_loaded_ops", "ops that hpcinit build-ops has compiled")
 
 
 NAMES = (*_torch(), *_deepspeed())

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpcinit.base.versions import installed
 from hpcinit.records.layout import Layout
+from hpcinit.runtime import extension_locks, ops
 from tests.gpu import starting
 from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, training
@@ -33,9 +34,9 @@ def main(found: Findings, folder: Path) -> None:
     cache = folder / "cache"
     if not _killed(found, cache, op) or not _built(found, cache, op):
         return None
+    (cache / op / extension_locks.TORCH_LOCK).touch()  # left by a killed rank: the jobs do not wait for it
     for stage in (2, 3):
         _used(found, folder, cache, op, optimizer, stage)
-    _locked(found, cache, op)
     return None
 
 
@@ -56,19 +57,19 @@ def _start(cache: Path, op: str) -> subprocess.Popen[str]:
 def _killed(found: Findings, cache: Path, op: str) -> bool:
     """Kill the build with SIGKILL as soon as torch's lock exists."""
     process = _start(cache, op)
-    lock, deadline = cache / op / "lock", time.monotonic() + 60
-    while not lock.exists() and process.poll() is None and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while not _locks(cache, op) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    there = lock.exists()
+    there = bool(_locks(cache, op))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     output, _ = process.communicate()
     detail = "" if there else f"no lock was made: {output[-600:]}"
-    from hpcinit.runtime import ops
+    return found.claim(f"{op}: a killed compile leaves torch's lock", there and bool(_locks(cache, op)), detail)
 
-    if not ops.files_are_locks():
-        detail = detail or "this torch locks with flock(2): the kernel has released the lock of the killed compile"
-    return found.claim(f"{op}: a killed compile leaves torch's lock", there and lock.exists(), detail)
+
+def _locks(cache: Path, op: str) -> list[Path]:
+    return list(cache.glob(f"{ops.PART}*/{op}/{extension_locks.TORCH_LOCK}"))
 
 
 def _built(found: Findings, cache: Path, op: str) -> bool:
@@ -80,11 +81,7 @@ def _built(found: Findings, cache: Path, op: str) -> bool:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return found.claim(f"{op}: the next build ends", False, f"not after {BUILD_S:.0f} s")
-    removed = next((line for line in output.splitlines() if "removed the stale lock" in line), "")
-    from hpcinit.runtime import ops
-
-    if ops.files_are_locks():
-        found.claim(f"{op}: the next build removes the stale lock", bool(removed), removed or output[-400:])
+    found.claim(f"{op}: the next build removes the unfinished one", not list(cache.glob(f"{ops.PART}*")), output[-400:])
     well = process.returncode == 0
     detail = f"{time.monotonic() - began:.0f} s" if well else output[-800:]
     return found.claim(f"{op}: build-ops builds it", well, detail)
@@ -118,49 +115,8 @@ def _used(found: Findings, folder: Path, cache: Path, op: str, optimizer: str, s
         f"{freed:.1f} MiB; the parameters have {model:.1f} MiB in fp32; moved: {', '.join(done.first['offloaded'])}"
     )
     found.claim(f"{op}: offload_states() frees memory of the device", freed > model, detail, device=True)
-    compiled = "(takes minutes); `hpcinit build-ops`" in done.output
+    compiled = "(takes minutes); later jobs" in done.output
     found.claim(f"{op}: the job compiles nothing", not compiled, f"first step after {done.first['seconds']:.1f} s")
-
-
-def _locked(found: Findings, cache: Path, op: str) -> None:
-    """Check that a lock of a builder that no record names is reported, and never removed (decision 127)."""
-    from hpcinit.base.errors import BringUpError
-    from hpcinit.runtime import ops
-
-    lock = cache / op / "lock"
-    lock.touch()
-    old = time.time() - 2 * ops.QUIET_S
-    for each in (lock, *lock.parent.iterdir()):
-        os.utime(each, (old, old))
-    config = {"optimizer": {"type": "AdamW"}}
-    if found.cpu:
-        config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}  # type: ignore[dict-item]
-
-    def refused() -> str:
-        try:
-            ops.check(config, "cpu" if found.cpu else "cuda", {"TORCH_EXTENSIONS_DIR": str(cache)})
-        except BringUpError as error:
-            return str(error)
-        return "nothing"
-
-    message = refused()
-    if not ops.files_are_locks():
-        found.claim(
-            f"{op}: the file of a lock, which stays after each build, stops no job", message == "nothing", message
-        )
-        return
-    named = "torch would wait forever for the lock" in message and f"rm {lock}" in message
-    found.claim(f"{op}: a start ends at an abandoned lock, with the rm command", named, message)
-    output, status = _output(_start(cache, op))
-    kept = status != 0 and f"rm {lock}" in output and lock.exists()
-    found.claim(f"{op}: build-ops does not remove it either", kept, output[-400:])
-    lock.unlink()
-    found.claim(f"{op}: a start continues after that rm", (message := refused()) == "nothing", message)
-
-
-def _output(process: subprocess.Popen[str]) -> tuple[str, int]:
-    output, _ = process.communicate(timeout=BUILD_S)
-    return output, process.returncode
 
 
 # In the rank:

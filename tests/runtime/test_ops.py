@@ -1,12 +1,13 @@
-"""Building ops once, and the locks that a killed build leaves.
+"""DeepSpeed's ops: built once, loaded without a lock of torch; and locks of killed builds of other extensions.
 
-The op is a C++ function of one line, built by torch's cpp_extension like DeepSpeed's ops: cpu_adam takes minutes.
+The op is a C++ module of one function, built by torch's cpp_extension like DeepSpeed's ops: cpu_adam takes minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,28 +17,43 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpcinit import build_ops
-from hpcinit.base import safe_files
+from hpcinit.base import versions
 from hpcinit.base.errors import BringUpError, RequestError
-from hpcinit.records import safeguards
 from hpcinit.runtime import extension_locks, ops
-from tests.skip_or_fail import needs_torchs_compiler, skip_or_fail
+from tests.skip_or_fail import needs_torchs_compiler
 from tests.small_disks import fill, small_disk
 
 ADAMW = {"optimizer": {"type": "AdamW"}}
-SOURCE = 'extern "C" int one() { return 1; }\n'
+SOURCE = """#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny"};
+PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&module); }
+"""
 LOAD = """
 import sys
 from pathlib import Path
 from torch.utils.cpp_extension import load
+from hpcinit.deepspeed import deepspeed_ops
 from hpcinit.runtime import ops
 
 folder = Path(sys.argv[1])
 def tiny():
-    load("tiny", [str(folder / "tiny.cpp")], is_python_module=False, keep_intermediates=True)
+    return load("tiny", [str(folder / "tiny.cpp")])
+ops.loader = lambda name: tiny
+deepspeed_ops.needed = lambda *_: ["tiny"]
 """
-BUILD = LOAD + "ops.build(['tiny'], folder / 'cache', print, {'tiny': tiny})\n"
+BUILD = LOAD + "ops.build(['tiny'], folder / 'cache', print)\n"
+PREPARE = (
+    LOAD
+    + """
+import os
+ops.prepare({}, "cpu", say=print)
+from deepspeed.ops.op_builder.builder import OpBuilder
+print("loaded", OpBuilder._loaded_ops["tiny"].__name__, os.environ["TORCH_EXTENSIONS_DIR"])
+"""
+)
 
 
 def run(code: str, folder: Path, **env: str) -> subprocess.Popen[str]:
@@ -91,168 +107,121 @@ def compiling(folder: Path) -> Iterator[subprocess.Popen[str]]:
         (folder / "slow.began").unlink(missing_ok=True)
 
 
-Test = Callable[[Path], None]
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def with_files(test: Test) -> Test | None:
-    """Collect a test with a torch that waits for the file of a lock (2.13) only."""
-    return test if ops.files_are_locks() else None
+def quick(name: str) -> Callable[[], None]:
+    """Return a fake compile, because a real one takes minutes."""
+    return lambda: Path(os.environ[ops.VARIABLE], name).mkdir()
 
 
-def with_flock(test: Test) -> Test | None:
-    """Collect a test with a torch that locks with flock(2) (2.14) only."""
-    return None if ops.files_are_locks() else test
-
-
-@with_flock
-def test_a_killed_build_does_not_block_later_ones(folder: Path) -> None:
-    """From torch 2.14 on a lock file remains after every build, and no job is refused because of it."""
-    with compiling(folder):
-        lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
-    assert lock.exists()
-    env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-    ops.check(ADAMW, "cuda", env)
-    said, _ = run(BUILD, folder).communicate(timeout=120)
-    assert "tiny: built in" in said and "lock" not in said and lock.exists()
-    ops.check(ADAMW, "cuda", env)
-
-
-@with_files
 @needs_torchs_compiler
-def test_a_killed_build_leaves_a_lock_that_the_next_one_names_and_removes(folder: Path) -> None:
-    """SIGKILL in a real compile leaves torch's lock; the next build names its owner, removes it and builds."""
+def test_a_killed_build_does_not_block_later_ones(folder: Path) -> None:
+    """SIGKILL in a real compile leaves an unfinished op, which the next builder removes; it then builds the op."""
     with compiling(folder) as process:
-        lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
-        assert ops.judge_lock(lock).state == "held"
-        assert ops.holder(lock) == process.pid
-    assert lock.exists()
-    found = ops.judge_lock(lock)
-    assert found.state == "stale" and f"process {process.pid} on {os.uname().nodename}, building tiny" in found.why
-    env = {"TORCH_EXTENSIONS_DIR": str(folder / "cache")}
-    with pytest.raises(BringUpError, match=rf"torch would wait forever for the lock {lock}.*rm {lock}"):
-        ops.check(ADAMW, "cuda", env)
+        pass
+    (part,) = (folder / "cache").glob(f"{ops.PART}*")
+    assert part.name.endswith(f"-{process.pid}") and (part / "tiny").exists()
     said, _ = run(BUILD, folder).communicate(timeout=120)
-    assert f"removed the stale lock {lock}" in said and "tiny: built in" in said
-    assert not lock.exists() and (lock.parent / "tiny.so").exists() and ops.read_builder(folder / "cache") is None
+    assert "tiny: built in" in said, said
+    assert names(folder / "cache") == [ops.LOCK, "tiny"]
     said, _ = run(BUILD, folder).communicate(timeout=120)
-    assert "tiny: already built" in said
-
-
-@with_files
-def test_torch_waits_for_a_stale_lock(folder: Path) -> None:
-    """With a stale lock torch's load never returns, which is the reason for the check."""
-    lock = folder / "cache" / "tiny" / ops.TORCH_LOCK
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    process = run(LOAD + "print('loading', flush=True)\ntiny()\n", folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"))
-    try:
-        assert process.stdout is not None
-        while "loading" not in process.stdout.readline():
-            assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
-    finally:
-        kill(process)
-    assert lock.exists() and not (lock.parent / "tiny.so").exists()
+    assert f"tiny: already built in {folder / 'cache'}\n" in said
 
 
 @needs_torchs_compiler
 def test_a_second_builder_waits_and_then_finds_it_built(folder: Path) -> None:
-    """Of two builders of a cache one compiles, the other waits for it and compiles nothing."""
-    first, second = run(BUILD, folder), run(BUILD, folder)
-    said = [process.communicate(timeout=180)[0] for process in (first, second)]
-    assert [process.returncode for process in (first, second)] == [0, 0]
-    assert sorted("tiny: built in" in each for each in said) == [False, True]
-    assert sorted("tiny: already built" in each for each in said) == [False, True]
+    """Of two builders of a cache one compiles; the other names it, waits, and compiles nothing."""
+    first = run(BUILD, folder, CXX=str(folder / "slow"))
+    until(folder / "slow.began", first)
+    second = run(BUILD, folder)
+    assert second.stdout is not None
+    line = second.stdout.readline()
+    assert line.startswith(f"waiting for {os.uname().nodename}-{first.pid}, which compiles"), line
+    kill(first)  # the kernel releases its lock
+    (folder / "slow.began").unlink()
+    said, _ = second.communicate(timeout=120)
+    assert "tiny: built in" in said and second.returncode == 0, said
 
 
-def test_the_wait_for_a_builder_ends_with_a_message(tmp_path: Path) -> None:
-    """After the timeout the error names the builder and what to do."""
-    code = (
-        "import sys, time; from pathlib import Path; from hpcinit.runtime import ops\n"
-        "with ops.one_builder(Path(sys.argv[1]), print) as building:\n building('cpu_adam'); time.sleep(600)\n"
-    )
-    process = run(code, tmp_path)
-    try:
-        while ops.read_builder(tmp_path) is None:
-            assert process.poll() is None
-            time.sleep(0.05)
-        with pytest.raises(BringUpError) as raised, ops.one_builder(tmp_path, print, wait_s=0.3):
-            pass
-        assert f"timed out after 0 s: process {process.pid} on {os.uname().nodename}, building cpu_adam" in str(
-            raised.value
-        )
-        assert "set TORCH_EXTENSIONS_DIR to another folder" in str(raised.value)
-    finally:
-        kill(process)
-    with ops.one_builder(tmp_path, print, wait_s=10):  # the kernel has released the dead builder's lock
-        left = ops.read_builder(tmp_path)
-        assert left is not None and left.has_ended()
+@needs_torchs_compiler
+def test_a_built_op_is_loaded_without_compiler_and_lock(folder: Path) -> None:
+    """A job compiles a missing op. Later jobs load it without a compiler, and without torch's lock, which a killed
+    process may have left. Neither changes TORCH_EXTENSIONS_DIR."""
+    place = folder / "cache"
+    said, _ = run(PREPARE, folder, TORCH_EXTENSIONS_DIR=str(place)).communicate(timeout=150)
+    assert "tiny: built in" in said and said.endswith(f"loaded tiny {place}\n"), said
+    (place / "tiny" / extension_locks.TORCH_LOCK).touch()
+    said, _ = run(PREPARE, folder, TORCH_EXTENSIONS_DIR=str(place), CXX="false").communicate(timeout=150)
+    assert said.splitlines()[-1] == f"loaded tiny {place}" and "tiny: " not in said, said
+    (place / "tiny/tiny.so").write_bytes(b"damaged")
+    said, _ = run(PREPARE, folder, TORCH_EXTENSIONS_DIR=str(place)).communicate(timeout=150)
+    assert f"Remove {place / 'tiny'} and type hpcinit build-ops --ops tiny" in said, said
 
 
-def test_a_lock_without_a_visible_process_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock that no process on this node has open is not removed; after 30 minutes it is an error."""
-    monkeypatch.setattr(ops, "files_are_locks", lambda: True)  # as with torch 2.13
-    lock = tmp_path / "cpu_adam" / ops.TORCH_LOCK
-    lock.parent.mkdir()
-    lock.touch()
+def test_an_op_that_deepspeed_has_compiled_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's TORCH_EXTENSIONS_DIR may contain DeepSpeed's own builds, which are neither loaded nor replaced."""
+    monkeypatch.setattr(ops, "loader", pytest.fail)
+    (tmp_path / "fused_adam").mkdir()
+    ops.prepare(ADAMW, "cuda", {ops.VARIABLE: str(tmp_path)}, pytest.fail)
     said: list[str] = []
-    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    ops.check(ADAMW, "cuda", env, said.append)
-    assert said[0].startswith(f"waiting for the lock {lock}") and "one on another node or in a container may" in said[0]
-    with pytest.raises(BringUpError, match="If nothing compiles there, remove it"):
-        ops.build(["cpu_adam"], tmp_path, said.append)
-    for path in (lock, lock.parent):
-        os.utime(path, (time.time() - ops.QUIET_S - 60,) * 2)
-    with pytest.raises(BringUpError, match=r"18\d\d s old"):
-        ops.check(ADAMW, "cuda", env, said.append)
-    assert lock.exists()
+    ops.build(["fused_adam"], tmp_path, said.append)
+    assert said == [
+        f"fused_adam: already built in {tmp_path}, not by hpcinit; remove it to build it again"
+    ] and not ops.is_built("fused_adam", {ops.VARIABLE: str(tmp_path)})
 
 
-def test_a_builder_on_another_node_does_not_count_as_dead(tmp_path: Path) -> None:
-    """A record of another host is not checked against the processes of this host."""
-    record = {"host": "elsewhere", "pid": os.getpid(), "started": "1", "op": "cpu_adam"}
-    (tmp_path / ops.OUR_LOCK).write_text(json.dumps(record))
-    lock = tmp_path / "cpu_adam" / ops.TORCH_LOCK
-    lock.parent.mkdir()
-    lock.touch()
-    assert "elsewhere" not in ops.judge_lock(lock).why
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without locks two nodes may compile the same op; the first one counts. (Fakes: the locks and the compile.)"""
 
-
-def job(folder: Path, number: int) -> dict[str, str]:
-    """Return the environment of a job: TMPDIR is the node's disk."""
-    (folder / "disk").mkdir(exist_ok=True)
-    return {
-        "XDG_CACHE_HOME": str(folder / "xdg"), "TMPDIR": str(folder / "disk"), safeguards.ENV_SET: f"{number}.0.0 X"
-    }  # fmt: skip
-
-
-def test_a_job_keeps_what_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first job compiles an op in its own folder and keeps it for others. The second one copies it, without the lock
-    of a killed process, and compiles nothing. Neither changes TORCH_EXTENSIONS_DIR. (The compile is a fake.)"""
-    compiled: list[str] = []
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     def load() -> None:
-        place = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "fused_adam"
-        if not (place / "fused_adam.so").exists():
-            compiled.append(str(place))
-            place.mkdir()
-            (place / "fused_adam.so").touch()
-        (place / ops.TORCH_LOCK).touch()
+        for place in (Path(os.environ[ops.VARIABLE]), tmp_path):  # the other node is ready at the same moment
+            (place / "tiny").mkdir()
+        (tmp_path / "tiny" / ops.BUILT).touch()
 
+    monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(ops, "loader", lambda name: load)
-    monkeypatch.setattr(ops, "files_are_locks", lambda: False)
-    for number in (1, 2):
-        for name, value in job(tmp_path, number).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-        ops.prepare(ADAMW, "cuda", os.environ)
-        assert "TORCH_EXTENSIONS_DIR" not in os.environ
-        kept = ops.shared_cache(os.environ) / "fused_adam"
-        assert sorted(path.name for path in kept.iterdir()) == [ops.BUILT, "fused_adam.so"]
-        assert kept.is_relative_to(tmp_path / "xdg") and [*kept.parent.iterdir()] == [kept]
-    own = tmp_path / "disk" / f"hpcinit-{os.geteuid()}" / f"1.0.0-{os.uname().nodename}"
-    assert compiled == [str(own / "torch_extensions/fused_adam")]
+    other = tmp_path / f"{ops.PART}elsewhere-7"
+    other.mkdir()
+    said: list[str] = []
+    ops.build(["tiny"], tmp_path, said.append)
+    assert "has no locks (No locks available); building without one" in said[0]
+    assert names(tmp_path) == [ops.LOCK, other.name, "tiny"]
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "loader", quick)
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        with pytest.raises(BringUpError, match=r"cannot store DeepSpeed's ops in .*No space left.*Free disk space, or"):
+            ops.build(["fused_adam"], disk / "x", print)
+
+
+def test_the_cache(tmp_path: Path) -> None:
+    """Ops are in the user's TORCH_EXTENSIONS_DIR, else in a folder for this environment. An empty config needs none."""
+    env = {ops.VARIABLE: str(tmp_path)}
+    assert ops.shared_cache(env) == tmp_path
+    assert ops.shared_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/hpcinit/ops") / ops.environment()
+    ops.prepare({}, "cuda", env, pytest.fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_build_names_op_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's error is reported with the op and the folder, and nothing remains of the build."""
+
+    def broken() -> None:
+        raise RuntimeError("Error building extension 'tiny'")
+
+    monkeypatch.setattr(ops, "loader", lambda name: broken)
+    with pytest.raises(
+        BringUpError, match=rf"cannot build DeepSpeed's op tiny in {tmp_path}: Error building extension"
+    ):
+        ops.build(["tiny"], tmp_path, print)
+    assert names(tmp_path) == [ops.LOCK]
 
 
 JOB = (
@@ -261,7 +230,7 @@ JOB = (
 import os
 from hpcinit.records import safeguards
 from hpcinit.runtime import extension_locks
-safeguards.apply(os.environ, None, sys.argv[2])
+safeguards.apply(os.environ, None, "NUMBER.0.0")
 extension_locks.report_abandoned(os.environ, print)
 tiny()
 """
@@ -269,9 +238,10 @@ tiny()
 
 
 def as_job(folder: Path, number: int, **env: str) -> subprocess.Popen[str]:
-    """Start a job that loads an extension from torch's own folder."""
-    env |= {name: value for name, value in job(folder, number).items() if name != safeguards.ENV_SET}
-    return run(JOB.replace("sys.argv[2]", f"'{number}.0.0'"), folder, **env)
+    """Start a job that loads an extension from torch's own folder. TMPDIR is the node's disk."""
+    (folder / "disk").mkdir(exist_ok=True)
+    env |= {"XDG_CACHE_HOME": str(folder / "xdg"), "TMPDIR": str(folder / "disk")}
+    return run(JOB.replace("NUMBER", str(number)), folder, **env)
 
 
 @needs_torchs_compiler
@@ -286,67 +256,13 @@ def test_a_second_job_does_not_compile_an_extension_again(folder: Path) -> None:
     assert (folder / "compiler.used").read_text() == "\n"
 
 
-@with_files
-@needs_torchs_compiler
-def test_a_job_reports_the_lock_of_a_killed_one(folder: Path) -> None:
-    """The next job on the node prints how to remove the lock of a killed build. Without the lock, the job after it compiles.
-
-    A live build is not reported.
-    """
-    process = as_job(folder, 1, CXX=str(folder / "slow"))
-    until(folder / "slow.began", process)
-    (lock,) = (folder / "xdg/torch_extensions").glob("*/tiny/lock")
-    said: list[str] = []
-    env = {"XDG_CACHE_HOME": str(folder / "xdg")}
-    extension_locks.report_abandoned(env, said.append)
-    assert lock.exists() and said == []
-    kill(process)
-    (folder / "slow.began").unlink()
-    process = as_job(folder, 2)
-    assert process.stdout and f"If nothing compiles there, remove it: rm {lock}" in process.stdout.readline()
-    assert lock.exists()
-    kill(process)  # torch would fail if the lock went while it waits: it expects that another process has built
-    lock.unlink()
-    process = as_job(folder, 3)
-    output, _ = process.communicate(timeout=150)
-    assert process.returncode == 0 and (lock.parent / "tiny.so").exists(), output
-
-
-@with_files
-@pytest.mark.parametrize(
-    "check", ["extension_locks.report_abandoned(os.environ, print)", "ops.clear(root.parent, print)"]
-)
-def test_the_lock_of_a_build_in_another_container_stays(folder: Path, check: str) -> None:
-    """A builder in another process namespace, as in a container that shares the folder, is not visible; its lock stays."""
-    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
-        skip_or_fail("this user may not create a process namespace")
-    process = as_job(folder, 1, CXX=str(folder / "slow"))
-    try:
-        until(folder / "slow.began", process)
-        (lock,) = (folder / "xdg/torch_extensions").glob("*/tiny/lock")
-        code = f"import os, sys; from pathlib import Path; from hpcinit.runtime import extension_locks, ops\nroot = Path(sys.argv[1])\n{check}"
-        done = subprocess.run(
-            ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, str(lock.parent)],
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / "xdg")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert lock.exists(), done.stdout
-        assert f"remove it: rm {lock}" in done.stdout + done.stderr, done
-    finally:
-        kill(process)
-        (folder / "slow.began").unlink(missing_ok=True)
-
-
-def test_a_lock_that_another_node_may_hold_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a disk of several nodes a lock stays, and after 30 minutes a warning has the command that removes it.
-
-    The disk type is a fake: there is no NFS here.
-    """
-    monkeypatch.setattr(safe_files, "file_system", lambda path: "nfs4")
-    monkeypatch.setattr(ops, "files_are_locks", lambda: True)  # as with torch 2.13
-    lock = tmp_path / "torch_extensions/py311_cpu/mine" / ops.TORCH_LOCK
+@pytest.mark.parametrize(("torch_version", "reports"), [("2.13.0", True), ("2.14.1", False)])
+def test_a_lock_of_a_killed_build_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_version: str, reports: bool
+) -> None:
+    """After 30 minutes without a change a job prints how to remove a lock, and keeps it. torch 2.14 does not wait."""
+    monkeypatch.setattr(versions, "installed", lambda name: torch_version)
+    lock = tmp_path / "torch_extensions/py311_cpu/mine" / extension_locks.TORCH_LOCK
     lock.parent.mkdir(parents=True)
     lock.touch()
     said: list[str] = []
@@ -354,88 +270,14 @@ def test_a_lock_that_another_node_may_hold_is_kept(tmp_path: Path, monkeypatch: 
     extension_locks.report_abandoned(env, said.append)
     assert said == []
     for path in (lock, lock.parent):
-        os.utime(path, (time.time() - ops.QUIET_S - 60,) * 2)
+        os.utime(path, (time.time() - extension_locks.QUIET_S - 60,) * 2)
     extension_locks.report_abandoned(env, said.append)
-    assert len(said) == 1 and f"remove it: rm {lock}" in said[0] and lock.exists()
-
-
-@needs_torchs_compiler
-def test_loading_a_built_op_compiles_nothing(folder: Path) -> None:
-    """A rank gets the compiler's variables of the build: with another compiler, torch would compile the op again."""
-    compiler = folder / "compiler"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo >> "$0.used";; esac\nexec c++ "$@"\n')
-    compiler.chmod(0o755)
-    process = run(BUILD, folder, CXX=str(compiler))
-    assert process.wait(150) == 0
-    load = LOAD + "ops.ops_needed = lambda *_: ['tiny']\nops.prepare({}, 'cpu', say=print)\ntiny()\n"
-    objects = [path.stat().st_mtime_ns for path in (folder / "cache/tiny").glob("*.o")]
-    for environment, expected in (
-        ({}, [f"set CXX={compiler}: DeepSpeed's op tiny was built with it"]),
-        ({"CXX": str(compiler)}, []),
-    ):
-        process = run(load, folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"), **environment)
-        lines = [line for line in process.communicate(timeout=150)[0].splitlines() if "CXX" in line]
-        assert (lines, process.returncode) == (expected, 0)
-    assert (folder / "compiler.used").read_text() == "\n"
-    assert [path.stat().st_mtime_ns for path in (folder / "cache/tiny").glob("*.o")] == objects
-    process = run(load, folder, TORCH_EXTENSIONS_DIR=str(folder / "cache"), CXX="c++")
-    assert (
-        f"warning: CXX is c++, but was {compiler} when DeepSpeed's op tiny was built"
-        in process.communicate(timeout=150)[0]
-    )
-    assert [path.stat().st_mtime_ns for path in (folder / "cache/tiny").glob("*.o")] != objects, "torch does compile it"
-
-
-def test_a_job_s_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the job's folder is full, built ops are used in place, with a warning; without any space there is an error."""
-    with small_disk(tmp_path / "disk") as disk:
-        env = job(tmp_path, 1)
-        monkeypatch.setattr(safeguards, "CACHE_ROOM", 0)  # the disk becomes full later
-        built = ops.shared_cache(env) / "fused_adam"
-        built.mkdir(parents=True)
-        (built / ops.BUILT).touch()
-        (built / "fused_adam.so").write_bytes(bytes(1 << 16))
-        loaded: list[str] = []
-        monkeypatch.setattr(ops, "loader", lambda name: lambda: loaded.append(env[ops.VARIABLE]))
-        own = safeguards.own_folder(env)
-        assert own and own.is_relative_to(disk)
-        fill(disk)
-        said: list[str] = []
-        ops.prepare(ADAMW, "cuda", env, said.append)
-        assert loaded == [str(built.parent)]
-        assert f"warning: cannot store DeepSpeed's ops in {own}/torch_extensions: " in said[0]
-        env = {ops.VARIABLE: str(disk / "x"), safeguards.ENV_SET: ""}
-        with pytest.raises(
-            BringUpError, match=r"cannot store DeepSpeed's ops: .*No space left on device.*Free disk space, or"
-        ):
-            ops.prepare(ADAMW, "cuda", env, said.append)
-
-
-def test_the_users_cache_is_used(tmp_path: Path) -> None:
-    """Ops are built and searched in the user's TORCH_EXTENSIONS_DIR; an empty config needs no ops."""
-    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path), safeguards.ENV_SET: "1 TRITON_CACHE_DIR"}
-    assert ops.shared_cache(env) == tmp_path
-    ops.prepare({}, "cuda", env, pytest.fail)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_build_names_op_and_folder(tmp_path: Path) -> None:
-    """A compiler's error is reported with the op and the folder, and no builder remains recorded."""
-
-    def broken() -> None:
-        raise RuntimeError("Error building extension 'tiny'")
-
-    with pytest.raises(
-        BringUpError, match=rf"cannot build DeepSpeed's op tiny in {tmp_path}: Error building extension"
-    ):
-        ops.build(["tiny"], tmp_path, print, {"tiny": broken})
-    assert ops.read_builder(tmp_path) is None and not (tmp_path / "tiny" / ops.BUILT).exists()
+    assert [f"remove it: rm {lock}" in line for line in said] == [True] * reports and lock.exists()
 
 
 WRONG = [
     ([], "nothing to build: give the overrides of the run"),
     (["--ops", "cpu_adm"], "unknown op 'cpu_adm', expected one of: async_io"),
-    (["--ops", "cpu_adam", "--device", "cuda"], "--device cuda, but this node has cpu"),
     (["--ds-config", "broken.json"], "broken.json is not JSON"),
     (["--ds-config", "list.json"], "list.json contains a list, expected a JSON object: a ds_config"),
 ]
@@ -443,12 +285,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("argv", "words"), WRONG)
 def test_build_ops_refuses(argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error for an invalid request has the given and the expected value. (Fake: a node without GPU.)"""
+    """The error for an invalid request has the given and the expected value."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ops, "loader", pytest.fail)
-    monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
     Path("broken.json").write_text("{")
     Path("list.json").write_text("[]")
+    monkeypatch.setenv(ops.VARIABLE, str(tmp_path / "cache"))
     with pytest.raises(RequestError) as raised:
         build_ops.main(argv)
     assert words in str(raised.value)
@@ -461,20 +302,17 @@ def test_build_ops_builds_what_a_config_needs(
     path = tmp_path / "ds.json"
     monkeypatch.chdir(tmp_path)
     path.write_text('{"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
-    monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
-    where: list[str] = []
-
-    def loader(name: str) -> object:
-        (tmp_path / "into" / name).mkdir()
-        return lambda: where.append(os.environ["TORCH_EXTENSIONS_DIR"])
-
-    monkeypatch.setattr(ops, "loader", loader)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ops, "loader", quick)
     before = os.environ.get("TORCH_EXTENSIONS_DIR")
     assert build_ops.main(["--ds-config", str(path), "--into", str(tmp_path / "into")]) == 0
     out, err = capfd.readouterr()
     assert out == f"built cpu_adam in {tmp_path / 'into'}\n"
-    assert "hpcinit: cpu_adam: compiling\n" in err and "hpcinit: cpu_adam: built in 0 s\n" in err
-    assert where == [str(tmp_path / "into")] and os.environ.get("TORCH_EXTENSIONS_DIR") == before
+    assert (
+        f"hpcinit: cpu_adam: compiling in {tmp_path / 'into'} (" in err and "hpcinit: cpu_adam: built in 0 s\n" in err
+    )
+    assert [path.name for path in (tmp_path / "into/cpu_adam").iterdir()] == [ops.BUILT]
+    assert os.environ.get("TORCH_EXTENSIONS_DIR") == before
 
 
 def test_build_ops_takes_the_overrides_of_submit(
@@ -482,9 +320,9 @@ def test_build_ops_takes_the_overrides_of_submit(
 ) -> None:
     """With submit's overrides it builds the ops of that run, and nothing for a run without DeepSpeed's optimizers."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build_ops, "_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked: list[object] = []
-    monkeypatch.setattr(ops, "build", lambda names, root: asked.append(names))
+    monkeypatch.setattr(ops, "build", lambda names, root: asked.extend([names] if names else []))
     assert build_ops.main(["parallel=zero3_offload", "deepspeed.optimizer=adamw", "--into", "x"]) == 0
     assert asked == [("cpu_adam",)]
     assert (
