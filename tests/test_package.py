@@ -106,6 +106,7 @@ def test_the_version_comes_from_git() -> None:
     assert (ROOT / "hpcinit/py.typed").is_file()
 
 
+@pytest.mark.more  # installs from the package index
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", installed.other_pythons(), ids=lambda python: Path(python).parts[-3])
 def test_a_wheel_works_with_other_pythons(python: str, wheel: Path, tmp_path: Path) -> None:

@@ -183,21 +183,21 @@ class Parallel:
     )
 
 
+# The key is `global`, which a class statement does not accept as an attribute name, so it is in neither init nor repr.
+_GLOBAL = field(
+    default=None, init=False, repr=False, compare=False, metadata=key("samples per step over all ranks").metadata
+)
+_GlobalBatch: Any = dataclass(
+    type("_GlobalBatch", (), {"__annotations__": {"global": Optional[int]}, "global": _GLOBAL})
+)
+
+
 @dataclass
-class Batch:
+class Batch(_GlobalBatch):  # type: ignore[misc]
     """Samples per step: global = micro x accumulation x data parallel size. Set at most two of the three."""
 
     micro: Optional[int] = key("samples per forward pass of a rank")
     accumulation: Optional[int] = key("forward passes per step")
-    # The key is `global`, which Python does not accept as an attribute name, so it is in neither init nor repr.
-    __annotations__["global"] = Optional[int]
-    vars()["global"] = field(
-        default=None,
-        init=False,
-        repr=False,
-        compare=False,
-        metadata=key("samples per step over all ranks").metadata,
-    )
 
     @property
     def total(self) -> Optional[int]:
