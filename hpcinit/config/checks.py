@@ -28,6 +28,7 @@ from hpcinit.config.request import Rewritten, as_text
 from hpcinit.config.resources import ranks_per_node as ranks_per_node  # noqa: PLC0414 - part of this module
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
+from hpcinit.records.starts import STARTS
 from hpcinit.world import network, ports
 
 T = TypeVar("T")
@@ -169,10 +170,11 @@ def _restarts(config: Config) -> Iterator[str]:
 def _launch(config: Config) -> Iterator[str]:
     """Check the keys of `launch` against its kind."""
     launch = config.launch
+    start = STARTS.get(launch.kind, STARTS["srun"])  # another value is reported with the choices
     for name in launch.preload:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
             yield f"launch.preload has {name!r}, expected the name of a module, as in transformers or my.models"
-    if launch.max_restarts > 0 and launch.kind != "torchrun":
+    if launch.max_restarts > 0 and not start.restarts_ranks:
         yield (
             f"launch.max_restarts is {launch.max_restarts}, but launch.kind is {launch.kind}, expected torchrun: set "
             "launch=torchrun, or restart.max_restarts instead"
@@ -180,12 +182,12 @@ def _launch(config: Config) -> Iterator[str]:
     text = None if config.comm.ports is None else str(config.comm.ports)
     if text is not None and (reason := ports.problem(text)):
         yield f"comm.ports {reason}"
-    elif launch.kind == "torchrun" and text and "-" not in text:
+    elif start.restarts_ranks and text and "-" not in text:
         yield (
             f"comm.ports is {text!r}, expected a range such as 20000-20100: with launch=torchrun, the agents need "
             "ports too. Set a range, or launch=srun"
         )
-    if launch.kind == "srun":
+    if start.task_per_rank:
         return
     for key, value, known in (("cpu_bind", launch.cpu_bind, CPU_BIND), ("gpu_bind", launch.gpu_bind, GPU_BIND)):
         if value and not re.fullmatch(rf"(?:(?:quiet|verbose|q|v),)?(?:{known})", value):

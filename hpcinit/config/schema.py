@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from hpcinit.deepspeed.deepspeed_config import OFFLOAD, OPTIMIZERS
-from hpcinit.records import spec, wrappers
+from hpcinit.records import spec, starts, wrappers
 from hpcinit.records.layout import CP_KINDS
 from hpcinit.records.node_records import EXPIRY_H, LIMIT
 from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S
@@ -308,7 +308,7 @@ class Launch:
     kind: str = key(
         "srun: one task per rank; fork: one task per node imports once and forks; torchrun: one agent per node",
         spec.Launch.kind,
-        choices=spec.LAUNCHES,
+        choices=starts.STARTS.keys(),
     )
     preload: list[str] = key("fork: modules to import once per node; DeepSpeed is added where it is used", ["torch"])
     max_restarts: int = key(

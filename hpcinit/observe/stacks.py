@@ -20,6 +20,7 @@ from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted, rank_names
 from hpcinit.observe import find_runs, job_step, logs, stack_collector
 from hpcinit.records import hang_report, heartbeats
+from hpcinit.records.starts import STARTS
 from hpcinit.slurm import nodelist, slurm_client
 from hpcinit.slurm.slurm_client import NotStarted
 
@@ -200,7 +201,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
     asked = {
         "run": str(job.path),
         "slurm": job.slurm,
-        "tasks": job.spec.launch.kind == "srun",
+        "tasks": STARTS[job.spec.launch.kind].task_per_rank,
         "ranks": list(wanted),
         "samples": SAMPLES,
         "apart_s": APART_S,

@@ -19,6 +19,7 @@ from hpcinit.records import run_folder, wrappers
 from hpcinit.records.batch import Batch, solve
 from hpcinit.records.components import Component, ranks, ranks_in_a_row
 from hpcinit.records.layout import Layout
+from hpcinit.records.starts import STARTS
 from hpcinit.records.startup_timeout import CHECKPOINT_S, StartupTimeout
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.records.wrappers import Wrapper
@@ -31,7 +32,6 @@ PARAM = ("fp32", "bf16", "fp16")
 REDUCE = ("fp32", "bf16")
 HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
-LAUNCHES = ("srun", "fork", "torchrun")
 OFF, REPORT, REPLACE = NODE_CHECKS = ("off", "report", "replace")
 
 
@@ -188,7 +188,7 @@ class Launch:
     gpu_bind: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("launch.kind", self.kind, LAUNCHES)
+        one_of("launch.kind", self.kind, tuple(STARTS))
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def ranks_per_task(folder: Path) -> int:
         spec = load(folder / run_folder.SPEC, to_run=False)
     except SpecError:
         return 1
-    return 1 if spec.launch.kind == "srun" else spec.ranks_per_node
+    return STARTS[spec.launch.kind].ranks_per_task(spec.ranks_per_node)
 
 
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:

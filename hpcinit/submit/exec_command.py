@@ -18,6 +18,7 @@ from hpcinit.base.quoting import option_flags
 from hpcinit.config.request import Request
 from hpcinit.observe import find_runs, job_step
 from hpcinit.observe.job_step import RunningJob
+from hpcinit.records.starts import STARTS
 from hpcinit.slurm import slurm_client
 from hpcinit.slurm.slurm_client import NotStarted
 from hpcinit.submit import container, provenance
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
     asked = {
         "run": str(job.path),
         "slurm": job.slurm,
-        "tasks": job.spec.launch.kind == "srun",
+        "tasks": STARTS[job.spec.launch.kind].task_per_rank,
         "rank": rank,
         "workdir": job.spec.workdir,
         "command": list(command),

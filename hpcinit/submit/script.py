@@ -20,6 +20,7 @@ from hpcinit.config import hetjob, keys
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import components, run_folder
+from hpcinit.records.starts import STARTS
 from hpcinit.records.startup_timeout import ENV_LIMIT_S
 from hpcinit.submit import dependencies, job_setup, restart, shell_blocks, srun_step
 from hpcinit.submit.code_snapshot import SnapshotPlan
@@ -107,7 +108,7 @@ def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: S
 
 def _cores_of_tasks(config: Config) -> list[str]:
     """Return lines for a job in which one task starts all ranks of a node, with the cores of them all."""
-    if config.launch.kind == "srun" or config.cluster.engine != "slurm" or not cpus_per_rank(config):
+    if STARTS[config.launch.kind].task_per_rank or config.cluster.engine != "slurm" or not cpus_per_rank(config):
         return []
     why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."
     return [why, "unset SLURM_CPUS_PER_TASK", ""]

@@ -22,10 +22,10 @@ from hpcinit.config.job_spec import gpu_bind
 from hpcinit.config.resources import cpus_per_rank, mem_gb, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder
+from hpcinit.records.starts import STARTS
 from hpcinit.submit import container
 from hpcinit.submit.run_path import RunPath
 
-ENTRIES = {"srun": "hpcinit.run", "fork": "hpcinit.fork", "torchrun": "hpcinit.elastic"}
 WIDTH = 100  # of a line of the command, in characters
 # srun's %t is not the rank in a heterogeneous job: Slurm 22.05 writes the file of rank 2 as 3 in a step of several
 # components, and 26.05 that of rank 0 as 4294967295 in each step. So each rank opens its own log in the folder $0, or
@@ -96,7 +96,7 @@ def srun_step_line(
     flags = {**options(config, run), **(more or {}), **container.container_options(config, run, workdir)}
     if str(config.cluster.srun.get("distribution")).startswith("arbitrary"):
         del flags["nodes"]  # Slurm 26.05 refuses both
-    program = [python, "-u", "-m", ENTRIES[config.launch.kind], run.in_shell(run_folder.SPEC)]
+    program = [python, "-u", "-m", STARTS[config.launch.kind].module, run.in_shell(run_folder.SPEC)]
     task = [*before, *container.container_prefix(config, run, workdir), *program]
     words = [*launcher, *option_flags({**flags, **config.cluster.srun})]
     return " \\\n    ".join([*_wrapped(words), *_wrapped(task)])
@@ -115,11 +115,12 @@ def _wrapped(arguments: Sequence[str]) -> list[str]:
 def options(config: Config, run: RunPath) -> dict[str, Any]:
     """Return srun's options. With one task per node, the task gets the resources of all its ranks and binds them."""
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
-    alone = launch.kind == "srun"
+    start = STARTS[launch.kind]
+    alone = start.task_per_rank
     return {
         "nodes": config.nodes,
-        "ntasks": config.nodes * (ranks if alone else 1),
-        "ntasks-per-node": ranks if alone else 1,
+        "ntasks": config.nodes * start.tasks_per_node(ranks),
+        "ntasks-per-node": start.tasks_per_node(ranks),
         # Repeated here because srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
         "cpus-per-task": cores if alone or cores is None else cores * ranks,
         # With SLURM_EXPORT_ENV=NONE (sbatch --export=NONE, some sites' profiles) the ranks would get no environment.

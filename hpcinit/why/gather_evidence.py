@@ -28,6 +28,7 @@ from hpcinit.records import (
 )
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport
+from hpcinit.records.starts import STARTS
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.why import (
     flight_recorder,
@@ -105,7 +106,7 @@ def gather(path: Path, now: state.State) -> Evidence:
         hosts=hosts,
         returned=returned,
         setup=setup_failure.read(path, attempt, log.output),
-        every_end_is_logged=planned is not None and planned.launch.kind == "srun",
+        every_end_is_logged=planned is not None and STARTS[planned.launch.kind].task_per_rank,
         watched=[one for end in ends.values() for one in end.watched],
     )
 

@@ -1,0 +1,33 @@
+"""The values of launch=: how the ranks of a node are started. Another way is another line here, and its module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Start:
+    """One way to start ranks.
+
+    module: what each task of srun runs, as python -m. task_per_rank: each rank is a task of srun, with its output and
+    exit status; otherwise one task per node starts and ends the ranks of its node, and binds them to cores and GPUs.
+    restarts_ranks: agents restart all ranks in the job (launch.max_restarts), and need ports of their own.
+    """
+
+    module: str
+    task_per_rank: bool = False
+    restarts_ranks: bool = False
+
+    def tasks_per_node(self, ranks: int) -> int:
+        """Return how many tasks srun starts on a node of `ranks` ranks."""
+        return ranks if self.task_per_rank else 1
+
+    def ranks_per_task(self, ranks: int) -> int:
+        return ranks // self.tasks_per_node(ranks)
+
+
+STARTS = {
+    "srun": Start("hpcinit.run", task_per_rank=True),
+    "fork": Start("hpcinit.fork"),
+    "torchrun": Start("hpcinit.elastic", restarts_ranks=True),
+}
