@@ -55,6 +55,7 @@ help:
 	@echo "make test-lowest   the tests of the login node with the oldest supported versions of its packages"
 	@echo "make test-hydra-next  the same with the pre-releases of Hydra 1.4 and OmegaConf 2.4"
 	@echo "make test-horovod  a real Horovod over Gloo and MPI; builds it first, once (cmake, g++, libopenmpi-dev, 5 minutes)"
+	@echo "make test-nccl     the interface that a real NCCL takes, on virtual nodes; installs NCCL once (300 MB, root)"
 	@echo "make test-submitit  submitit's own tests of executors and jobs, with hpcinit's executors"
 	@echo "make test-ray      four Ray actors train with DeepSpeed; installs Ray first, once"
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
@@ -89,7 +90,7 @@ check: $(VENV)/dev lint
 .PHONY: test-all
 test-all: $(VENV)/dev slurm lint
 	$(BIN)/python -m tests.second_try -n $(PYTEST_WORKERS) --all $(PYTEST)
-	set -e; for each in deepspeed-0.18 lowest hydra-next slurm24 slurm26 apptainer horovod ray exactly-once anywhere; do \
+	set -e; for each in deepspeed-0.18 lowest hydra-next slurm24 slurm26 apptainer horovod nccl ray exactly-once anywhere; do \
 		$(MAKE) --no-print-directory test-$$each; \
 	done
 
@@ -171,6 +172,11 @@ test-apptainer: $(VENV)/dev
 .PHONY: test-horovod
 test-horovod: $(VENV)/horovod/made
 	$(VENV)/horovod/bin/python -m pytest tests/systems/test_horovod.py $(PYTEST)
+
+# NCCL without a GPU chooses its network interface: the checks of nodes on it, with network namespaces as nodes.
+.PHONY: test-nccl
+test-nccl: $(VENV)/nccl/made slurm
+	$(VENV)/nccl/bin/python -m pytest tests/systems/test_nccl.py $(PYTEST)
 
 # submitit's own tests, with hpcinit's executors. tests/submitit_suite/expected.txt has the expected results.
 .PHONY: test-submitit
@@ -318,6 +324,11 @@ $(VENV)/python3.14/made: $(VENV)/dev
 		$(PIP314) --editable ".[job,test]" setuptools wheel ninja hatchling hatch-vcs $(subst ','"'"',$(HYDRA_NEXT)); \
 		DS_BUILD_OPS=0 $(PIP314) --no-build-isolation "deepspeed>=0.18.5,<0.20"; \
 		cp tests/fast_exit.pth "$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")"'
+	@touch $@
+
+$(VENV)/nccl/made: $(VENV)/dev
+	$(call beside,$(VENV)/nccl)
+	$(BIN)/python -m pip install $(ALONE) --prefix $(VENV)/nccl nvidia-nccl-cu13
 	@touch $@
 
 $(VENV)/horovod/made: $(VENV)/dev tests/systems/horovod_wheel.py

@@ -16,9 +16,9 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
-from hpcinit.jobs import node_check
 from hpcinit.launch.signal_monitor import SignalMonitor
 from hpcinit.launch.torchrun.agent_watch import AgentWatch
+from hpcinit.node import node_check
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     spec = enter(argv[0])
     if spec.nodes == 1:
         watch.polled()  # it waits for no other agent, so it is watched before it joins
-    check = node_check.start(spec.check_node, os.environ)
+    check = node_check.start(spec, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     agents = launchers.read(os.environ)

@@ -19,10 +19,10 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
-from hpcinit.jobs import node_check
 from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.launch.fork_server import ForkSupervisor, end_as
 from hpcinit.launch.signal_monitor import SignalMonitor
+from hpcinit.node import node_check
 from hpcinit.records import run_folder, safeguards
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import check_clock
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if spec.stop.signal:  # keep it pending until there are ranks to receive it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
-    check = node_check.start(spec.check_node, os.environ)
+    check = node_check.start(spec, os.environ)
     monitor = SignalMonitor()
     # As in hpcinit.run, before torch is imported.
     protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))

@@ -18,7 +18,7 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
-from hpcinit.jobs import node_check
+from hpcinit.node import node_check
 from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
 from hpcinit.records.components import shape
 from hpcinit.records.spec import Program, Spec, load, of_this_run
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError("the current folder was deleted: start this in a folder that exists") from None
     _refuse_invalid_arguments(argv)
     spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
-    return become_rank(argv, spec, check=node_check.start(spec.check_node, os.environ) if spec else None)
+    return become_rank(argv, spec, check=node_check.start(spec, os.environ) if spec else None)
 
 
 def become_rank(

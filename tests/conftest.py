@@ -28,6 +28,8 @@ pytest_plugins = [
 ]
 # `make test-horovod` has an environment with it; in the daily run its build would take as long as all the tests.
 collect_ignore = [] if importlib.util.find_spec("horovod") else ["systems/test_horovod.py"]
+if not any(Path(folder, "nvidia/nccl/lib").is_dir() for folder in sys.path):  # `make test-nccl`
+    collect_ignore.append("systems/test_nccl.py")
 if shutil.which("apptainer") is None:  # `make test-apptainer`
     collect_ignore.append("systems/test_apptainer.py")
 collect_ignore.append("gpu")  # `make gpu`: a separate suite, for Pythons without pytest

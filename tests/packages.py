@@ -41,6 +41,11 @@ PACKAGES = {
         "World, the launchers, host names, network interfaces, ports, visible devices",
         ("base", "slurm", "records"),
     ),
+    "node": Package(
+        "one probe of a node and what its facts mean: for the doctor, and for the check before ranks start",
+        JOB,
+        ("psutil",),
+    ),
     "deepspeed": Package("ds_config, version checks, op names: data and functions only", ("base", "records")),
     "config": Package(
         "the typed schema, composition, and every check before the job is queued",
@@ -59,7 +64,7 @@ PACKAGES = {
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
     "doctor": Package(
         "checks of the login node and of nodes",
-        (*LOGIN, "config", "deepspeed", "observe", "why", "submit"),
+        (*LOGIN, "node", "config", "deepspeed", "observe", "why", "submit"),
         ("rich",),
     ),
     "rendezvous": Package(
@@ -83,8 +88,8 @@ PACKAGES = {
         ("torch",),
     ),
     "jobs": Package(
-        "programs that ship: smoke, measure, doctor, train_gpt, the check of a node, pickled functions, replays of hangs",
-        JOB,
+        "programs that ship: smoke, measure, doctor, train_gpt, pickled functions, replays of hangs",
+        (*JOB, "node"),
         ("torch", "submitit", "hydra", "cloudpickle"),
     ),
     "cli": Package(

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.jobs import node_check
-from hpcinit.records.spec import NodeCheck
+from hpcinit.node import leftovers, node_check, node_findings
+from hpcinit.records.node_facts import Node
+from hpcinit.records.spec import NodeCheck, Program, Spec
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submit.test_restart import finish, log
@@ -91,7 +92,7 @@ def test_leftovers_of_ended_jobs_are_reported(
     assert done.returncode == 0, done.stderr + log(folder)
     text = log(folder) + printed_lines(folder)
     assert re.search(rf"^hpcinit: n1: process {pid} \(\S+\) of job {job}, which has ended, still runs; if ", text, re.M)
-    assert re.search(rf"^hpcinit: n1: files of torch or NCCL in /dev/shm, .* \(/dev/shm/{SEGMENT}.*GB\): ", text, re.M)
+    assert re.search(rf"^hpcinit: n1: files of torch or NCCL in /dev/shm, .* \(/dev/shm/{SEGMENT}.*GB\); ", text, re.M)
     assert alive(pid) and segment.exists()
 
 
@@ -113,7 +114,7 @@ def printed_lines(folder: Path) -> str:
 FAKE_SMI = """#!/bin/sh
 [ "$SLURMD_NODENAME" = n1 ] && used=60000 || used=4
 case $1 in
-  *query-gpu*) echo "GPU-fake, 00000000:3B:00.0, $used, 81559, Enabled, 0, 345, 1980, 2619, 2619, 1, 5, 16, 16" ;;
+  *query-gpu*) echo "GPU-fake, 00000000:3B:00.0, $used, 81559, Enabled, 0, 345, 1980, 2619, 2619, 1, 5, 16, 16, 0x1, 0x1, Disabled, None" ;;
   *) [ $used = 4 ] || echo "GPU-fake, 1, 59000, /opt/other/train" ;;
 esac
 """
@@ -196,6 +197,7 @@ def test_a_check_that_hangs_or_fails_does_not_end_the_job(
     assert "the check of the node failed: it ended without an answer" in printed_lines(folder_of(done))
 
 
+SPEC = Spec("x", "here", 1, 1, Program("command", "true"), "/", "nonce", check_node=NodeCheck("replace"))
 HERE = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_CLUSTER_NAME": "here", "SLURM_PROCID": "0"}
 HERE["SLURM_LOCALID"] = "0"
 
@@ -223,18 +225,18 @@ def own_segment() -> Iterator[Path]:
     path.unlink()
 
 
-def leftovers(env: Mapping[str, str]) -> list[str]:
-    """Return what the check prints about processes."""
-    lines = node_check._leftovers(NodeCheck("replace", 60), {**env, "HPCINIT_ALLOCATED": str(time.time())})
-    return [line for line in lines if line.startswith("process ")]
+def lines_about_processes(env: Mapping[str, str]) -> list[str]:
+    processes, _ = leftovers.find(env, 30)
+    checks = node_findings.node_findings(Node(processes=processes), (), (), 1)
+    return [f"{check.detail}; {check.advice}" for check in checks]
 
 
 def test_without_a_reply_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_segment: Path) -> None:
     """If Slurm gives no reply about the user's jobs, no process is reported."""
     with task_of({**HERE, "SLURM_JOB_ID": "6"}) as pid:
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert [task.pid for task in node_check._tasks(HERE)] == [pid]
-        assert leftovers(HERE) == [] and own_segment.exists()
+        assert [task.pid for task in leftovers._tasks(HERE)] == [pid]
+        assert lines_about_processes(HERE) == [] and own_segment.exists()
 
 
 @pytest.mark.slurm
@@ -243,7 +245,7 @@ def test_a_job_that_slurm_does_not_know(slurm: MiniSlurm, monkeypatch: pytest.Mo
     monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
     here = {**HERE, "SLURM_JOB_ID": "4000000", "SLURM_CONF": slurm.env["SLURM_CONF"]}
     with task_of({**here, "SLURM_JOB_ID": "4000001"}) as pid:
-        assert leftovers(here) == [
+        assert lines_about_processes(here) == [
             f"process {pid} (sleep) has the environment of job 4000001, which Slurm does not report any more; is it a "
             "leftover?"
         ]
@@ -263,9 +265,9 @@ def test_processes_that_are_no_tasks_of_this_node(other: dict[str, str]) -> None
     """A process of another cluster or node, of cluster=local, or without a rank is not a leftover of a job."""
     task = {**HERE, "SLURM_JOB_ID": "6"}
     with task_of(task):
-        assert len(list(node_check._tasks(HERE))) == 1
+        assert len(list(leftovers._tasks(HERE))) == 1
     with task_of({key: value for key, value in {**task, **other}.items() if value}):
-        assert list(node_check._tasks(HERE)) == []
+        assert list(leftovers._tasks(HERE)) == []
 
 
 def test_another_network_namespace() -> None:
@@ -275,7 +277,7 @@ def test_another_network_namespace() -> None:
     with subprocess.Popen(command, env=env) as task:
         until(lambda: "sleep" in Path(f"/proc/{task.pid}/comm").read_text())
         try:
-            assert list(node_check._tasks(HERE)) == []
+            assert list(leftovers._tasks(HERE)) == []
         finally:
             task.kill()
 
@@ -283,7 +285,7 @@ def test_another_network_namespace() -> None:
 @pytest.mark.parametrize("more", [{}, {"HPCINIT_ENGINE": "1"}])
 def test_no_check_outside_of_a_step(more: dict[str, str]) -> None:
     """Without a slurmstepd above it, a process with the environment of a task checks nothing."""
-    assert node_check.start(NodeCheck("replace"), {**HERE, **more}) is None
+    assert node_check.start(SPEC, {**HERE, **more}) is None
 
 
 def command_line(pid: int) -> str:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.jobs import node_check
-from hpcinit.records.spec import NodeCheck
+from hpcinit.node import leftovers
 from hpcinit.slurm import queue, slurm_client
 from tests import other_user
 from tests.minislurm import MiniSlurm
@@ -33,10 +32,12 @@ ROOT = Path(__file__).parents[1]
 # Everything that the check prints about leftovers, at the end of a line with its own job.
 CHECK = """
 import json, os, sys, time
-from hpcinit.jobs import node_check
-from hpcinit.records.spec import NodeCheck
+from hpcinit.node import leftovers, node_findings
+from hpcinit.records.node_facts import Node
 env = dict(os.environ, HPCINIT_ALLOCATED=str(time.time()))
-found = list(node_check._leftovers(NodeCheck("replace", 120), env))
+processes, files = leftovers.find(env, 60)
+checks = node_findings.node_findings(Node(processes=processes, files=files), (), (), 1)
+found = [f"{check.detail}; {check.advice}" for check in checks]
 print(json.dumps([os.environ["SLURM_JOB_ID"], found]), flush=True)
 """
 
@@ -275,7 +276,7 @@ def test_slurm_that_does_not_answer_the_check(cluster: MiniSlurm, user: User, do
     go, waits = user.home / "go", user.home / "waits"
     (user.home / "check.py").write_text(
         f"import time, pathlib\npathlib.Path('{waits}').touch()\n"
-        f"while not pathlib.Path('{go}').exists(): time.sleep(0.1)\n" + CHECK.replace("120", "8")
+        f"while not pathlib.Path('{go}').exists(): time.sleep(0.1)\n" + CHECK.replace("60", "4")
     )
     try:
         job = sbatch(cluster, user, "-wn1", "--ntasks=1", f"--wrap=srun {user.python()} check.py")
@@ -358,8 +359,8 @@ def test_slow_commands_do_not_use_up_the_time(tmp_path: Path, monkeypatch: pytes
     ]
     try:
         env = {**task, "SLURM_JOB_ID": "99"}
-        assert len(list(node_check._tasks(env))) == 5
-        assert list(node_check._leftovers(NodeCheck("report", 8.0), env)) == []
+        assert len(list(leftovers._tasks(env))) == 5
+        assert leftovers.find(env, 4.0)[0] == ()
         assert len((tmp_path / "calls").read_text()) <= 3
     finally:
         for process in left:

@@ -25,11 +25,11 @@ from hpcinit.base.errors import INTERRUPTED, ConfigError, RequestError
 from hpcinit.base.text import counted
 from hpcinit.config import compose, overrides
 from hpcinit.config.request import Request
-from hpcinit.doctor import check_results, link_diagnosis, login_checks, node_diagnosis
-from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
+from hpcinit.doctor import link_diagnosis, login_checks, node_diagnosis
 from hpcinit.observe import find_runs, state
 from hpcinit.observe.poll import Poll
-from hpcinit.records import node_records, rank_report, run_folder, spec
+from hpcinit.records import check_results, node_records, rank_report, run_folder, spec
+from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.node_records import NodeFailure
 from hpcinit.records.rank_report import Report
 from hpcinit.submit import submit_command

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcinit.base.text import counted
-from hpcinit.doctor import check_results
-from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
-from hpcinit.records.rank_report import Interface, Link, Report, Rule, slow_links
+from hpcinit.doctor import clock_skew
+from hpcinit.records.check_results import FAIL, OK, WARNING, Check
+from hpcinit.records.node_facts import Interface
+from hpcinit.records.rank_report import Link, Report, Rule, slow_links
 
 # Speed of GPU links, in 10^9 bytes per second and direction. Data sheets give the sum of both directions.
 
@@ -173,7 +174,7 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
         return
     wrong = False
     for name, seconds in ahead.items():
-        found = check_results.ClockSkew(max(0.0, abs(seconds) - within[name]) * (1 if seconds > 0 else -1))
+        found = clock_skew.ClockSkew(max(0.0, abs(seconds) - within[name]) * (1 if seconds > 0 else -1))
         if found.status != OK:
             wrong = True
             detail = f"{name}: the clock is {found}, compared with rank 0's node"

@@ -20,9 +20,9 @@ from hpcinit.config import job_spec
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.deepspeed import deepspeed_versions
-from hpcinit.doctor import check_results
-from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
+from hpcinit.doctor import clock_skew
 from hpcinit.records import node_records, secret_names
+from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.submit import job_environment
 from hpcinit.submit import transaction as submission
@@ -64,7 +64,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
     if found.status == FAIL:
         return
     before, at, after = _write_file(_existing(path))
-    clock = check_results.clock_skew(before, after, at)
+    clock = clock_skew.clock_skew(before, after, at)
     advice = "ask the site to synchronize the clocks (chronyd): times in run folders are the file server's"
     yield Check("file server's clock", clock.status, str(clock), advice if clock.status != OK else "")
 
@@ -153,9 +153,9 @@ def _controller_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check
     advice = "the controller is overloaded: submit once, and wait" if slow else ""
     yield Check(CONTROLLER, WARNING if slow else OK, detail, advice)
     yield _version(config, version)
-    clock = check_results.controller_clock(text)
+    clock = clock_skew.controller_clock(text)
     if clock is not None:
-        found = check_results.clock_skew(before, after, clock, clock + 1)
+        found = clock_skew.clock_skew(before, after, clock, clock + 1)
         advice = "ask the site to synchronize the clocks (chronyd): munge refuses credentials that are 300 s old"
         yield Check("controller's clock", found.status, str(found), advice if found.status != OK else "")
     yield from _partition_checks(config, env)

@@ -4,73 +4,80 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
-from hpcinit.base.text import rank_names
-from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
-from hpcinit.records.rank_report import MEASURED, Place, Report
+from hpcinit.base.text import counted, rank_names
+from hpcinit.node.node_findings import gpus_of_job, nccl_findings, node_findings
+from hpcinit.records.check_results import FAIL, OK, WARNING, Check
+from hpcinit.records.node_facts import Node
+from hpcinit.records.rank_report import MEASURED, Report
 
 # GPUs: processes of other jobs, ECC, PCIe, and the speed of copies.
 
-FOREIGN_MB = 1024  # more GPU memory in use is not the idle driver's
 SLOW_COPY = 0.5  # a fraction of the median of all devices
 DIRECTIONS = ("to_device", "from_device", "on_device")
 
 
 def check_devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the checks of GPUs; none if no rank has a GPU."""
-    for check in (_device_memory, _health, _copies):
-        yield from check(reports)
-
-
-def _device_memory(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report memory of the ranks' GPUs that was in use before the job used them."""
-    pids = {(report.host, report.pid) for report in reports}
-    seen: set[tuple[str, str]] = set()
-    for report in reports:
-        gpu = report.gpu
-        if gpu is None or (report.host, gpu.uuid) in seen:
-            continue
-        seen.add((report.host, gpu.uuid))
-        others = [one for one in gpu.processes if (report.host, one.pid) not in pids]
-        names = ", ".join(
-            f"{one.name} (process {one.pid}{'' if one.used_mb is None else f', {one.used_mb / 1024:.1f} GiB'})"
-            for one in others
-        )
-        where = f"{report.host}: before this job used {gpu.uuid}, "
-        if names:
-            advice = f"if it is yours: kill {others[0].pid} on {report.host}; otherwise report it to the site"
-            yield Check("devices' memory", WARNING, f"{where}its memory was in use by {names}", advice)
-        elif not gpu.processes and (gpu.used_mb or 0) > FOREIGN_MB:
-            detail = (
-                f"{where}{(gpu.used_mb or 0) / 1024:.1f} GiB of its memory were in use, but nvidia-smi lists no process"
-            )
-            yield Check(
-                "devices' memory", WARNING, detail, "look for the process outside this container, or ask the site"
-            )
-
-
-def _health(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report ECC errors, and PCIe links that use fewer lanes than they have."""
-    reported = [(report.host, report.gpu) for report in reports if report.gpu]
-    healthy = True
-    for host, gpu in reported:
-        if gpu.ecc_errors:
-            healthy = False
-            detail = f"{host}: {gpu.uuid} had {gpu.ecc_errors:.0f} uncorrected ECC errors since its driver was loaded"
-            yield Check("devices' health", FAIL, detail, "ask the site to reset the GPU", (host,))
-        if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
-            healthy = False
-            detail = f"{host}: the PCIe link of {gpu.uuid} uses {gpu.pcie_width:.0f} of {gpu.pcie_width_max:.0f} lanes"
-            yield Check("devices' health", WARNING, detail, "report the node to the site: copies to this GPU are slow")
-    if reported and healthy:
-        gpu = reported[0][1]
+    """Yield the checks of GPUs: what differs between them, and a line for each thing that is right."""
+    gpus = [(host, gpu) for host, node, ranks in _nodes(reports) for gpu in gpus_of_job(node, _devices_of(ranks))]
+    found = [check for host, check in _of_each_node(reports) if check.about == "devices' health"]
+    if gpus and not found:
+        gpu = gpus[0][1]
         ecc = f"ECC {gpu.ecc.lower()}, no uncorrected error" if gpu.ecc else "ECC not reported"
         link = (
             f"PCIe generation {gpu.pcie_gen_max or 0:.0f} x{gpu.pcie_width or 0:.0f}" if gpu.pcie_width else "no PCIe"
         )
         clocks = f"SM clock {gpu.sm_mhz or 0:.0f} of {gpu.sm_max_mhz or 0:.0f} MHz before the job"
         yield Check("devices' health", OK, f"{ecc}; {link}; {clocks}")
+    yield from _copies(reports)
+
+
+def _nodes(reports: Sequence[Report]) -> Iterator[tuple[str, Node, list[Report]]]:
+    """Yield each node that reported its facts, with the reports of its ranks."""
+    for report in reports:
+        if report.node:
+            yield report.host, report.node, [one for one in reports if one.host == report.host]
+
+
+def _devices_of(ranks: Sequence[Report]) -> list[Mapping[str, str]]:
+    return [one.device for one in ranks]
+
+
+def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
+    """Yield the findings about each node alone, which the check before a start prints too."""
+    for host, node, ranks in _nodes(reports):
+        pids = [one.pid for one in ranks]
+        for check in node_findings(node, _devices_of(ranks), pids, max(one.world_size for one in ranks)):
+            yield host, check
+
+
+def _findings(reports: Sequence[Report]) -> Iterator[Check]:
+    """Yield what is wrong with a node, and a summary of the folders that have enough space."""
+    enough: dict[str, list[float]] = {}
+    space = {(host, place.what): place.free_gb for host, node, _ in _nodes(reports) for place in node.places}
+    for host, check in _of_each_node(reports):
+        if check.status == OK and (free := space.get((host, check.about))):
+            enough.setdefault(check.about, []).append(free)
+            continue
+        # A full scratch folder is full on every node.
+        faulty = (host,) if check.status == FAIL and check.about != "scratch" else ()
+        yield replace(check, detail=f"{host}: {check.detail}", hosts=faulty)
+    for about, free_gb in enough.items():
+        yield Check(about, OK, f"at least {min(free_gb):.1f} GB free on {counted(len(free_gb), 'node')}")
+
+
+def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
+    """Report which interface NCCL takes, and nodes where it takes another one."""
+    found = [node.nccl for _, node, _ in _nodes(reports) if node.nccl]
+    faults = list(nccl_findings(found, nodes))
+    yield from faults
+    if found and not faults:
+        names = ", ".join(dict.fromkeys(one.interface for one in found))
+        slowest = max(one.seconds for one in found)
+        detail = f"NCCL {found[0].version} takes {names} on {counted(len(found), 'node')} (found in {slowest:.2f} s)"
+        yield Check("NCCL's interface", OK, detail)
 
 
 def _copies(reports: Sequence[Report]) -> Iterator[Check]:
@@ -94,11 +101,8 @@ def _copies(reports: Sequence[Report]) -> Iterator[Check]:
         yield Check("devices' copies", OK, detail)
 
 
-# DataLoader workers and NCCL use shared memory. Containers get 64 MB by default (docker --shm-size).
-LEAST_SHARED_GB, LITTLE_SHARED_GB, LITTLE_DISK_GB = 0.0625, 1.0, 1.0
 LITTLE_MEMORY = 0.1  # a fraction of the node's memory, available before the program starts
 SLOW_STORE_S = 0.25
-SHARED_MEMORY = "shared memory"  # jobs/node_probe.py
 
 
 def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
@@ -106,7 +110,10 @@ def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> I
     yield from _presence(reports, nodes, ranks_per_node)
     if not reports:
         return
-    for check in (_devices, check_devices, _differences, _names, _interfaces, _places, _memory, _store):
+    for check in (_devices, check_devices, _differences, _names, _interfaces, _findings):
+        yield from check(reports)
+    yield from _nccl(reports, nodes)
+    for check in (_memory, _store):
         yield from check(reports)
 
 
@@ -246,35 +253,6 @@ def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
         some = next(iter(reported.values()))
         names = [f"{one.name}{f' {one.gbit:g} Gbit/s' if one.gbit else ''}" for one in some if one.up]
         yield Check("interfaces", OK, f"{', '.join(names) or 'none'}, up on each node")
-
-
-def _places(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report folders and shared memory that are full or not writable."""
-    healthy: dict[str, list[float]] = {}
-    for report in reports:
-        for place in report.node.places if report.node else ():
-            status = _folder_status(place)
-            if status == OK:
-                healthy.setdefault(place.what, []).append(place.free_gb)
-                continue
-            why = f"not writable: {place.error}, " * bool(place.error)
-            detail = f"{report.host}: {place.path}, {why}{place.free_gb:.2f} GB free of {place.total_gb:.2f} GB"
-            advice = "free some space"
-            if place.what == SHARED_MEMORY:
-                advice = (
-                    "ask the site to remove other jobs' files; in a container enlarge /dev/shm (--ipc=host, --shm-size)"
-                )
-            faulty = (report.host,) if status == FAIL and place.what != "scratch" else ()
-            yield Check(place.what, status, detail, advice, faulty)
-    for what, free in healthy.items():
-        yield Check(what, OK, f"at least {min(free):.1f} GB free on {len(free)} node{'s' * (len(free) != 1)}")
-
-
-def _folder_status(place: Place) -> str:
-    shared = place.what == SHARED_MEMORY
-    if place.error or (shared and place.free_gb < LEAST_SHARED_GB):
-        return FAIL
-    return WARNING if place.free_gb < (LITTLE_SHARED_GB if shared else LITTLE_DISK_GB) else OK
 
 
 def _memory(reports: Sequence[Report]) -> Iterator[Check]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 import hpcinit
 from hpcinit.base import versions
-from hpcinit.jobs import node_probe
+from hpcinit.node import node_probe
 from hpcinit.records import rank_report, run_folder
 from hpcinit.records.rank_report import MEASURED, MET, AllReduce, Copies, Link, Pair, Report
 from hpcinit.world import World, launchers, visible_devices
@@ -32,20 +32,19 @@ TRIES = 5  # of an all-reduce, a matrix product and a copy
 ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
 ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
 MATRIX = 8192  # rows and columns
+PROBE_S = 30.0  # half of it for Slurm's commands, half for NCCL
 COPIED = 1 << 28  # bytes of a copy: larger than the caches of any GPU
 
 
 def main() -> None:
     world = launchers.read(os.environ)
     folder = Path(os.environ.get(run_folder.ENV_FOLDER) or ".")
-    report = report_before_joining(world)
+    report = report_before_joining(world)  # before any rank uses a GPU
     rank_report.write(folder, report)
-    gpus = node_probe.query_nvidia_smi()  # before this process uses a GPU itself
     with hpcinit.session() as run:
         device = device_of(run.device)
         numa = node_probe.numa_of(device.get("pci", ""))
-        gpu = node_probe.of_device(gpus, device)
-        report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa, gpu=gpu)
+        report = replace(report, stage=MET, backend=run.backend, device=device, numa=numa)
         rank_report.write(folder, report)
         report = measure_all(run, report)
         rank_report.write(folder, replace(report, stage=MEASURED))
@@ -72,7 +71,9 @@ def report_before_joining(world: World) -> Report:
             "hpcinit": versions.installed("hpcinit"),
             "nccl": _nccl(),
         },
-        node=node_probe.probe_node(os.environ, world.hosts, host) if world.local_rank == 0 else None,
+        node=node_probe.probe(os.environ, host, world.hosts or (host,), "auto", PROBE_S)
+        if not world.local_rank
+        else None,
         pid=os.getpid(),
     )
 

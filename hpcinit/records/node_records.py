@@ -24,6 +24,9 @@ DOCTOR = "doctor"  # ... and by `hpcinit doctor --remember`
 AT_ONCE = {ADDED: "added manually", DOCTOR: "found by hpcinit doctor"}  # one such line excludes the node
 FORGOTTEN = "forgotten"
 KINDS_SHOWN = 4
+# https://docs.nvidia.com/deploy/xid-errors: the ones that a faulty GPU or link causes. Not 13, 31, 43 and
+# 45, which a wrong address in a program causes, nor 63, a memory row that was replaced in time.
+DEVICE_XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
 
 
 @dataclass(frozen=True)

@@ -8,57 +8,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hpcinit.base import safe_files
+from hpcinit.records import node_facts
+from hpcinit.records.node_facts import Node
 
 FOLDER = "doctor"
 BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: started, in the process group, done
-
-
-@dataclass(frozen=True)
-class Place:
-    """A folder that jobs write to. what: 'shared memory'. error: why it cannot be written, or ''."""
-
-    what: str
-    path: str
-    free_gb: float = 0.0
-    total_gb: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface or an InfiniBand port. gbit: as the driver reports it, else 0."""
-
-    name: str
-    up: bool
-    gbit: float = 0.0
-    infiniband: bool = False
-
-
-@dataclass(frozen=True)
-class Name:
-    """How a node resolves another's name. back: the name of the first address. error: why it cannot, or ''."""
-
-    host: str
-    addresses: tuple[str, ...] = ()
-    back: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Node:
-    """What the first rank of a node reports about the node."""
-
-    memory_gb: float = 0.0
-    available_gb: float = 0.0
-    kernel: str = ""
-    places: tuple[Place, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
-    names: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,40 +55,6 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class GpuProcess:
-    """A process that uses a GPU. used_mb: MiB of the GPU's memory, None where the driver does not report it."""
-
-    pid: int
-    name: str
-    used_mb: float | None = None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi reports it before the job uses it; None for what it does not report.
-
-    used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
-    Clocks are in MHz. pcie_gen, pcie_width: of the link now; an idle link may have a lower generation than its maximum.
-    """
-
-    uuid: str
-    pci: str = ""
-    used_mb: float | None = None
-    total_mb: float | None = None
-    ecc: str = ""
-    ecc_errors: float | None = None
-    sm_mhz: float | None = None
-    sm_max_mhz: float | None = None
-    memory_mhz: float | None = None
-    memory_max_mhz: float | None = None
-    pcie_gen: float | None = None
-    pcie_gen_max: float | None = None
-    pcie_width: float | None = None
-    pcie_width_max: float | None = None
-    processes: tuple[GpuProcess, ...] = ()
-
-
-@dataclass(frozen=True)
 class Copies:
     """Bandwidth of copies in 10^9 bytes a second: from pinned host memory, back to it, and on the device (one way)."""
 
@@ -142,7 +67,7 @@ class Copies:
 class Report:
     """device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
     world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0. pid:
-    of the rank's process. gpu: of the rank's device, on NVIDIA's only. copies: of a GPU only."""
+    of the rank's process. copies: of a GPU only."""
 
     rank: int
     local_rank: int
@@ -166,7 +91,6 @@ class Report:
     all_reduce: tuple[AllReduce, ...] = ()
     on_node: AllReduce | None = None
     pid: int = 0
-    gpu: Gpu | None = None
     copies: Copies | None = None
 
 
@@ -192,34 +116,8 @@ def _reports(place: Path) -> Iterator[Report]:
 
 def rank_reports_of(document: Mapping[str, Any]) -> Report:
     """Return the Report from its asdict(). Raise TypeError for another document."""
-    found: Report = _made(Report, document)
+    found: Report = node_facts.from_document(Report, document)
     return found
-
-
-_PARTS: dict[str, Any] = {
-    "node": Node,
-    "places": Place,
-    "interfaces": Interface,
-    "names": Name,
-    "links": Link,
-    "all_reduce": AllReduce,
-    "on_node": AllReduce,
-    "gpu": Gpu,
-    "processes": GpuProcess,
-    "copies": Copies,
-}
-
-
-def _made(kind: Any, document: Mapping[str, Any]) -> Any:
-    known = {one.name for one in fields(kind)}
-    return kind(**{key: _value(key, value) for key, value in document.items() if key in known})
-
-
-def _value(key: str, value: Any) -> Any:
-    part = _PARTS.get(key)
-    if isinstance(value, list):
-        return tuple(_made(part, item) if is_dataclass(part) else item for item in value)
-    return _made(part, value) if is_dataclass(part) and value is not None else value
 
 
 # Which links are measured, in which order, and which of them are slow.

@@ -141,9 +141,6 @@ def _json(path: Path) -> dict[str, Any]:
 # Only messages count that a program cannot cause: a program's own failure is not the node's.
 
 NODE_FAIL, NO_HEARTBEATS, UNREACHABLE = "NODE_FAIL", "no heartbeats", "slurmd unreachable"
-# https://docs.nvidia.com/deploy/xid-errors: the ones that a faulty GPU or link causes. Not 13, 31, 43 and
-# 45, which a wrong address in a program causes, nor 63, a memory row that was replaced in time.
-XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
 _XID = re.compile(r"\bXid(?: ?\(PCI:[^)]*\))?[: ]+(\d{1,3})\b")  # NVRM: Xid (PCI:0000:10:1c): 79, pid=...; 'Xid 79'
 _MESSAGES = (
     ("ECC", re.compile(r"[Uu]ncorrect(?:able|ed) (?:ECC|memory) error")),  # CUDA's 214 and HIP's 214
@@ -195,6 +192,6 @@ def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:
 def hardware_fault(text: str) -> str:
     """Return 'Xid 79', 'ECC', ... for an error message of broken hardware, else ''."""
     for number in _XID.findall(text):
-        if int(number) in XIDS:
+        if int(number) in node_records.DEVICE_XIDS:
             return f"Xid {number}"
     return next((kind for kind, pattern in _MESSAGES if pattern.search(text)), "")

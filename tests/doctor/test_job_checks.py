@@ -11,23 +11,11 @@ from typing import Any
 import pytest
 
 from hpcinit.doctor import link_diagnosis, node_diagnosis
-from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
-from hpcinit.jobs import node_probe
+from hpcinit.node import node_findings, node_probe, nvidia_smi
 from hpcinit.records import rank_report
-from hpcinit.records.rank_report import (
-    AllReduce,
-    Copies,
-    Gpu,
-    GpuProcess,
-    Interface,
-    Link,
-    Name,
-    Node,
-    Pair,
-    Place,
-    Report,
-    Rule,
-)
+from hpcinit.records.check_results import FAIL, OK, WARNING, Check
+from hpcinit.records.node_facts import Gpu, GpuProcess, Interface, Name, Node, Place
+from hpcinit.records.rank_report import AllReduce, Copies, Link, Pair, Report, Rule
 
 DATA = Path(__file__).parent.parent / "data/doctor/two-nodes.json"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -301,9 +289,8 @@ def test_the_rule() -> None:
 
 def test_a_probe_of_this_machine(tmp_path: Path) -> None:
     """The probe reports this machine; of a large job's names it resolves some, with its own and the neighbors'."""
-    found = node_probe.probe_node(
-        {"TMPDIR": str(tmp_path), "SCRATCH": "/not/there"}, ["localhost", "no.such.name.invalid"], "localhost"
-    )
+    env = {"TMPDIR": str(tmp_path), "SCRATCH": "/not/there"}
+    found = node_probe.probe(env, "localhost", ["localhost", "no.such.name.invalid"], "gloo", 10)
     places = {place.what: place for place in found.places}
     assert found.memory_gb > found.available_gb > 0
     assert places["TMPDIR"].path == str(tmp_path) and not places["TMPDIR"].error and not list(tmp_path.iterdir())
@@ -332,78 +319,89 @@ def test_ports_of_infiniband(tmp_path: Path) -> None:
 
 # STAND-IN output of nvidia-smi --query-gpu and --query-compute-apps, csv,noheader,nounits: no GPU was available.
 SMI = """\
-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 00000000:3B:00.0, 3200, 81559, Enabled, 0, 345, 1980, 2619, 2619, 1, 5, 16, 16
-GPU-11111111-d72c-4106-c12f-20bd9faed9f6, 00000000:5E:00.0, 4, 81559, [N/A], [N/A], 345, 1980, 2619, 2619, 1, 5, 8, 16
+GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 00000000:3B:00.0, 3200, 81559, Enabled, 0, 345, 1980, 2619, 2619, 1, 5, 16, 16, 0x0000000000000001, [N/A], Disabled, None
+GPU-11111111-d72c-4106-c12f-20bd9faed9f6, 00000000:5E:00.0, 4, 81559, [N/A], [N/A], 345, 1980, 2619, 2619, 1, 5, 8, 16, 0x0000000000000001, [N/A], [N/A], [N/A]
 """
-SMI_PROCESSES = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 4242, 3190, /usr/bin/python3, old\n"
+SMI_PROCESSES = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, 4194305, 3190, /usr/bin/python3, old\n"
 
 
 def test_nvidia_smi_is_read() -> None:
     """STAND-IN output is parsed: '[N/A]' is unknown, a process belongs to its GPU, and torch's UUID or PCI address
     finds the device."""
-    one, other = node_probe.parse_nvidia_smi(SMI, SMI_PROCESSES)
+    one, other = nvidia_smi.parse(nvidia_smi.FIELDS, SMI, SMI_PROCESSES)
     assert (one.used_mb, one.ecc, one.ecc_errors, one.sm_max_mhz, one.pcie_gen_max, one.pcie_width) == (
         3200, "Enabled", 0, 1980, 5, 16,
     )  # fmt: skip
-    assert one.processes == (GpuProcess(4242, "/usr/bin/python3, old", 3190.0),) and other.processes == ()
+    assert (
+        one.processes == (GpuProcess(2**22 + 1, "/usr/bin/python3, old", 3190.0, user="user unknown"),)
+        and other.processes == ()
+    )
     assert (other.ecc, other.ecc_errors, other.pcie_width) == ("", None, 8)
-    assert node_probe.of_device((one, other), {"uuid": "11111111-d72c-4106-c12f-20bd9faed9f6"}) == other
-    assert node_probe.of_device((one, other), {"pci": "0000:3b:00.0"}) == one
-    assert node_probe.of_device((one, other), {"device": "cpu"}) is None
-    assert node_probe.parse_nvidia_smi("No devices were found\n", "") == ()
+    assert node_findings.of_device((one, other), {"uuid": "11111111-d72c-4106-c12f-20bd9faed9f6"}) == other
+    assert node_findings.of_device((one, other), {"pci": "0000:3b:00.0"}) == one
+    assert node_findings.of_device((one, other), {"device": "cpu"}) is None
+    assert nvidia_smi.parse(nvidia_smi.FIELDS, "No devices were found\n", "") == ()
 
 
 def test_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the command, or if it fails, there are no GPUs to report."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert node_probe.query_nvidia_smi() == ()
+    assert nvidia_smi.query()[0] == ()
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\nprintf '%s' '{SMI}'\nexit 9\n")
     command.chmod(0o755)
-    assert node_probe.query_nvidia_smi() == ()
+    assert nvidia_smi.query()[0] == ()
     command.write_text(
         f"#!/bin/sh\ncase $1 in *query-gpu*) printf '%s' '{SMI}';; *) printf '%s' '{SMI_PROCESSES}';; esac\n"
     )
-    assert node_probe.query_nvidia_smi() == node_probe.parse_nvidia_smi(SMI, SMI_PROCESSES)
+    assert nvidia_smi.query()[0] == nvidia_smi.parse(nvidia_smi.FIELDS, SMI, SMI_PROCESSES)
 
 
 def with_gpus(*gpus_: Gpu, copies: Sequence[Copies] = ()) -> list[Report]:
     """Return STAND-IN reports of one node with a rank on each of these GPUs, with pids 100, 101, ..."""
     reports = gpus(1)
-    made = [replace(reports[rank % 2], rank=rank, pid=100 + rank, gpu=gpu) for rank, gpu in enumerate(gpus_)]
+    made = [
+        replace(reports[rank % 2], rank=rank, pid=100 + rank, node=None, device={"uuid": gpu.uuid})
+        for rank, gpu in enumerate(gpus_)
+    ]
+    made[0] = replace(made[0], node=Node(gpus=gpus_))
     return [replace(report, copies=one) for report, one in zip(made, copies, strict=True)] if copies else made
 
 
 def results(reports: Sequence[Report], about: str) -> list[tuple[str, str]]:
-    return [(check.status, check.detail) for check in node_diagnosis.check_devices(reports) if check.about == about]
+    return [(check.status, check.detail) for check in judged(reports, 1) if check.about == about]
 
 
 def test_another_process_on_a_gpu_is_named() -> None:
     """STAND-IN: a process that is not a rank of the job is named with its memory; memory in use without a process is
     reported too."""
     foreign = Gpu(
-        "GPU-a", used_mb=3200, processes=(GpuProcess(4242, "python3", 3072.0), GpuProcess(101, "python3", 500.0))
+        "GPU-a",
+        "",
+        3200,
+        81559,
+        processes=(GpuProcess(4242, "python3", 3072.0, user="alice"), GpuProcess(101, "python3", 500.0)),
     )
     [(status, text)] = results(with_gpus(foreign, Gpu("GPU-b", used_mb=600)), "devices' memory")
     assert (status, text) == (
-        WARNING, "g1: before this job used GPU-a, its memory was in use by python3 (process 4242, 3.0 GiB)",
+        WARNING, "g1: 3.0 of 79.6 GiB of GPU-a are in use by python3 (process 4242, alice)",
     )  # fmt: skip
-    [(status, text)] = results(with_gpus(Gpu("GPU-a", used_mb=3072)), "devices' memory")
-    assert text == "g1: before this job used GPU-a, 3.0 GiB of its memory were in use, but nvidia-smi lists no process"
+    [(status, text)] = results(with_gpus(Gpu("GPU-a", "", 3072, 81559)), "devices' memory")
+    assert text == "g1: 3.0 of 79.6 GiB of GPU-a are in use, but nvidia-smi lists no process"
     own = Gpu("GPU-a", used_mb=3072, processes=(GpuProcess(100, "python3", 3000.0),))
     assert results(with_gpus(own), "devices' memory") == []
 
 
 def test_the_health_of_gpus() -> None:
     """STAND-IN: uncorrected ECC errors make a node faulty, missing PCIe lanes are a warning."""
-    one, other = node_probe.parse_nvidia_smi(SMI, "")
+    one, other = nvidia_smi.parse(nvidia_smi.FIELDS, SMI, "")
     assert results(with_gpus(one), "devices' health") == [
         (OK, "ECC enabled, no uncorrected error; PCIe generation 5 x16; SM clock 345 of 1980 MHz before the job")
     ]
     [(status, text)] = results(with_gpus(one, other), "devices' health")
     assert status == WARNING and text.startswith("g1: the PCIe link of GPU-11111111")
     assert text.endswith("uses 8 of 16 lanes")
-    [check] = [c for c in node_diagnosis.check_devices(with_gpus(replace(one, ecc_errors=3.0))) if c.status == FAIL]
+    [check] = [c for c in judged(with_gpus(replace(one, ecc_errors=3.0)), 1, 1) if c.status == FAIL]
     assert check.hosts == ("g1",) and "had 3 uncorrected ECC errors" in check.detail
 
 
@@ -421,7 +419,7 @@ def test_the_speed_of_copies() -> None:
 
 def test_a_report_with_a_gpu_is_read_as_written(tmp_path: Path) -> None:
     """The nested values of the GPU, its processes and the copies are read as written."""
-    one = node_probe.parse_nvidia_smi(SMI, SMI_PROCESSES)[0]
+    one = nvidia_smi.parse(nvidia_smi.FIELDS, SMI, SMI_PROCESSES)[0]
     [report] = with_gpus(one, copies=[Copies(50.0, 48.0, 1400.0)])
     rank_report.write(tmp_path, report)
     assert rank_report.read(tmp_path) == [report]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from hpcinit.config.compose import compose
-from hpcinit.doctor import check_results, login_checks
-from hpcinit.doctor.check_results import FAIL, OK, WARNING, Check
+from hpcinit.doctor import clock_skew, login_checks
+from hpcinit.records import check_results
+from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.slurm import slurm_client
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -124,16 +125,14 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 
 def test_clocks() -> None:
     """A clock that was between the query's start and end may be right; otherwise it is off by at least the difference."""
-    assert str(check_results.clock_skew(100.0, 100.2, 100.1)) == "no difference"
-    assert check_results.clock_skew(100.9, 101.0, 100, 101).seconds == 0  # in whole seconds
-    ahead, behind = check_results.clock_skew(100.0, 100.2, 105.2), check_results.clock_skew(100.0, 100.2, 20.0, 21.0)
+    assert str(clock_skew.clock_skew(100.0, 100.2, 100.1)) == "no difference"
+    assert clock_skew.clock_skew(100.9, 101.0, 100, 101).seconds == 0  # in whole seconds
+    ahead, behind = clock_skew.clock_skew(100.0, 100.2, 105.2), clock_skew.clock_skew(100.0, 100.2, 20.0, 21.0)
     assert (str(ahead), ahead.status) == ("5.0 s ahead", WARNING)
     assert (str(behind), behind.status) == ("79.0 s behind", FAIL)
     now = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1_800_000_000))
-    assert (
-        check_results.controller_clock(f"Configuration data as of {now}\nAccountingStorageType = x\n") == 1_800_000_000
-    )
-    assert check_results.controller_clock("") is None
+    assert clock_skew.controller_clock(f"Configuration data as of {now}\nAccountingStorageType = x\n") == 1_800_000_000
+    assert clock_skew.controller_clock("") is None
 
 
 def test_a_slow_or_silent_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

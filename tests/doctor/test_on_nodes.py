@@ -12,7 +12,7 @@ import pytest
 
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.doctor import doctor_command
-from hpcinit.doctor.check_results import FAIL, OK, Check
+from hpcinit.records.check_results import FAIL, OK, Check
 from tests import json_documents
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm

@@ -9,8 +9,10 @@ from typing import Any
 
 from hpcinit.base.versions import installed
 from hpcinit.doctor import node_diagnosis
-from hpcinit.doctor.check_results import Check
+from hpcinit.node import node_findings
 from hpcinit.records import rank_report
+from hpcinit.records.check_results import Check
+from hpcinit.records.node_facts import Gpu
 from hpcinit.records.rank_report import MEASURED, Report
 from tests.gpu import device, starting
 from tests.gpu.findings import MISSING, NOT_SHOWN, Findings
@@ -44,7 +46,8 @@ def _doctor(found: Findings, folder: Path) -> tuple[Report | None, list[Check]]:
 
 
 def _report(found: Findings, report: Report, checks: list[Check]) -> None:
-    of, gpu, copies = report.device, report.gpu, report.copies
+    of, copies = report.device, report.copies
+    gpu = node_findings.of_device(report.node.gpus, of) if report.node else None
     found.claim("name, memory and UUID", bool(of.get("name") and of.get("uuid")), str(dict(of)), device=True)
     found.claim("driver", report.driver.startswith("nvidia "), report.driver or "not reported", device=True)
     found.measured("NUMA node", report.numa or "not reported: a virtual machine often has none", device=True)
@@ -87,7 +90,7 @@ def _another_process(found: Findings, folder: Path) -> None:
         assert holder.stdout is not None
         holder.stdout.readline()
         which = device.identity()
-        listed = [one.pid for one in (device.look(which) or rank_report.Gpu("")).processes]
+        listed = [one.pid for one in (device.look(which) or Gpu("")).processes]
         _, checks = _doctor(found, folder / "beside")
     finally:
         holder.kill()

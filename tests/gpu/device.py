@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from hpcinit.jobs import node_probe
-from hpcinit.records.rank_report import Gpu
+from hpcinit.node import node_findings, nvidia_smi
+from hpcinit.records.node_facts import Gpu
 
 # Prints the GPU's identity: "UUID PCI-address".
 IDENTITY = """
@@ -31,7 +31,7 @@ def identity() -> dict[str, str]:
 
 def look(which: dict[str, str]) -> Gpu | None:
     """Return the current state of the GPU, or None if nvidia-smi does not report it."""
-    return node_probe.of_device(node_probe.query_nvidia_smi(), which)
+    return node_findings.of_device(nvidia_smi.query()[0], which)
 
 
 def used_mb(which: dict[str, str]) -> float | None:

@@ -1,45 +1,12 @@
-"""The results of the doctor's checks, and whether two clocks differ."""
+"""Clock skew between this machine and another one, from the times of a query and its answer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-OK, WARNING, FAIL = "ok", "warning", "fail"
-STATUSES = (OK, WARNING, FAIL)  # from best to worst
-
-
-@dataclass(frozen=True)
-class Check:
-    """One result of the doctor.
-
-    about: what was checked, for example 'runs_dir'. detail: what was found. advice: what to do, '' if nothing.
-    hosts: the faulty nodes, if the check can name them.
-    """
-
-    about: str
-    status: str
-    detail: str
-    advice: str = ""
-    hosts: tuple[str, ...] = ()
-
-
-def worst_status(checks: Iterable[Check]) -> str:
-    """Return the worst status of `checks`; OK if there are none."""
-    return max((check.status for check in checks), key=STATUSES.index, default=OK)
-
-
-def count_statuses(checks: Iterable[Check]) -> str:
-    """Return a summary: '12 checks: 10 ok, 1 warning, 1 fail'."""
-    statuses = [check.status for check in checks]
-    parts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
-    return f"{len(statuses)} check{'s' * (len(statuses) != 1)}: {parts}" if statuses else "no checks"
-
-
-# Clock skew between this machine and another one, from the times of a query and its answer.
+from hpcinit.records.check_results import FAIL, OK, WARNING
 
 # munge refuses credentials that are 300 s old. A skew of seconds puts events in the logs of several machines in the
 # wrong order.

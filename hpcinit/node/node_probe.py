@@ -1,4 +1,7 @@
-"""Probe this node through /proc, /sys, the resolver and nvidia-smi (Linux). Unknown values are empty."""
+"""Read the facts of this node through /proc, /sys, the resolver, nvidia-smi and NCCL (Linux). Unknown values are empty.
+
+The doctor's job reads them all; the check before a start (node_check.py) does without the names of other nodes.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,48 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpcinit.base.safe_files import read_or_empty
-from hpcinit.records.rank_report import Gpu, GpuProcess, Interface, Name, Node, Place
+from hpcinit.node import leftovers, nccl_interface, nvidia_smi
+from hpcinit.records.check_results import SHARED_MEMORY
+from hpcinit.records.node_facts import Interface, Name, Node, Place
 from hpcinit.records.scratch import ENV_LOCAL_DISK
 from hpcinit.world import network
 
 GB = 2**30
 MOST_NAMES = 64  # in a large job, resolving every name on every node would overload DNS
-SHARED_MEMORY = "shared memory"
+SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # the site shares GPUs between jobs on purpose
 
 
-def probe_node(env: Mapping[str, str], names: Sequence[str], own: str) -> Node:
-    """Return the probe of this node. names: of the job's nodes. own: this node's name."""
+def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, timeout_s: float) -> Node:
+    """Return the facts of this node.
+
+    own: its name. names: of the job's nodes, to resolve; without them the GPUs of others are not read either.
+    timeout_s: half of it is for Slurm's commands.
+    """
     total, available = _memory()
+    assigned = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or ""
+    gpus, gpu_error = nvidia_smi.query() if assigned or names else ((), "")
+    processes, files = leftovers.find(env, timeout_s / 2)
     return Node(
         memory_gb=round(total, 1),
         available_gb=round(available, 1),
         kernel=platform.release(),
-        places=tuple(folders(env)),
+        places=tuple(_places(env)),
         interfaces=(*_ports(), *_interfaces()),
         names=tuple(_name(host) for host in _some(names, own)),
+        gpus=gpus,
+        gpu_error=gpu_error,
+        assigned=tuple(word for word in assigned.split(",") if word),
+        shares_gpus=any(env.get(name) for name in SHARING),
+        job=env.get("SLURM_JOB_ID", ""),
+        xids=nvidia_smi.xids() if gpus or gpu_error else (),
+        nccl=nccl_interface.ask(env, own, timeout_s / 2) if nccl_interface.is_used(env, backend) else None,
+        processes=processes,
+        files=files,
     )
 
 
@@ -56,7 +76,7 @@ def _memory() -> tuple[float, float]:
     return int(found.get("MemTotal", 0)) * 1024 / GB, int(found.get("MemAvailable", 0)) * 1024 / GB
 
 
-def folders(env: Mapping[str, str]) -> Iterator[Place]:
+def _places(env: Mapping[str, str]) -> Iterator[Place]:
     """Yield /dev/shm and the folders for temporary files, with their free space."""
     yield _place(SHARED_MEMORY, "/dev/shm")
     for what, path in (
@@ -74,7 +94,7 @@ def _place(what: str, path: str) -> Place:
         disk = os.statvfs(path)
         free, total = disk.f_bavail * disk.f_frsize / GB, disk.f_blocks * disk.f_frsize / GB
     except OSError as error:
-        return Place(what, path, error=error.strerror or str(error))
+        return Place(what, path, error=error.strerror or str(error), missing=isinstance(error, FileNotFoundError))
     try:
         with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path, buffering=0) as file:
             file.write(b"x" * 65536)
@@ -123,72 +143,3 @@ def _name(host: str) -> Name:
     except OSError:
         back = ""
     return Name(host, addresses, back)
-
-
-# nvidia-smi: memory, processes, ECC, clocks and the PCIe link of each GPU of this node.
-
-TIMEOUT_S = 30.0  # without persistence mode the driver is loaded for each call
-# In the order of Gpu's fields. "nvidia-smi --help-query-gpu" describes them.
-FIELDS = (
-    "uuid", "pci.bus_id", "memory.used", "memory.total", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total",
-    "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem",
-    "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max",
-)  # fmt: skip
-NUMBERS = (
-    "ecc_errors", "sm_mhz", "sm_max_mhz", "memory_mhz", "memory_max_mhz",
-    "pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max",
-)  # fmt: skip
-PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")  # the name last: it may contain a comma
-
-
-def query_nvidia_smi() -> tuple[Gpu, ...]:
-    """Return the GPUs that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES is; () where it fails or is missing.
-
-    It creates no CUDA context. In a container it may list processes of other containers, or none.
-    """
-    return parse_nvidia_smi(_output("gpu", FIELDS), _output("compute-apps", PROCESS_FIELDS))
-
-
-def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
-    """Return the GPU with the UUID or PCI address of `device` (jobs.doctor.device_of), None if there is none."""
-    # torch: 8932f937-..., nvidia-smi: GPU-8932f937-...; torch: 0000:3b:00.0, nvidia-smi: 00000000:3B:00.0
-    uuid, pci = device.get("uuid", "").removeprefix("GPU-"), device.get("pci", "").lower()
-    for gpu in gpus:
-        if (uuid and gpu.uuid.removeprefix("GPU-") == uuid) or (pci and gpu.pci == pci):
-            return gpu
-    return None
-
-
-def parse_nvidia_smi(gpus: str, processes: str) -> tuple[Gpu, ...]:
-    """Return the GPUs in the output of --query-gpu and --query-compute-apps, as csv,noheader,nounits."""
-    running: dict[str, list[GpuProcess]] = {}
-    for cells in _rows(processes, len(PROCESS_FIELDS)):
-        running.setdefault(cells[0], []).append(GpuProcess(int(_number(cells[1]) or 0), cells[3], _number(cells[2])))
-    return tuple(_gpu(cells, tuple(running.get(cells[0], ()))) for cells in _rows(gpus, len(FIELDS)))
-
-
-def _gpu(cells: Sequence[str], processes: tuple[GpuProcess, ...]) -> Gpu:
-    uuid, pci, used, total, ecc, *numbers = cells
-    pci = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", pci.lower())
-    ecc = ecc if ecc in {"Enabled", "Disabled"} else ""
-    found = dict(zip(NUMBERS, map(_number, numbers), strict=True))
-    return Gpu(uuid, pci, _number(used), _number(total), ecc, **found, processes=processes)
-
-
-def _rows(text: str, width: int) -> list[list[str]]:
-    rows = [[cell.strip() for cell in line.split(",", width - 1)] for line in text.splitlines()]
-    return [row for row in rows if len(row) == width]
-
-
-def _number(cell: str) -> float | None:
-    """Return the number in the cell; None for '[N/A]', '[Not Supported]' and the like."""
-    return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
-
-
-def _output(of: str, fields: Sequence[str]) -> str:
-    command = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

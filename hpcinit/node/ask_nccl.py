@@ -1,0 +1,32 @@
+"""Have the NCCL library in sys.argv[1] choose its network interface, as it does before ranks connect.
+
+A script for a child process: NCCL reads its settings once per process, so a rank must not load it early. It needs no
+GPU and no driver. NCCL writes its choice to stdout with NCCL_DEBUG=INFO, this script its result to stderr as JSON.
+"""
+
+import ctypes
+import json
+import sys
+
+UNIQUE_ID_BYTES = 128  # nccl.h: NCCL_UNIQUE_ID_BYTES
+
+
+def main(path: str) -> int:
+    try:
+        nccl = ctypes.CDLL(path)
+        get_id, last_error, get_version = nccl.ncclGetUniqueId, nccl.ncclGetLastError, nccl.ncclGetVersion
+    except (OSError, AttributeError):
+        return 3  # no NCCL, or one before 2.13
+    version = ctypes.c_int()
+    get_version(ctypes.byref(version))
+    status = get_id(ctypes.create_string_buffer(UNIQUE_ID_BYTES))
+    last_error.restype = ctypes.c_char_p
+    text = (last_error(None) or b"").decode(errors="replace")
+    # 23203 is 2.32.3
+    name = f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
+    sys.stderr.write(json.dumps({"status": status, "error": text, "version": name}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""Check this node before its ranks start, and print what would hinder them.
+
+start() forks a process that checks while the rank itself starts. finish() prints its lines and, with action=replace,
+raises an error if ranks should not start here. If the check crashes or hangs (a dead file server, a driver without a
+reply), the ranks start without it. It only reads and prints: it ends no process and removes no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcinit.base import failure_kinds, processes, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import BringUpError
+from hpcinit.records import plain_files, run_folder
+from hpcinit.records.check_results import OK
+from hpcinit.records.spec import OFF, REPLACE, Spec
+from hpcinit.slurm import nodelist
+from hpcinit.world.launchers import slurm_step
+
+if TYPE_CHECKING:
+    from hpcinit.records.node_facts import Nccl
+
+JOB, RESTART, NODE = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"
+NEEDED = (JOB, NODE, "SLURM_CLUSTER_NAME", "SLURM_PROCID")
+KILL_S = 1.0  # a killed process that has not ended by then hangs in the kernel
+MOST_COMPARED = 64  # records of other nodes that the first node reads
+
+
+@dataclass(frozen=True)
+class Running:
+    """The check while it runs in process `pid`, which writes to `pipe`. until: its time limit, monotonic."""
+
+    pid: int
+    pipe: int
+    action: str
+    timeout_s: float
+    until: float
+
+
+def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
+    """Start the check of this node; None if it is disabled, another process of the node starts it, or this is no step.
+
+    Call it while this process has one thread, and before it imports torch: the check is a fork of it.
+    """
+    wanted = spec.check_node
+    if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
+        return None
+    if run_folder.ENV_ENGINE in env or not slurm_step.slurm_step_of_this_process().step:
+        return None
+    try:
+        (ours, theirs), parent = os.pipe(), os.getpid()
+        pid = os.fork()
+    except OSError:  # no process or file is left for this user
+        return None
+    if pid == 0:
+        with suppress(BaseException):
+            processes.die_with_parent(parent)
+            os.setpgid(0, 0)  # finish() ends this group, with the nvidia-smi in it
+            _send_answer(theirs, spec, env)
+        os._exit(0)
+    os.close(theirs)
+    return Running(pid, ours, wanted.action, wanted.timeout_s, time.monotonic() + wanted.timeout_s)
+
+
+def _send_answer(pipe: int, spec: Spec, env: Mapping[str, str]) -> None:
+    """Run the checks in the forked process, and write their result to the pipe as JSON."""
+    try:
+        lines, unusable = check(spec, env)
+        answer = {"lines": lines, "unusable": unusable}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with os.fdopen(pipe, "w") as file:
+        json.dump(answer, file)
+
+
+def finish(running: Running | None, folder: Path) -> None:
+    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
+    if running is None:
+        return
+    node, off = os.environ[NODE], "to disable it: check_node.action=off"
+    anyway = f"the ranks start without it; {off}"
+    text = _receive_answer(running)
+    if text is None:
+        if running.action == REPLACE:  # otherwise a slow node would print a line in every job
+            say(f"{node}: the check of the node did not end within {running.timeout_s:g} s; {anyway}")
+        return
+    found = json.loads(text) if text.endswith("}") else {"error": "it ended without an answer"}
+    if "error" in found:
+        say(f"{node}: the check of the node failed: {found['error']}; {anyway}")
+        return
+    for line in found["lines"]:
+        say(f"{node}: {line}")
+    if found["unusable"] and running.action == REPLACE:
+        job = _attempt(os.environ)
+        with suppress(OSError):  # the batch script reads it, to replace the node
+            record = folder / run_folder.UNUSABLE / f"{job}.{node}"
+            safe_files.make_folders(record.parent)
+            safe_files.write_atomically(record, plain_files.text({"node": node}))
+        raise BringUpError(
+            f"{node} cannot be used: {found['unusable']}; expected a free GPU that answers. Submit with "
+            f"+cluster.sbatch.exclude={node} or with spare_nodes=1, and report the node to the site; {off}",
+            kind=failure_kinds.NODE,
+            host_at_fault=node,
+        )
+
+
+def _receive_answer(running: Running) -> str | None:
+    """Return what the check wrote, after its end; None if the time is over. The process is killed and reaped then."""
+    poll, found, ended = select.poll(), b"", False
+    poll.register(running.pipe, select.POLLIN)
+    while not ended and poll.poll(max(running.until - time.monotonic(), 0) * 1000):
+        part = os.read(running.pipe, 65536)
+        found, ended = found + part, not part
+    os.close(running.pipe)
+    for end in (os.killpg, os.kill):  # by pid too: it may not have made its group yet
+        with suppress(ProcessLookupError):
+            end(running.pid, signal.SIGKILL)  # it has written all that it will write
+    with suppress(ChildProcessError):
+        gone = time.monotonic() + KILL_S
+        while os.waitpid(running.pid, os.WNOHANG) == (0, 0) and time.monotonic() < gone:
+            time.sleep(0.01)  # it may hang in the kernel, which must not stop the rank
+    return found.decode(errors="replace") if ended else None
+
+
+def check(spec: Spec, env: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the lines to print, and why the ranks should not start on this node, or ''."""
+    from hpcinit.node import node_findings, node_probe  # noqa: PLC0415 - only the check's side needs them
+
+    node = node_probe.probe(env, env[NODE], (), spec.comm.backend, spec.check_node.timeout_s)
+    found = list(node_findings.node_findings(node, (), (), spec.world_size))
+    if node.nccl:
+        several = _of_other_nodes(node.nccl, env) if spec.nodes > 1 else []
+        found += node_findings.nccl_alone(node.nccl, spec.nodes)
+        found += node_findings.nccl_compared([node.nccl, *several])
+    faults = [one for one in found if one.status != OK]
+    lines = [f"{one.detail}; {one.advice}".removeprefix(f"{env[NODE]}: ") for one in faults]
+    return lines, node_findings.unusable(node)
+
+
+def _attempt(env: Mapping[str, str]) -> str:
+    return f"{env[JOB]}.{env.get(RESTART, '0')}"
+
+
+def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
+    """Write NCCL's interface on this node into the run folder, and return that of others.
+
+    Each node writes before it reads. The first node reads all records, and the others read its record, so that one of
+    two sees the other.
+    """
+    from hpcinit.records.node_facts import Nccl, from_document  # noqa: PLC0415
+
+    folder = Path(env.get(run_folder.ENV_FOLDER) or ".") / run_folder.NCCL
+    first = nodelist.expand(env.get("SLURM_STEP_NODELIST") or env[NODE])[0]
+    attempt, found = _attempt(env), []
+    with suppress(OSError):
+        safe_files.make_folders(folder)
+        safe_files.write_atomically(folder / f"{attempt}.{env[NODE]}.json", json.dumps(asdict(own)))
+        own_is_first = first == env[NODE]
+        paths = list(folder.glob(f"{attempt}.*.json")) if own_is_first else [folder / f"{attempt}.{first}.json"]
+        for path in sorted(paths)[:MOST_COMPARED]:
+            with suppress(OSError, ValueError, TypeError):
+                found.append(from_document(Nccl, safe_files.read_json(path)))
+    return [one for one in found if one.host != own.host]

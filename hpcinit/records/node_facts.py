@@ -1,0 +1,173 @@
+"""What node/node_probe.py reads about a node: folders, interfaces, GPUs, NCCL's interface, leftovers of ended jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that jobs write to. what: 'shared memory'. error: why it cannot be written, or ''."""
+
+    what: str
+    path: str
+    free_gb: float = 0.0
+    total_gb: float = 0.0
+    error: str = ""
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface or an InfiniBand port. gbit: as the driver reports it, else 0."""
+
+    name: str
+    up: bool
+    gbit: float = 0.0
+    infiniband: bool = False
+
+
+@dataclass(frozen=True)
+class Name:
+    """How a node resolves another's name. back: the name of the first address. error: why it cannot, or ''."""
+
+    host: str
+    addresses: tuple[str, ...] = ()
+    back: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that uses a GPU. used_mb: MiB of the GPU's memory, None where the driver does not report it.
+
+    job: the Slurm job in its environment, or ''. user: its user, where the job is unknown.
+    """
+
+    pid: int
+    name: str
+    used_mb: float | None = None
+    job: str = ""
+    user: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi reports it before the job uses it; None or '' for what it does not report.
+
+    used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
+    Clocks are in MHz. pcie_gen, pcie_width: of the link now; an idle link may have a lower generation than its maximum.
+    slowed: NVML's bits for why the clocks are lower. recovery: what the driver needs to repair the GPU, 'Reset'.
+    """
+
+    uuid: str
+    pci: str = ""
+    used_mb: float | None = None
+    total_mb: float | None = None
+    ecc: str = ""
+    ecc_errors: float | None = None
+    sm_mhz: float | None = None
+    sm_max_mhz: float | None = None
+    memory_mhz: float | None = None
+    memory_max_mhz: float | None = None
+    pcie_gen: float | None = None
+    pcie_gen_max: float | None = None
+    pcie_width: float | None = None
+    pcie_width_max: float | None = None
+    processes: tuple[GpuProcess, ...] = ()
+    slowed: int = 0
+    mig: bool = False
+    recovery: str = ""
+
+
+@dataclass(frozen=True)
+class Xid:
+    """An error that NVIDIA's driver wrote to the kernel's log. pci: of the GPU, '0000:ae:00'. age_s: how long ago."""
+
+    number: int
+    pci: str
+    text: str
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """An address of an interface, with the bits of its network: '10.1.0.7', 16."""
+
+    interface: str
+    address: str
+    bits: int
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """The interface and address that NCCL takes on a node, or its error. wanted: NCCL_SOCKET_IFNAME.
+
+    addresses: all of the node. seconds: how long the query took.
+    """
+
+    host: str
+    interface: str = ""
+    address: str = ""
+    error: str = ""
+    wanted: str = ""
+    version: str = ""
+    addresses: tuple[Address, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A process of a job that has ended, or that Slurm does not report any more (known: False)."""
+
+    pid: int
+    name: str
+    jobs: tuple[str, ...]
+    known: bool
+
+
+@dataclass(frozen=True)
+class OldFiles:
+    """Files in /dev/shm that no process uses. first: one of them. gb: of all."""
+
+    first: str
+    count: int
+    gb: float
+
+
+@dataclass(frozen=True)
+class Node:
+    """assigned: the GPUs that Slurm gave the job, '0'. shares_gpus: whether the site shares a GPU between jobs.
+    gpu_error: why nvidia-smi failed. nccl: None if NCCL is not installed or not used."""
+
+    memory_gb: float = 0.0
+    available_gb: float = 0.0
+    kernel: str = ""
+    places: tuple[Place, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    names: tuple[Name, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    gpu_error: str = ""
+    assigned: tuple[str, ...] = ()
+    shares_gpus: bool = False
+    job: str = ""
+    xids: tuple[Xid, ...] = ()
+    nccl: Nccl | None = None
+    processes: tuple[Leftover, ...] = ()
+    files: OldFiles | None = None
+
+
+def from_document(kind: Any, document: Mapping[str, Any]) -> Any:
+    """Return a dataclass `kind` from its asdict(), without fields of later versions. Raise TypeError."""
+    types = get_type_hints(kind)
+    return kind(**{key: _decoded(types[key], value) for key, value in document.items() if key in types})
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    parts = get_args(kind)  # of tuple[Gpu, ...] and of Node | None
+    if isinstance(value, list):
+        return tuple(_decoded(parts[0], item) for item in value) if parts else value
+    whole = next((one for one in (kind, *parts) if is_dataclass(one)), None)
+    return from_document(whole, value) if whole and isinstance(value, Mapping) else value
