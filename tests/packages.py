@@ -56,6 +56,7 @@ PACKAGES = {
     "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich",)),
     "report": Package("the start-up report", (*LOGIN, "observe"), ("rich",)),
     "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
+    "after": Package("the end of a job, on the host of the batch script: restart, requeue, chain", LOGIN),
     "submit": Package(
         "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan, functions",
         (*LOGIN, "config", "local", "observe", "why", "world"),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hpcinit.base import failure_kinds, processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
-from hpcinit.records import plain_files, run_folder
+from hpcinit.records import run_folder
 from hpcinit.records.check_results import OK
 from hpcinit.records.spec import OFF, REPLACE, Spec
 from hpcinit.slurm import nodelist
@@ -102,10 +102,10 @@ def finish(running: Running | None, folder: Path) -> None:
         say(f"{node}: {line}")
     if found["unusable"] and running.action == REPLACE:
         job = _attempt(os.environ)
-        with suppress(OSError):  # the batch script reads it, to replace the node
+        with suppress(OSError):  # hpcinit.after finds it, to replace the node
             record = folder / run_folder.UNUSABLE / f"{job}.{node}"
             safe_files.make_folders(record.parent)
-            safe_files.write_atomically(record, plain_files.text({"node": node}))
+            safe_files.write_atomically(record, "")
         raise BringUpError(
             f"{node} cannot be used: {found['unusable']}; expected a free GPU that answers. Submit with "
             f"+cluster.sbatch.exclude={node} or with spare_nodes=1, and report the node to the site; {off}",

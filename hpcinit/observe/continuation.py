@@ -27,7 +27,7 @@ def continues(path: Path, now: state.State) -> str:
         return f"unknown: Slurm does not answer, and the job may still run or restart; wait, then {_look(path)}"
     if not now.over and not now.purged:
         return f"job {now.job_id} is still in the queue ({now.name}), and Slurm may restart it; later {_look(path)}"
-    if now.others:  # the chain's end is recorded, so these jobs run nothing (chain_check.sh)
+    if now.others:  # the chain's end is recorded, so these jobs run nothing (submit/lib/chain.sh)
         jobs = ", ".join(now.others)
         return f"the chain still has job {jobs} in the queue, which will run nothing: hpcinit cancel {path.name}"
     return "; ".join(_dependents(path, now)) if now.engine == "slurm" else ""

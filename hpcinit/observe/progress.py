@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcinit.base import safe_files
 from hpcinit.observe.state import State
-from hpcinit.records import heartbeats, plain_files, run_folder
+from hpcinit.records import heartbeats, run_folder
 from hpcinit.records.stop_reasons import sentence
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None)
     try:
         if document and document["step"] >= document["total"]:
             return ""
-        record = plain_files.read(path / run_folder.STOPPED)
+        record = safe_files.read_json(path / run_folder.STOPPED)
         # Ranks of an array task record a number that differs from the task's name '17_1'. Only that task uses the
         # folder.
         own = record["job"] in ("", now.job_id) or "_" in now.job_id

@@ -1,15 +1,16 @@
-"""Earlier attempts of a run, from restarts.jsonl: the batch script writes a line for each restart."""
+"""Earlier attempts of a run, from restarts.jsonl, for the commands that show them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import safe_files
 from hpcinit.records import elastic_restarts, run_folder
+from hpcinit.records.requeues import Restart, read
+
+__all__ = ["Restart", "read"]  # of records/requeues.py
 
 REASONS = {
     run_folder.PREEMPTED: "preempted",
@@ -20,38 +21,6 @@ REASONS = {
     run_folder.SLURM: "requeued by Slurm",
 }
 MOST_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Restart:
-    """One restart. reason: why the attempt before `restart` ended. step: the furthest step before it, if any.
-    max_restarts: how many restarts the job may have; None if an older version wrote the line."""
-
-    job: str
-    restart: int
-    time: float
-    reason: str
-    step: int | None = None
-    without_progress: int = 0
-    max_restarts: int | None = None
-
-
-def read(path: Path) -> list[Restart]:
-    """Return the restarts of a run, the first one first. Skip lines that are not readable."""
-    try:
-        return list(_lines(iter(safe_files.read_text(f"{path}/{run_folder.RESTARTS}").splitlines())))
-    except OSError:
-        return []
-
-
-def _lines(text: Iterator[str]) -> Iterator[Restart]:
-    for line in text:
-        try:
-            one = run_folder.from_known_fields(Restart, json.loads(line))
-        except (ValueError, TypeError, AttributeError):
-            continue
-        if isinstance(one.restart, int) and isinstance(one.reason, str):
-            yield one
 
 
 def left(found: Sequence[Restart]) -> int | None:

@@ -16,18 +16,17 @@ from typing import Any, TypeVar
 
 from hpcinit.base import safe_files
 from hpcinit.base.text import counted, rank_names
-from hpcinit.records import plain_files, run_folder, scratch, timeline
+from hpcinit.records import run_folder, scratch, timeline
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
 
 STACK = "rank-{rank}.txt"
-# 'silent_s 240' and 'complete 1', by rank 0: for how long no rank has printed anything, and whether each rank that can
+# silent_s and complete, by rank 0: for how long no rank has printed anything, and whether each rank that can
 # write its stack has had the time for it.
-SILENT = "silent.txt"
+SILENT = "silent.json"
 NO_STEPS = "no-steps.txt"  # exists while a rank that reports its steps takes none: the others write their stacks then
 RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same as text
-NODE = "node.txt"  # 'node n2': the node at fault, for the batch script, which cannot parse JSON
 ELSEWHERE = "elsewhere"  # state of a rank whose stack shows no collective
 ENDED = "ended"  # state of a rank whose program has ended, or has not started: hpcinit waits for other ranks
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
@@ -379,9 +378,9 @@ def without_output(
     """Return what the ranks of a program that reports no steps do while none prints; None if one does. now_s: seconds
     since 1970 while the job runs. raised: where collectives have timed out since, by rank."""
     for folder in _folders(run, (SILENT,), job_id, restart):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            marker, noted = plain_files.read(folder / SILENT), (folder / SILENT).stat().st_mtime
-            silent_s, complete = float(marker["silent_s"]), marker.get("complete") == "1"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            marker, noted = safe_files.read_json(folder / SILENT), (folder / SILENT).stat().st_mtime
+            silent_s, complete = float(marker["silent_s"]), marker.get("complete") is True
             stacks = places(folder, noted - silent_s - 1.0)  # older ones are of an earlier silence; silent_s is rounded
             stacks = before_errors(stacks, raised or {})
             if now_s is not None:

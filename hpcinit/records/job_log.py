@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -51,6 +51,8 @@ _OOM = re.compile(
 # The batch script, or the first torchrun agent, starts the line of a new attempt with this.
 NEW_ATTEMPT = "new attempt: "
 _OURS = re.compile(r"^(srun|slurmstepd\S*): ")
+_EXITED = re.compile(r"Exited with exit code (\d+)$")
+_NODE_FAILURE = re.compile(r"(?i)node failure")
 
 
 SUCCEEDED = "Exited with exit code 0"
@@ -63,6 +65,10 @@ def how(code: int) -> str:
     with contextlib.suppress(ValueError):  # there is no such signal
         return signal.strsignal(-code) or f"signal {-code}"
     return f"signal {-code}"
+
+
+# 'Killed': 137. srun prints other ends as well, such as 'Out Of Memory'.
+_STATUSES = {how(-number): 128 + number for number in signal.valid_signals()}
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,26 @@ class End:
     def succeeded(self) -> bool:
         """Only hpcinit's own supervisors print this, for ranks that ended before another one failed."""
         return self.how == SUCCEEDED
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A message of srun that tasks failed, or of Slurm that it ends the step (host ''). status: as a shell reports it.
+    how: as srun prints it."""
+
+    host: str
+    how: str
+    status: int
+
+    @property
+    def terminated(self) -> bool:
+        """Slurm or srun ended these tasks with SIGTERM."""
+        return self.how == how(-signal.SIGTERM)
+
+    @property
+    def by_signal(self) -> bool:
+        """A signal other than SIGTERM ended these tasks."""
+        return not self.terminated and not self.how.startswith("Exited with")
 
 
 @dataclass(frozen=True)
@@ -144,6 +170,25 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     refusals = [next(filter(None, found.groups())) for line in lines if (found := _REFUSED.match(line))]
     refused = next((one for one in refusals if _REASON.search(one)), (refusals or [""])[0])
     return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away, refused)
+
+
+def failures(lines: Iterable[str]) -> Iterator[Failure]:
+    """Yield the failures in messages of srun and Slurm, in the order in which srun received them.
+
+    After a failure srun terminates the other tasks, and returns their 143 or 137: the first failure is the cause.
+    """
+    for line in filter(is_from_slurm, lines):
+        if found := _TASKS.match(line):
+            how = found[4].removesuffix(" (core dumped)")
+            exited = _EXITED.match(how)
+            yield Failure(found[1], how, int(exited[1]) if exited else _STATUSES.get(how, 1))
+        elif ABORTED.search(line):
+            yield Failure("", "Terminated", 128 + signal.SIGTERM)
+
+
+def node_failed(lines: Iterable[str]) -> bool:
+    """Return whether Slurm reports a lost node: 'srun: error: Node failure on n2', '... DUE TO NODE FAILURE ***'."""
+    return any(_NODE_FAILURE.search(line) for line in lines if is_from_slurm(line))
 
 
 def with_preemption(log: JobLog, at: str) -> JobLog:

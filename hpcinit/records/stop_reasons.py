@@ -28,11 +28,11 @@ class Reason(IntEnum):
 
     @property
     def token(self) -> str:
-        """Its name in stopped.txt, as lib/reason.sh compares it."""
+        """Its name in stopped.json, as hpcinit.after compares it."""
         return self.name.lower()
 
 
-NOT_RECORDED = "not_recorded"  # in stopped.txt instead of a Reason, until the ranks agree on one
+NOT_RECORDED = "not_recorded"  # in stopped.json instead of a Reason, until the ranks agree on one
 _TEXTS = {
     Reason.ENDED: "terminated by SIGTERM",
     Reason.TIME_LIMIT: "time limit",
@@ -42,7 +42,7 @@ _TEXTS = {
 
 
 def sentence(token: str) -> str:
-    """Return the text for a reason in stopped.txt; a token of another version unchanged."""
+    """Return the text for a reason in stopped.json; a token of another version unchanged."""
     known = {reason.token: str(reason) for reason in Reason}
     return {**known, NOT_RECORDED: "the reason was not recorded"}.get(token, token)
 

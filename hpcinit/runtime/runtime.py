@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
-from hpcinit.records import plain_files, program_use, results, run_folder, scratch
+from hpcinit.records import program_use, results, run_folder, scratch
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Hang, Training
@@ -475,7 +475,6 @@ class Runtime:
 
         def write() -> None:
             safe_files.write_atomically(path, text)
-            plain_files.write(path.with_name(run_folder.STEP), {"step": step})
 
         at_once = bool(new) or step >= total
         background_writer.later(run_folder.PROGRESS, write, every_s=0.0 if at_once else PROGRESS_EVERY_S)

@@ -56,15 +56,15 @@ NOTE_LINES = (
 NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
 
 
-def setup_lines(config: Config, run: RunPath, sourced: bool = False, noted: bool = False) -> Iterator[str]:
-    """Yield the lines of each block that is not empty, with its comment. sourced: hpcinit_source exists already. noted:
-    the script records in exit.json which line of the user's blocks ended it, and which failed."""
+def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[str]:
+    """Yield the lines of each block that is not empty, with its comment. noted: the script records in exit.json
+    which line of the user's blocks ended it, and which failed."""
     cluster = config.cluster
     blocks = {
         "The network interface and the folders of the cluster.": [*_interface(cluster), *_folders(cluster)],
-        "The ports of comm.ports.": _variables(job_spec.ports_variable(config), (), False),
+        "The ports of comm.ports.": _variables(job_spec.ports_variable(config), ()),
         "Modules and the environment of Python.": _noted([*_modules(cluster), *_environment(cluster)], noted),
-        "Variables of cluster.env and job.env.": _variables({**cluster.env, **config.job.env}, run.own_env, sourced),
+        "Variables of cluster.env and job.env.": _variables({**cluster.env, **config.job.env}, run.own_env),
         "Secrets, read from files when the job starts.": secret_lines(config.secrets),
         "Shell lines of cluster.setup.": _noted(cluster.setup, noted),
     }
@@ -82,14 +82,14 @@ def _interface(cluster: Cluster) -> Iterator[str]:
         yield from (f"export {name}={shell(cluster.interface)}" for name in INTERFACE)
 
 
-def _variables(env: Mapping[str, str], own: Container[str], sourced: bool) -> Iterator[str]:
+def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
     """Yield lines that set cluster.env and job.env. own: variables that an array task reads from its own file."""
     read = False
     for name, value in env.items():
         if name not in own:
             yield f"export {name}={shell(value)}"
         elif not read:
-            yield from () if sourced else shell_blocks.block("trusted")
+            yield from shell_blocks.block("trusted")
             yield f'hpcinit_source "${run_folder.ENV_FOLDER}/{run_folder.ENV}"'
             read = True
 

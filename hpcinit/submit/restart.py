@@ -1,7 +1,6 @@
 """Requeue and chains. The batch script requeues its own job, on the host and outside of any container.
 
-The shell code is in lib/restarts.sh, reason.sh, spare_nodes.sh and requeue.sh. The reasons are in
-docs/decisions/0018-requeue-from-the-batch-shell.md.
+It asks hpcinit/after for that. The reasons are in docs/decisions/0018-requeue-from-the-batch-shell.md.
 """
 
 from __future__ import annotations
@@ -13,12 +12,22 @@ from hpcinit.base.errors import SubmitError
 from hpcinit.config.schema import Config
 from hpcinit.submit import dependencies
 
-NEVER = 10**9  # a number of restarts that no job reaches
-
 
 def wanted(config: Config) -> bool:
     """Return whether the batch script counts the restarts of its job and requeues it."""
     return bool(config.restart.max_restarts) and config.cluster.engine == "slurm"
+
+
+def policy(config: Config) -> list[str]:
+    """Return what hpcinit.after needs to know of the config, as its arguments."""
+    limits = {
+        "on": ":".join(config.restart.on),
+        "max_restarts": config.restart.max_restarts or 0,
+        "without_progress": config.restart.without_progress,
+        "nodes": config.nodes if config.spare_nodes else 0,
+    }
+    known = limits if config.restart.max_restarts or config.spare_nodes else {"max_restarts": 0}
+    return [f"{key}={value}" for key, value in known.items() if value is not None]
 
 
 def option(config: Config) -> dict[str, bool]:

@@ -3,10 +3,8 @@ step that starts the ranks (srun_step.py)."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pwd
-import re
 import shlex
 import sys
 import time
@@ -16,7 +14,7 @@ from typing import Any
 
 from hpcinit.base import console, quoting, versions
 from hpcinit.base.quoting import Raw, shell
-from hpcinit.config import hetjob, keys
+from hpcinit.config import environment_checks, hetjob, keys
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import components, run_folder
@@ -173,90 +171,33 @@ def slurm_time(minutes: int) -> str:
     return f"{days}-{hours:02}:{minutes:02}:00" if days else f"{hours:02}:{minutes:02}:00"
 
 
-def _bookkeeping(config: Config, run: RunPath) -> tuple[list[str], list[str], bool]:
-    """Return the lines that name the run folder, the blocks of lib/, and whether the blocks are in a separate file.
-
-    The blocks are in their order, each if its condition is true.
-    """
-    slurm = config.cluster.engine == "slurm"
-    chain, spares = config.chain > 1, bool(config.spare_nodes) and slurm
-    requeues = restart.wanted(config)
-    needs_reason = requeues or spares  # the reason why the ranks ended
-    on: Mapping[str, str | int] = {"hpcinit_hung": run_folder.HUNG, "hpcinit_on": " ".join(config.restart.on)}
-    most = {
-        "hpcinit_max_restarts": config.restart.max_restarts or 0,
-        "hpcinit_without_progress": config.restart.without_progress or restart.NEVER,
-    }
-    blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
-        (chain or needs_reason, "facts", {}),
-        (slurm, "srun_messages", {}),
-        (chain, "chain_check", {}),
-        (True, "record", {"hpcinit_job": run.job_id}),
-        (slurm, "preempted", {}),
-        (chain, "chain_record", {}),
-        (requeues, "restarts", most),
-        (slurm and not requeues, "requeued", {}),
-        (needs_reason, "reason", on),
-        (spares, "spare_nodes", {"hpcinit_nodes": config.nodes}),
-        (requeues, "requeue", {}),
-    ]
-    body = [line for wanted, name, values in blocks if wanted for line in ["", *shell_blocks.block(name, values)]]
-    named, files = _run_folder(run, "\n".join(body))
-    return named, [*files, *body], chain or needs_reason
-
-
 def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]:
     """Return the lines before the ranks start."""
-    folder, bookkeeping, in_file = _bookkeeping(config, run)
-    first = shell_blocks.block(run.guard) if config.cluster.engine == "slurm" else []
-    lines = [*first, *shell_blocks.block("token"), "", *folder]
-    if file := restart_file(config, run):
-        lines += ["", *shell_blocks.block("trusted"), f"hpcinit_source {shell(str(run.path / file[0]))}"]
-    else:
-        lines += bookkeeping
-    setup = job_setup.setup_lines(config, run, sourced=in_file, noted=True)
-    return [*lines, "", *_end_time(config), *setup, *code_lines(run, code)]
+    slurm, chain = config.cluster.engine == "slurm", config.chain > 1
+    after = {"hpcinit_pythons": _words(_pythons(config)), "hpcinit_policy": _words(restart.policy(config))}
+    blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
+        (slurm, run.guard, {}),
+        (True, "token", {}),
+        (True, "run_folder", {run_folder.ENV_FOLDER: run.in_shell()}),
+        (chain, "chain", {}),
+        (True, "record", {"hpcinit_job": run.job_id}),
+        (chain, "chain_end", {}),
+        (slurm, "after", after),
+    ]
+    lines = [line for wanted, name, values in blocks if wanted for line in [*shell_blocks.block(name, values), ""]]
+    lines += [*_end_time(config), *job_setup.setup_lines(config, run, noted=True), *code_lines(run, code)]
+    unlimited = "" if restart.wanted(config) else "1"
+    return lines + (["", *shell_blocks.block("restarted", {"hpcinit_unlimited": unlimited})] if slurm else [])
 
 
-def restart_file(config: Config, run: RunPath) -> tuple[str, str] | None:
-    """Return name and text of the file that the script of a chain, or of a job with restarts, reads from run.path.
-
-    The name depends on the text, so that the arrays of a sweep can have different ones.
-    """
-    _, lines, in_file = _bookkeeping(config, run)
-    if not in_file:
-        return None
-    text = "\n".join(["# shellcheck shell=bash", "# Written by hpcinit, and read by the batch script.", *lines, ""])
-    return f"restart-{hashlib.sha256(text.encode()).hexdigest()[:8]}.sh", text
+def _pythons(config: Config) -> list[str]:
+    """Return the interpreters that can run hpcinit.after on the host: the job's, and the one that submits."""
+    own = [] if config.container.image else [environment_checks.python(config)]
+    return list(dict.fromkeys([*own, sys.executable]))
 
 
-def with_restart_file(text: str, file: tuple[str, str] | None) -> str:
-    """Return the script of a dry run, followed by the file that it reads, in comments. It remains a valid script."""
-    if file is None:
-        return text
-    lines = "".join(f"# | {line}".rstrip() + "\n" for line in file[1].splitlines())
-    return f"{text}\n# End of the script. It reads {file[0]} from the run folder:\n{lines}"
-
-
-def _run_folder(run: RunPath, body: str) -> tuple[list[str], list[str]]:
-    """Return the lines that name the run folder, and those that name the files that `body` uses."""
-    names = {
-        "exit": run_folder.EXIT,
-        "log": run_folder.JOB_LOG,
-        "chain": run_folder.CHAIN,
-        "stopped": run_folder.STOPPED,
-        "progress": run_folder.STEP,
-        "restart": run_folder.RESTART,
-        "restarts": run_folder.RESTARTS,
-        "errors": run_folder.ERRORS,
-        "hang": run_folder.HANG_REPORTS,
-        "unusable": run_folder.UNUSABLE,
-    }
-    files = {f"hpcinit_{key}": Raw(f'"${run_folder.ENV_FOLDER}/{name}"') for key, name in names.items()}
-    lines = shell_blocks.block("run_folder", {run_folder.ENV_FOLDER: run.in_shell(), **files})
-    used = set(re.findall(r"\$(hpcinit_\w+)", body))
-    named = [line for line in lines if line.partition("=")[0] not in files]
-    return named, [line for line in lines if line.partition("=")[0] in used & files.keys()]
+def _words(values: Sequence[str]) -> Raw:
+    return Raw(f"({' '.join(map(shell, values))})")
 
 
 def _end_time(config: Config) -> list[str]:
@@ -278,14 +219,12 @@ def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
 
 
 def _command(config: Config, steps: Sequence[str]) -> list[str]:
-    """Return the lines that run `steps`, which start the ranks, and the lines that decide what to do after it."""
-    own = ["hpcinit_own_status $?"] if config.cluster.engine == "slurm" and config.worlds != "each" else []
-    requeue = ["hpcinit_requeue $?"] if restart.wanted(config) else []
+    """Return the lines that run `steps`, which start the ranks, and then hpcinit.after."""
+    after = ["hpcinit_after $?"] if config.cluster.engine == "slurm" and config.worlds != hetjob.EACH else []
     if not config.spare_nodes:
-        return [*steps, *own, *requeue]
+        return [*steps, *after]
     launcher, _, rest = steps[0].partition(" ")
     # Slurm 22.05 never releases the cores of a step on a lost node ('unable to update job's core use information due to
     # job resizing'), hence --overlap.
     ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} \\\n    {rest}'
-    body = [f"  {line}" for line in (ranks, *own)]
-    return ["hpcinit_ranks() {", *body, "}", "hpcinit_run_with_spare_nodes", *requeue]
+    return ["while :; do", *(f"  {line}" for line in (ranks, *after)), "done"]

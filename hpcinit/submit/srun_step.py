@@ -69,7 +69,7 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
         "# Wait for all worlds. The job fails if one of them does.",
         "hpcinit_status=0",
         'for world in "${hpcinit_worlds[@]}"; do wait "$world" || hpcinit_status=$?; done',
-        'hpcinit_own_status "$hpcinit_status"',
+        'hpcinit_after "$hpcinit_status"',
     ]
 
 

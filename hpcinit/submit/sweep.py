@@ -18,7 +18,6 @@ from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import slurm_client
 from hpcinit.submit import array, duplicates, folder, job_environment, script, transaction, validate
 from hpcinit.submit.provenance import Provenance
-from hpcinit.submit.run_path import RunPath, TaskPath
 from hpcinit.submit.transaction import Transaction
 
 
@@ -26,7 +25,7 @@ from hpcinit.submit.transaction import Transaction
 class Job:
     """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: of a block of tasks.
 
-    env_names: variables that each task reads from its own file. restart: name and text of a file beside the script.
+    env_names: variables that each task reads from its own file.
     """
 
     requests: Sequence[Request]
@@ -34,7 +33,6 @@ class Job:
     text: str
     size: int
     env_names: set[str]
-    restart: tuple[str, str] | None
 
     @property
     def numbers(self) -> list[int]:
@@ -77,11 +75,11 @@ def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str], 
     if len(tasks) == 1:
         run = path / str(number)
         text = script.render(config, run, workdir, origin=script.origin(config, argv, run))
-        return Job(tasks, f"{number}/{run_folder.SCRIPT}", text, size, set(), script.restart_file(config, RunPath(run)))
+        return Job(tasks, f"{number}/{run_folder.SCRIPT}", text, size, set())
     configs = [task.config for task in tasks]
     origin = script.origin(config, argv, path / "TASK")
     text = array.render(configs, [task.number for task in tasks], path, workdir, size, origin)
-    return Job(tasks, next(names), text, size, array.differing(configs), script.restart_file(config, TaskPath(path)))
+    return Job(tasks, next(names), text, size, array.differing(configs))
 
 
 # The sweep's folder contains its own files and a run folder for each task.
@@ -114,8 +112,6 @@ def fill_sweep_folder(
                 folder.write(f"{task}/{run_folder.ENV}", array.env_file(request.config, names[request.number]))
         for job in jobs:
             folder.write(f"{path}/{job.file}", job.text)
-            if job.restart:
-                folder.write(str((path / job.file).with_name(job.restart[0])), job.restart[1])
         folder.write(f"{path}/{run_folder.SWEEP}", json.dumps({"format": FORMAT, "tasks": tasks}, indent=1) + "\n")
         folder.write(f"{path}/{run_folder.PROVENANCE}", provenance.to_json())
     except OSError as error:
@@ -178,7 +174,7 @@ def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[
     config = requests[0].config
     path = folder.next_path(job_environment.runs_dir_of(config), config.name)
     for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
-        yield job.about, script.with_restart_file(job.text, job.restart)
+        yield job.about, job.text
 
 
 def submit_all(

@@ -46,7 +46,6 @@ from hpcinit.submit import (
 from hpcinit.submit.duplicates import Waiting
 from hpcinit.submit.job_environment import make_spec, runs_dir_of, workdir_of
 from hpcinit.submit.provenance import Provenance
-from hpcinit.submit.run_path import RunPath
 from hpcinit.submit.shell_script_checks import shell_script_problems
 
 
@@ -312,11 +311,10 @@ def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
 
 
 def dry_run(config: Config, argv: Sequence[str]) -> str:
-    """Return the script that submit() would submit now, and the file that it reads. The config passed check()."""
+    """Return the script that submit() would submit now. The config passed check()."""
     path, workdir = folder.next_path(runs_dir_of(config), config.name), workdir_of(config)
     origin = script.origin(config, secret_names.masked(argv, config.secret_names), path)
-    text = script.render(config, path, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
-    return script.with_restart_file(text, script.restart_file(config, RunPath(path)))
+    return script.render(config, path, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
 
 
 def submit(
@@ -345,7 +343,6 @@ def submit(
             run_folder.SPEC: spec.to_json(),
             run_folder.CONFIG: yaml.safe_dump(dict(document), sort_keys=False),
             run_folder.PROVENANCE: one.provenance.to_json(taken),
-            **dict(filter(None, [script.restart_file(config, RunPath(path))])),
         }
         folder.fill(path, files)
         for number, each in enumerate(others, 1):

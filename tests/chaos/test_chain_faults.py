@@ -160,7 +160,7 @@ def test_a_chain_continues_after_a_full_disk(
         assert told in (folder / "logs/job.log").read_text()
     Path("finish").touch()
     until(lambda: states(small, [second])[0] == "COMPLETED", 60)
-    assert not (folder / "stopped.txt").exists(), "the second job reached its end"
+    assert not (folder / "stopped.json").exists(), "the second job reached its end"
     if os.environ.get(ALL) == "1" and full == "before the stop" and kind == "script":
         why = hpcinit("why", folder.name, f"--runs-dir={disk.place}", env=small.env).stdout.partition("\n")[0]
         ends = f"job 1 {states(small, [first])[0]}, job 2 {states(small, [second])[0]}"

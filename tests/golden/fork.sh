@@ -17,44 +17,17 @@
 # setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
+
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
-# The run folder, and the files in it that this script uses. The ranks write into it as well.
+# The run folder. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
-hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
-hpcinit_log="$HPCINIT_RUN/logs/job.log" # what this script and srun print
-hpcinit_stopped="$HPCINIT_RUN/stopped.txt" # why the ranks stopped early: job and reason
-hpcinit_restarts="$HPCINIT_RUN/restarts.jsonl" # a line for each restart
-
-# srun returns the highest status of all ranks. After a failure it terminates the others, and returns their 143 or 137.
-# Its messages show which rank failed first, and no other code reads them:
-#   srun: error: n2: task 3: Killed                  srun: error: n[1-2]: tasks 2-3: Exited with exit code 1
-hpcinit_log_lines() { # how many lines the log has now
-  wc -l < "$hpcinit_log"
-}
-hpcinit_failures() { # print 'HOW NODE STATUS' for each failure after line $1; HOW: exited, signal or terminated
-  tail -n "+$(($1 + 1))" "$hpcinit_log" | sed -En '
-    s/^srun: error: ([^:]*): tasks? [^:]*: Exited with exit code ([0-9]+)$/exited \1 \2/p; t
-    s/^srun: error: ([^:]*): tasks? [^:]*: Terminated.*/terminated \1 143/p; t
-    s/^srun: error: ([^:]*): tasks? [^:]*: Aborted.*/signal \1 134/p; t
-    s/^srun: error: ([^:]*): tasks? [^:]*: Killed.*/signal \1 137/p; t
-    s/^srun: error: ([^:]*): tasks? [^:]*: Segmentation fault.*/signal \1 139/p; t
-    s/^srun: error: ([^:]*): tasks? .*/signal \1 1/p; t
-    s/.*(CANCELLED AT|Job step aborted|forcing job termination).*/terminated - 143/p'
-}
-hpcinit_own_status() { # srun ended with status $1; return the status of the rank that failed first
-  local how status
-  [ "$1" -ne 0 ] && read -r how _ status < <(hpcinit_failures "$hpcinit_from") || return "$1"
-  # During the grace time of a preemption, only the ranks get SIGTERM.
-  [ "$how" != terminated ] && ! hpcinit_preempted || return "$1"
-  return "$status"
-}
-hpcinit_from=$(hpcinit_log_lines)
 
 # Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
+hpcinit_exit="$HPCINIT_RUN/exit.json"
 
 hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \
@@ -70,27 +43,57 @@ trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
 
-# Slurm stores when it decided to preempt a job, and keeps that over a requeue: it counts if it is not before the start.
-hpcinit_preempted() { # whether Slurm preempts this attempt
-  local job start=''
-  job=$(scontrol --oneliner show job "$hpcinit_job" 2>/dev/null)
-  [[ $job =~ ' StartTime='([0-9T:-]+) ]] && start=${BASH_REMATCH[1]}
-  [[ $job =~ ' PreemptTime='([0-9][0-9T:-]+) && ! ${BASH_REMATCH[1]} < $start ]]
-}
+# Python decides what follows the end of the ranks, and acts: the job's Python, or else the one that submitted the job.
+# It prints WHAT STATUS NODES, see hpcinit/after/__main__.py. If it cannot start, nothing is restarted.
+hpcinit_pythons=(/shared/me/venv/bin/python /shared/me/hpcinit/bin/python)
+hpcinit_policy=(max_restarts=0) # what the config allows
+hpcinit_log="$HPCINIT_RUN/logs/job.log"
+hpcinit_stopped="$HPCINIT_RUN/stopped.json"
+hpcinit_excluded="" # nodes that the ranks no longer use: n2,n3
 
-# Slurm, or scontrol requeue, started this job again: record it, and mark the start of this attempt in the log.
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-  printf '{"job": "%s", "restart": %d, "time": %d, "reason": "slurm"}\n' \
-    "$hpcinit_job" "$SLURM_RESTART_COUNT" "$(date +%s)" >> "$hpcinit_restarts"
+hpcinit_decide() { # print what follows after $1, the exit status of the ranks or 'restarted'
+  local python
+  for python in "${hpcinit_pythons[@]}"; do
+    command -v -- "$python" > /dev/null || continue
+    "$python" -m hpcinit.after "$1" "job=$hpcinit_job" "job_from=$hpcinit_job_from" "from=$hpcinit_from" \
+      "excluded=$hpcinit_excluded" "${hpcinit_policy[@]}" && return
+    [ $? -ne 143 ] || return # SIGTERM ended it, and ends this script as well
+  done
+  echo "hpcinit: error: hpcinit.after cannot start on $(hostname) with ${hpcinit_pythons[*]}, so nothing is restarted" >&2
+}
+hpcinit_after() { # the ranks ended with status $1; return if they start again in this job, else end it
+  local what='' status=$1 nodes=''
+  [ "$1" -ne 0 ] || [ -e "$hpcinit_stopped" ] || exit 0
+  read -r what status nodes < <(hpcinit_decide "$1")
+  case $what in
+    again) hpcinit_excluded=$nodes; hpcinit_start; return ;;
+    requeued) sleep 60 & wait ;; # Slurm ends this script
+    continue) : "${hpcinit_continues:=1}" ;; # the next job of the chain runs
+  esac
+  exit "${status:-$1}"
+}
+hpcinit_start() { # the ranks start now: hang reports and messages of srun count if they are newer
+  hpcinit_record began
+  hpcinit_from=$(wc -c 2> /dev/null < "$hpcinit_log")
+}
+hpcinit_job_from=$(wc -c 2> /dev/null < "$hpcinit_log")
+hpcinit_from=$hpcinit_job_from
+rm -f "$hpcinit_stopped"
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] ||
   echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
-  rm -f "$hpcinit_stopped"
-fi
 
 # When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
+
+# Slurm, or hpcinit.after, started this job again: count that, and end if it is one restart too many.
+hpcinit_unlimited=1 # 1 without restart.max_restarts: the site limits the restarts
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  read -r hpcinit_what hpcinit_status < <(hpcinit_decide restarted)
+  case $hpcinit_what:$hpcinit_unlimited in start:* | :1) ;; *) exit "${hpcinit_status:-1}" ;; esac
+fi
 
 # command
 # One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable.
@@ -100,4 +103,4 @@ unset SLURM_CPUS_PER_TASK
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --cpu-bind=none --unbuffered --open-mode=append \
     /shared/me/venv/bin/python -u -m hpcinit.fork /shared/me/runs/x-0001/spec.json
-hpcinit_own_status $?
+hpcinit_after $?

@@ -15,13 +15,13 @@
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
-# The run folder, and the files in it that this script uses. The ranks write into it as well.
+# The run folder. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
-hpcinit_exit="$HPCINIT_RUN/exit.json" # start and end of this attempt
 
 # Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
+hpcinit_exit="$HPCINIT_RUN/exit.json"
 
 hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \

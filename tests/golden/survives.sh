@@ -19,27 +19,96 @@
 # setup
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
+
 # A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
 unset SLURM_JWT
 
-# The run folder, and the files in it that this script uses. The ranks write into it as well.
+# The run folder. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
 
-# Read files of the run folder only if no other user could have written them. The open file is checked, so it cannot be
-# replaced in between. The rule is that of hpcinit/base/safe_files.py, but a private group counts as other users.
-hpcinit_source() { # read the file $1 into this shell, or end the job
-  local fd
-  exec {fd}< "$1" || { echo "hpcinit: error: $1 cannot be read on $(hostname)" >&2; exit 1; }
-  # '1000:600' is the owner and the mode in octal. 2, 3, 6 and 7 for the group or others include the right to write.
-  [[ $(stat -Lc %u:%a "/dev/fd/$fd") =~ ^($EUID|0):[0-7]*[0145][0145]$ ]] || {
-    echo "hpcinit: error: another user can write $1 ($(stat -c 'owner %U, mode %a' "$1"))," \
-      "expected only you: submit again" >&2
-    exit 1
-  }
-  . "/dev/fd/$fd"
-  exec {fd}<&-
+# This job is part of a chain. The job at its end leaves its exit status and its id for the next one, which then runs
+# nothing. Without that file this job runs: the job before was killed, or it has more to do. A requeued job runs, too.
+hpcinit_chain="$HPCINIT_RUN/chain.txt"
+if [ -r "$hpcinit_chain" ] && read -r hpcinit_status hpcinit_last < "$hpcinit_chain" &&
+  [ "$hpcinit_last" != "$SLURM_JOB_ID" ]; then
+  case $hpcinit_status in
+    0) echo "hpcinit: job $hpcinit_last of this chain completed, so job $SLURM_JOB_ID has nothing to do" ;;
+    *) echo "hpcinit: job $hpcinit_last of this chain failed with exit status $hpcinit_status," \
+      "so job $SLURM_JOB_ID runs nothing" ;;
+  esac
+  echo "hpcinit: to run the script again manually, remove $hpcinit_chain"
+  exit "$hpcinit_status"
+fi
+rm -f "$hpcinit_chain"
+echo "hpcinit: new attempt: job $SLURM_JOB_ID of a chain starts"
+
+# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
+# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
+hpcinit_exit="$HPCINIT_RUN/exit.json"
+
+hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
+  printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \
+    "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
+    "${hpcinit_line:+, \"line\": \"$hpcinit_line\"}" "${hpcinit_failed:+, \"failed\": \"$hpcinit_failed\"}" \
+    > "$hpcinit_exit.tmp" && mv "$hpcinit_exit.tmp" "$hpcinit_exit"
+  [ "$1" = ended ] || { HPCINIT_ALLOCATED=$(date +%s.%N); export HPCINIT_ALLOCATED; }
 }
-hpcinit_source /shared/me/runs/x-0001/restart-40f87a5d.sh
+hpcinit_line=""; hpcinit_failed=""
+rm -f "$hpcinit_exit"
+hpcinit_record began
+trap 'exit 143' TERM
+trap 'hpcinit_record ended $?' EXIT
+HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
+
+# The chain is over when this job ends, unless Slurm ends it, or hpcinit.after decides that the next job runs.
+hpcinit_continues=""
+hpcinit_end() { # this job ends with status $1
+  hpcinit_record ended "$1"
+  [ -n "$hpcinit_continues" ] ||
+    { echo "$1 $SLURM_JOB_ID" > "$hpcinit_chain.tmp" && mv "$hpcinit_chain.tmp" "$hpcinit_chain"; }
+}
+trap 'hpcinit_continues=1; exit 143' TERM
+trap 'hpcinit_end $?' EXIT
+
+# Python decides what follows the end of the ranks, and acts: the job's Python, or else the one that submitted the job.
+# It prints WHAT STATUS NODES, see hpcinit/after/__main__.py. If it cannot start, nothing is restarted.
+hpcinit_pythons=(/shared/me/venv/bin/python /shared/me/hpcinit/bin/python)
+hpcinit_policy=(on=node_fail:hang max_restarts=2 without_progress=2 nodes=2) # what the config allows
+hpcinit_log="$HPCINIT_RUN/logs/job.log"
+hpcinit_stopped="$HPCINIT_RUN/stopped.json"
+hpcinit_excluded="" # nodes that the ranks no longer use: n2,n3
+
+hpcinit_decide() { # print what follows after $1, the exit status of the ranks or 'restarted'
+  local python
+  for python in "${hpcinit_pythons[@]}"; do
+    command -v -- "$python" > /dev/null || continue
+    "$python" -m hpcinit.after "$1" "job=$hpcinit_job" "job_from=$hpcinit_job_from" "from=$hpcinit_from" \
+      "excluded=$hpcinit_excluded" "${hpcinit_policy[@]}" && return
+    [ $? -ne 143 ] || return # SIGTERM ended it, and ends this script as well
+  done
+  echo "hpcinit: error: hpcinit.after cannot start on $(hostname) with ${hpcinit_pythons[*]}, so nothing is restarted" >&2
+}
+hpcinit_after() { # the ranks ended with status $1; return if they start again in this job, else end it
+  local what='' status=$1 nodes=''
+  [ "$1" -ne 0 ] || [ -e "$hpcinit_stopped" ] || exit 0
+  read -r what status nodes < <(hpcinit_decide "$1")
+  case $what in
+    again) hpcinit_excluded=$nodes; hpcinit_start; return ;;
+    requeued) sleep 60 & wait ;; # Slurm ends this script
+    continue) : "${hpcinit_continues:=1}" ;; # the next job of the chain runs
+  esac
+  exit "${status:-$1}"
+}
+hpcinit_start() { # the ranks start now: hang reports and messages of srun count if they are newer
+  hpcinit_record began
+  hpcinit_from=$(wc -c 2> /dev/null < "$hpcinit_log")
+}
+hpcinit_job_from=$(wc -c 2> /dev/null < "$hpcinit_log")
+hpcinit_from=$hpcinit_job_from
+rm -f "$hpcinit_stopped"
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] ||
+  echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
 
 # When the job reaches its time limit. No rank waits longer for the others at the start.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" HPCINIT_JOB_LIMIT_S=600
@@ -47,15 +116,20 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
 
+# Slurm, or hpcinit.after, started this job again: count that, and end if it is one restart too many.
+hpcinit_unlimited='' # 1 without restart.max_restarts: the site limits the restarts
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  read -r hpcinit_what hpcinit_status < <(hpcinit_decide restarted)
+  case $hpcinit_what:$hpcinit_unlimited in start:* | :1) ;; *) exit "${hpcinit_status:-1}" ;; esac
+fi
+
 # command
 # Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
-hpcinit_ranks() {
+while :; do
   srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} \
     --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
     --output=/shared/me/runs/x-0001/logs/rank-%t.log \
     /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
-  hpcinit_own_status $?
-}
-hpcinit_run_with_spare_nodes
-hpcinit_requeue $?
+  hpcinit_after $?
+done

@@ -118,19 +118,19 @@ def test_a_hang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "job_id", "step", "why"),
     [
-        ("job 77\nreason time_limit\n", "77", 20, "time limit"),
-        ("job 77\nreason not_recorded\n", "77", 20, "the reason was not recorded"),
-        ("job \nreason preempted\n", "4711", 20, "preempted"),  # without Slurm
-        ("job 80\nreason time_limit\n", "77_3", 20, "time limit"),
-        ("job 76\nreason time_limit\n", "77", 20, ""),  # the record of an earlier job
-        ("job 77\nreason time_limit\n", "77", 60, ""),  # it reached its last step
-        ("job 77\n", "77", 20, ""),
+        ({"job": "77", "reason": "time_limit"}, "77", 20, "time limit"),
+        ({"job": "77", "reason": "not_recorded"}, "77", 20, "the reason was not recorded"),
+        ({"job": "", "reason": "preempted"}, "4711", 20, "preempted"),  # without Slurm
+        ({"job": "80", "reason": "time_limit"}, "77_3", 20, "time limit"),
+        ({"job": "76", "reason": "time_limit"}, "77", 20, ""),  # the record of an earlier job
+        ({"job": "77", "reason": "time_limit"}, "77", 60, ""),  # it reached its last step
+        ({"job": "77"}, "77", 20, ""),
     ],
 )
-def test_a_run_that_stopped_early(tmp_path: Path, record: str, job_id: str, step: int, why: str) -> None:
+def test_a_run_that_stopped_early(tmp_path: Path, record: dict[str, str], job_id: str, step: int, why: str) -> None:
     """A successful run that stopped before its last step shows why; the record of an earlier job does not count."""
     (tmp_path / "progress.json").write_text(json.dumps({"step": step, "total": 60, "values": {}}))
-    (tmp_path / "stopped.txt").write_text(record)
+    (tmp_path / "stopped.json").write_text(json.dumps(record))
     now = State("COMPLETED", job_id, "slurm", exit_status=0)
     assert shown_everywhere(tmp_path, now) == ([], why, f"stopped before its end: {why}" if why else "")
     assert shown_everywhere(tmp_path, now._replace(name="FAILED", exit_status=1)) == ([], "", "")

@@ -120,7 +120,7 @@ def test_only_the_last_attempt_of_a_requeued_job_counts() -> None:
     assert own.ends, "its own failure ended it, which is reported"
 
 
-@pytest.mark.parametrize("block", ["chain_check", "requeued", "restarts", "spare_nodes"])
+@pytest.mark.parametrize("block", ["chain", "after"])
 def test_the_batch_script_marks_attempts_as_the_reader_expects(block: str) -> None:
     """A new attempt is found by the start of its line, whatever follows."""
     script = (Path(submit.__file__).parent / "lib" / f"{block}.sh").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.records import hang_report, heartbeats, plain_files, run_folder
+from hpcinit.records import hang_report, heartbeats, run_folder
 from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
 from tests.runtime.spawned import ranks
 from tests.runtime.test_stopping import END
@@ -61,7 +61,6 @@ def test_the_rank_outside_the_collective_is_named(folder: Path) -> None:
     with ranks(TRAIN + END, 3, folder) as found:
         until(lambda: report(folder).count("\n") >= 3)
         text = report(folder)
-        nodes = [plain_files.read(path) for path in folder.glob(f"hang/*/{hang_report.NODE}")]
         (record,) = (json.loads(path.read_text()) for path in folder.glob(f"hang/*/{hang_report.RECORD}"))
         (folder / "go").touch()
         ends = [rank.end() for rank in found]
@@ -73,7 +72,7 @@ def test_the_rank_outside_the_collective_is_named(folder: Path) -> None:
     assert "is not in a collective: it is at <string>:12 in read" in text and "rank 2 on " in text
     assert sum("the training hangs" in output for _, output in ends) == 1  # by one rank, not by all
     assert "rank 2 continues" in ends[2][1]
-    assert nodes == [{"node": os.uname().nodename}], "for the batch script"
+    assert record["host"] == os.uname().nodename, "for hpcinit.after"
     assert not list(folder.glob("hang/*/*"))
 
 

@@ -16,6 +16,7 @@ from hpcinit.base.errors import ConfigError
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
 from hpcinit.config.overrides import with_quoted_lists
+from hpcinit.records import run_folder
 from hpcinit.submit import shell_blocks
 from tests import json_documents
 from tests.conftest import Run
@@ -116,42 +117,28 @@ def test_old_keys_are_refused(key: str, advice: str) -> None:
 def test_a_plain_script_has_no_chain_lines(hpcinit: Run) -> None:
     """Without these keys the script has no lines about chains or dependencies."""
     text = hpcinit("submit", "cluster=mini", "dry_run=true").stdout
-    assert "dependency" not in text and "hpcinit_check_chain" not in text
-
-
-LOST = "srun: error: Node failure on n2\n"
+    assert "dependency" not in text and "of a chain" not in text
 
 
 @pytest.mark.parametrize(
-    ("record", "stopped", "log", "status", "said"),
+    ("record", "status", "said"),
     [
-        ("", "", "", None, ""),
-        ("job 15\nfrom 0\n", "", "", None, ""),  # killed
-        ("job 16\nfrom 0\nstatus 7\n", "", "", None, ""),  # this job, requeued
-        ("job 15\nfrom 0\nstatus 143\n", "", "", None, ""),
-        ("job 15\nfrom 0\nstatus 0\n", "", "", 0, "job 15 of this chain completed"),
-        ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason time_limit\n", "", None, ""),
-        ("job 15\nfrom 0\nstatus 0\n", "job 15\nreason not_recorded\n", "", None, "was the disk full?"),
-        ("job 15\nfrom 0\nstatus 7\n", "", "", 7, "job 15 of this chain failed with exit status 7"),
-        ("job 15\nfrom 0\nstatus 7\n", "", LOST, None, ""),
-        ("job 15\nfrom 0\nstatus 7\n", "", "*** JOB 15 ON n1 CANCELLED AT ... DUE TO NODE FAILURE ***\n", None, ""),
-        ("job 15\nfrom 1\nstatus 7\n", "", LOST, 7, "failed with exit status 7, so job"),  # a node of an earlier job
+        ("", None, ""),  # killed, or there is more to do
+        ("7 16", None, ""),  # this job, requeued
+        ("0 15", 0, "job 15 of this chain completed, so job 16 has nothing to do"),
+        ("7 15", 7, "job 15 of this chain failed with exit status 7, so job 16 runs nothing"),
     ],
 )
-def test_the_record_of_the_previous_job_decides(
-    tmp_path: Path, record: str, stopped: str, log: str, status: int | None, said: str
-) -> None:
+def test_the_record_of_the_previous_job_decides(tmp_path: Path, record: str, status: int | None, said: str) -> None:
     """The job runs (None), or ends with the given status and prints why."""
-    for name, text in (("chain", record), ("stopped", stopped), ("log", log)):
-        if text or name == "log":
-            (tmp_path / name).write_text(text)
-    variables = [f'hpcinit_{name}="{tmp_path}/{name}"' for name in ("chain", "stopped", "log")]
-    blocks = [line for name in ("facts", "srun_messages", "chain_check") for line in shell_blocks.block(name)]
-    script = "\n".join(["SLURM_JOB_ID=16", *variables, *blocks, "exit 99"])
+    chain = tmp_path / run_folder.CHAIN
+    if record:
+        chain.write_text(f"{record}\n")
+    script = "\n".join(["SLURM_JOB_ID=16", f"HPCINIT_RUN={tmp_path}", *shell_blocks.block("chain"), "exit 99"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (99 if status is None else status, "")
     assert said in done.stdout and ("job 16 of a chain starts" in done.stdout) == (status is None)
-    assert (tmp_path / "chain").exists() == (status is not None), "the next job reads the record of this one"
+    assert chain.exists() == (status is not None), "the next job reads the record of this one"
 
 
 # --- dependency

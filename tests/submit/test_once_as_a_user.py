@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.submit import shell_blocks
 from tests import other_user
 from tests.minislurm import MiniSlurm
 from tests.minislurm.plugin import require_slurm
@@ -98,7 +97,7 @@ def test_the_same_request_is_refused(cluster: MiniSlurm, user: User, partition: 
 
 
 def test_a_node_of_hidden_partitions_only(cluster: MiniSlurm, user: User) -> None:
-    """A node in hidden partitions only is accepted, and the batch script finds it when it fails."""
+    """A node in hidden partitions only is accepted, and hpcinit.after finds it when it fails."""
     others = ("main", "high", "team")
     for name in others:
         cluster.run("scontrol", "update", f"PartitionName={name}", "Nodes=n1")
@@ -107,8 +106,8 @@ def test_a_node_of_hidden_partitions_only(cluster: MiniSlurm, user: User) -> Non
         assert user.run(sys.executable, "-c", code, env=cluster.env).stdout == "{'n7'}\n"
         # A node that is down returns when its slurmd reports; one in this state stays.
         cluster.run("scontrol", "update", "NodeName=n2", "State=FAIL", "Reason=test")
-        reason = "\n".join(shell_blocks.block("reason", {"hpcinit_hung": 76, "hpcinit_on": ""}))
-        done = user.run("bash", "-c", f"{reason}\nhpcinit_lost_nodes", env={**cluster.env, "SLURM_JOB_NODELIST": "n2"})
+        code = "from hpcinit.after import facts; print(*facts.lost_nodes('n[1-2]', ['n1']))"
+        done = user.run(sys.executable, "-c", code, env=cluster.env)
         assert done.stdout == "n2\n", done.stderr
     finally:
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")

@@ -10,28 +10,28 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hpcinit.after import __main__ as after
 from hpcinit.base.quoting import Raw
 from hpcinit.config import job_spec
 from hpcinit.config.compose import compose
-from hpcinit.records import elastic_restarts, hang_report, run_folder, stop_reasons
+from hpcinit.records import run_folder
 from hpcinit.records.spec import load
-from hpcinit.submit import array, script, shell_blocks, transaction
+from hpcinit.submit import array, script, shell_blocks
 from hpcinit.submit.job_environment import make_spec
-from hpcinit.submit.run_path import RunPath
 from tests.skip_or_fail import installed
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
 PYTHON = "cluster.python=/shared/me/venv/bin/python"
+SUBMITTER = "/shared/me/hpcinit/bin/python"
 
 CASES = {
     "local": ["cluster=local", "nodes=2", "ranks_per_node=2"],
-    "mini": ["cluster=mini", "nodes=4", "ranks_per_node=2", "job=train_gpt"],
-    "example": ["cluster=example", "nodes=8"],
     "fork": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=fork", "launch.cpu_bind=cores"],
     "torchrun": ["cluster=mini", "nodes=2", "ranks_per_node=4", "launch=torchrun", "launch.gpu_bind='map_gpu:0,1,2,3'"],
     "survives": ["cluster=mini", "nodes=2", "ranks_per_node=2", "spare_nodes=1", "chain=3", "restart.max_restarts=2", "restart.on=[node_fail,hang]"],
@@ -53,15 +53,20 @@ CASES = {
 }  # fmt: skip
 
 
+def with_submitter(text: str) -> str:
+    """Return the script as if hpcinit ran with SUBMITTER."""
+    return text.replace(sys.executable, SUBMITTER)
+
+
 def render(*overrides: str, folder: Path = FOLDER) -> str:
-    return script.render(compose([*overrides, PYTHON]), folder, WORKDIR)
+    return with_submitter(script.render(compose([*overrides, PYTHON]), folder, WORKDIR))
 
 
 def render_case(name: str) -> str:
     if name != "array":
         return render(*CASES[name])
     configs = [compose([*CASES[name], f"job.env.LR={number}", PYTHON]) for number in range(3)]
-    return array.render(configs, [1000, 1001, 1002], FOLDER, WORKDIR, 1000)
+    return with_submitter(array.render(configs, [1000, 1001, 1002], FOLDER, WORKDIR, 1000))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,28 +78,15 @@ def test_script_equals_the_golden_file(name: str) -> None:
     assert text == path.read_text()
 
 
+def test_no_golden_script_is_left_over() -> None:
+    """Each golden file is of a case that differs in kind from the others."""
+    assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(CASES)
+
+
 def test_restarts_and_chains_add_few_lines() -> None:
-    """The shell code of restarts, spare nodes and chains is in a file of the run folder, which is the reviewed one."""
-    more = CASES["survives"][3:]
-    config = compose([*CASES["survives"], PYTHON])
-    found, path = script.restart_file(config, RunPath(FOLDER)), GOLDEN / "survives.restart.sh"
-    assert found is not None and f"hpcinit_source {FOLDER}/{found[0]}\n" in render(*CASES["survives"])
-    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
-        path.write_text(found[1])
-    assert found[1] == path.read_text()
-    plain = [case for case in CASES["survives"] if case not in more]
-    assert len(render(*CASES["survives"]).splitlines()) - len(render(*plain).splitlines()) <= 20
-    assert script.restart_file(compose([*plain, PYTHON]), RunPath(FOLDER)) is None
-
-
-def test_a_dry_run_shows_the_file_that_the_script_reads(tmp_path: Path) -> None:
-    """The file with the code of restarts follows the script; a script without restarts is shown alone."""
-    at = f"runs_dir={tmp_path}"
-    config = compose([*CASES["survives"], PYTHON, at])
-    shown, _, file = transaction.dry_run(config, []).partition("# End of the script. It reads restart-")
-    assert "hpcinit_source " in shown and "hpcinit_requeue() {" not in shown
-    assert "hpcinit_requeue() {" in file and "hpcinit_check_chain() {" in file
-    assert "# End of" not in transaction.dry_run(compose([*CASES["fork"], PYTHON, at]), [])
+    """Restarts, spare nodes and chains are decided in Python: the script has few lines more."""
+    plain = CASES["survives"][:3]
+    assert len(render(*CASES["survives"]).splitlines()) - len(render(*plain).splitlines()) <= 35
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,14 +101,16 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
     slurm = render("cluster=local", *same, "cluster.engine=slurm")
     local = render("cluster=local", *same)
     ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
+    unlimited = {"hpcinit_unlimited": "1"}
+    pythons = Raw(f"(/shared/me/venv/bin/python {SUBMITTER})")
+    after = {"hpcinit_pythons": pythons, "hpcinit_policy": Raw("(max_restarts=0)")}
     blocks = [
-        shell_blocks.block("in_a_job"),
-        *(["", *shell_blocks.block(name)] for name in ("srun_messages", "preempted", "requeued")),
-        ["hpcinit_own_status $?"],
+        [*shell_blocks.block("in_a_job"), ""],
+        [*shell_blocks.block("after", after), ""],
+        ["", *shell_blocks.block("restarted", unlimited)],
+        ["hpcinit_after $?"],
     ]
-    names = ("hpcinit_log=", "hpcinit_stopped=", "hpcinit_restarts=")
-    files = [line for line in slurm.splitlines() if line.startswith(names)]
-    for lines in (*blocks, files):
+    for lines in blocks:
         text = "".join(f"{line}\n" for line in lines)
         assert text in slurm and text not in local
         slurm = slurm.replace(text, "")
@@ -140,18 +134,17 @@ def test_shellcheck_accepts_each_block(path: Path) -> None:
 def test_shellcheck_accepts_each_script(name: str, tmp_path: Path) -> None:
     """shellcheck accepts a script of each kind, and every variable in it is set."""
     text = GOLDEN.joinpath(f"{name}.sh").read_text()
-    if (file := GOLDEN / f"{name}.restart.sh").exists():
-        text = re.sub(r"hpcinit_source .*/restart-\w+\.sh\n", lambda found: file.read_text(), text)
     (tmp_path / "job.sh").write_text(text)
     subprocess.run([installed("shellcheck"), "--exclude=SC2034,SC1090,SC1091,SC2016", tmp_path / "job.sh"], check=True)
     assigned = set(re.findall(r"\b(hpcinit_\w+)(?:=|\+=|:=|\(\))", text)) | set(re.findall(r"\{(hpcinit_\w+):=", text))
+    assigned |= {name for names in re.findall(r"\bread -r ([\w ]+)", text) for name in names.split()}
     assert set(re.findall(r"\$\{?(hpcinit_\w+)", text)) <= assigned
 
 
 def test_a_block_needs_exactly_its_variables() -> None:
     """A missing value and a superfluous one are errors. Text is quoted, Raw is not."""
-    with pytest.raises(ValueError, match=r"lib/spare_nodes\.sh needs a value for hpcinit_nodes"):
-        shell_blocks.block("spare_nodes")
+    with pytest.raises(ValueError, match=r"lib/restarted\.sh needs a value for hpcinit_unlimited"):
+        shell_blocks.block("restarted")
     with pytest.raises(ValueError, match=r"lib/token\.sh has no variable x"):
         shell_blocks.block("token", {"x": 1})
     assert shell_blocks.block("record", {"hpcinit_job": "a b"})[2].startswith("hpcinit_job='a b' # ")
@@ -161,17 +154,12 @@ def test_a_block_needs_exactly_its_variables() -> None:
 def test_names_in_the_blocks_are_those_of_python() -> None:
     """File names and values are the same in the blocks and in Python."""
     text = {path.stem: path.read_text() for path in shell_blocks.LIB.glob("*.sh")}
-    reasons = re.findall(r"then echo (\w+)", text["reason"])
-    assert sorted(reasons) == sorted(run_folder.REASONS)
-    stops = [stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token, stop_reasons.NOT_RECORDED]
-    assert [word for word in stops if word not in text["reason"]] == []
-    assert f"!= {stop_reasons.NOT_RECORDED} ]" in text["chain_check"]
-    assert (
-        f"*:{run_folder.ENDED_EARLY})" in text["chain_check"] and str(run_folder.ENDED_EARLY) in text["srun_messages"]
-    )
-    assert f"/{hang_report.REPORT}" in text["reason"] and f"/{hang_report.NODE}" in text["spare_nodes"]
-    assert f"/{elastic_restarts.ASIDE}" in text["spare_nodes"] and f'"reason": "{run_folder.SLURM}"' in text["requeued"]
-    assert f'" {run_folder.SLURM} ||' in text["restarts"]
+    assert f"/{run_folder.CHAIN}" in text["chain"] and f"/{run_folder.EXIT}" in text["record"]
+    assert f"/{run_folder.JOB_LOG}" in text["after"] and f"/{run_folder.STOPPED}" in text["after"]
+    decisions = re.findall(r"^    (\w+)\) ", text["after"], re.MULTILINE)
+    assert decisions == [after.AGAIN, after.REQUEUED, after.CONTINUE]
+    assert f"hpcinit_decide {after.RESTARTED})" in text["restarted"] and f" {after.START}:*" in text["restarted"]
+    assert f"exit {run_folder.ENDED_EARLY}" in text["record"]
 
 
 def test_one_task_per_node_has_the_cores_of_its_ranks() -> None:

@@ -1,12 +1,7 @@
-"""The script for each public cluster in conf/cluster/, compared completely with a golden file.
-
-HPCINIT_WRITE_GOLDEN=1 pytest tests/submit/test_sites.py writes them again; read the diff before you commit.
-"""
+"""The script for each public cluster in conf/cluster/: bash and sbatch can read it."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,7 +13,6 @@ from hpcinit.submit import script
 from tests import sites
 from tests.minislurm import MiniSlurm
 
-GOLDEN = Path(__file__).parent.parent / "golden/sites"
 FOLDER, WORKDIR = Path("/shared/me/runs/x-0001"), Path("/shared/me/project")
 REQUEST = ["job=train_gpt", "time_min=30", "parallel=hsdp", "cluster.python=/shared/me/venv/bin/python"]
 REQUEST += ["check_paths=false"]  # they are paths of the site
@@ -42,23 +36,9 @@ def user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", sites.NAMES)
-def test_script_equals_the_golden_file(name: str) -> None:
-    """The complete script of a training run on two nodes of each site is the reviewed one."""
-    text, path = render(name), GOLDEN / f"{name}.sh"
-    if os.environ.get("HPCINIT_WRITE_GOLDEN") == "1":
-        path.write_text(text)
-    assert text == path.read_text()
-
-
-def test_no_golden_script_is_left_over() -> None:
-    """Each golden file belongs to an existing cluster."""
-    assert sorted(path.stem for path in GOLDEN.glob("*.sh")) == sites.NAMES
-
-
-@pytest.mark.parametrize("name", sites.NAMES)
 def test_script_is_valid_bash(name: str) -> None:
-    """bash parses every golden script."""
-    subprocess.run(["bash", "-n", GOLDEN / f"{name}.sh"], check=True)
+    """bash parses the script of a training run on two nodes of each site."""
+    subprocess.run(["bash", "-n"], input=render(name), text=True, check=True)
 
 
 @pytest.mark.slurm
@@ -66,7 +46,7 @@ def test_script_is_valid_bash(name: str) -> None:
 def test_sbatch_reads_every_option(slurm: MiniSlurm, tmp_path: Path, name: str) -> None:
     """A real sbatch accepts each #SBATCH line. Only the controller does not have the site's partitions."""
     path = tmp_path / "script.sh"
-    shutil.copy(GOLDEN / f"{name}.sh", path)
+    path.write_text(render(name))
     done = subprocess.run(["sbatch", "--test-only", path], env=slurm.env, capture_output=True, text=True, check=False)
     # A request that sbatch itself refuses ("unrecognized option", "Invalid --hint") does not reach the controller.
     assert "allocation failure: " in done.stderr or "to start at " in done.stderr, done.stderr

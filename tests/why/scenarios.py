@@ -276,8 +276,8 @@ def of_folder(run: Path) -> dict[str, Any]:
 
 
 def replaced(run: Path) -> str:
-    """Return the node that the batch script of a job with spare nodes replaces after a hang."""
-    return "".join(path.read_text().removeprefix("node ").strip() for path in run.glob("hang/*/node.txt"))
+    """Return the node that a job with spare nodes replaces after a hang."""
+    return "".join(json.loads(path.read_text())["host"] for path in run.glob("hang/*/report.json"))
 
 
 def refused_submissions(_: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.records import hang_report, plain_files, run_folder
+from hpcinit.records import hang_report, run_folder
 from hpcinit.records.hang_report import ELSEWHERE, ENDED, PACKAGE, HangReport
 from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpcinit.why import diagnosis
@@ -103,7 +103,7 @@ def silence(folder: Path, stacks: list[str], returned: int | None = None) -> Han
     (timeline / "n1.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in (*ranks, *ends)))
     hang = folder / run_folder.HANG_REPORTS / "7.0.0"
     hang.mkdir(parents=True)
-    plain_files.write(hang / hang_report.SILENT, {"silent_s": 300, "complete": 1})
+    (hang / hang_report.SILENT).write_text(json.dumps({"silent_s": 300, "complete": True}))
     for rank, text in enumerate(stacks):
         noted = text.replace("\n", "\ncpu_s 1 of_s 30 same_s 290\n", 1)
         (hang / hang_report.STACK.format(rank=rank)).write_text(noted)

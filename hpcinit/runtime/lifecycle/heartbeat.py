@@ -19,7 +19,7 @@ from pathlib import Path
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import TrainingHang
-from hpcinit.records import hang_report, heartbeats, plain_files, run_folder, scratch
+from hpcinit.records import hang_report, heartbeats, run_folder, scratch
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.heartbeats import FRESH_PERIODS, NodeHeartbeats, RankHeartbeat
 from hpcinit.records.spec import Hang
@@ -191,7 +191,7 @@ class Heartbeat:
             if self._dumped:
                 self._dumped, self._reported = 0.0, False
                 say(f"rank {self._world.rank} continues after the reported hang")
-                names = (hang_report.RECORD, hang_report.NODE, hang_report.REPORT, hang_report.NO_STEPS)
+                names = (hang_report.RECORD, hang_report.REPORT, hang_report.NO_STEPS)
                 for path in (self._stack(), *(self._hang / name for name in names)):
                     path.unlink(missing_ok=True)
                 flight_dump.remove(self._world, self._folder)
@@ -245,10 +245,9 @@ def _is_first(folder: Path, report: HangReport) -> bool:
 
     If the disk is full, no rank can find out whether it is the first, and each rank reports.
     """
-    # Write the report last: the batch script waits for it, and then reads the other files.
-    node = {hang_report.NODE: plain_files.text({"node": report.host})} if report.host else {}
+    # Write the text last: hpcinit.after waits for it, and then reads the record.
     text = "".join(f"{line}\n" for line in report.lines())
-    for name, content in {hang_report.RECORD: report.to_json(), **node, hang_report.REPORT: text}.items():
+    for name, content in {hang_report.RECORD: report.to_json(), hang_report.REPORT: text}.items():
         try:
             with (folder / name).open("x" if name == hang_report.RECORD else "w") as file:
                 file.write(content)

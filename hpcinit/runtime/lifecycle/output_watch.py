@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import sys
 import threading
 import time
 from pathlib import Path
 
-from hpcinit.base import background_writer
-from hpcinit.records import hang_report, plain_files, run_folder, scratch
+from hpcinit.base import background_writer, safe_files
+from hpcinit.records import hang_report, run_folder, scratch
 from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.lifecycle import flight_dump, loader_workers
 from hpcinit.world import World
@@ -112,7 +113,7 @@ class OutputWatch:
         self._hang.mkdir(parents=True, exist_ok=True)
         silent_s = now - self._printed
         complete = silent_s > self._after_s + LOOKS_FOR_A_STACK * self._period
-        plain_files.write(self._marker, {"silent_s": round(silent_s), "complete": int(complete)})
+        safe_files.write_atomically(self._marker, json.dumps({"silent_s": round(silent_s), "complete": complete}))
         return True
 
     def _remove(self) -> None:

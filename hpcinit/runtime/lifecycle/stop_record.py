@@ -1,4 +1,4 @@
-"""`stopped.txt` exists while a training run that can stop early is active, and remains if it stops before its end.
+"""`stopped.json` exists while a training run that can stop early is active, and remains if it stops before its end.
 
 Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
 of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file remains, and
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.console import say
-from hpcinit.records import plain_files, run_folder
+from hpcinit.records import run_folder
 from hpcinit.records.stop_reasons import NOT_RECORDED, Reason
 from hpcinit.rendezvous.process_state import state
 
@@ -50,7 +52,7 @@ class StopRecord:
             say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
 
     def _write(self, reason: str) -> None:
-        plain_files.write(self._path, {"job": self._job, "reason": reason})
+        safe_files.write_atomically(self._path, json.dumps({"job": self._job, "reason": reason}) + "\n")
         self._exists = True
 
     def _remove(self) -> None:

@@ -1,7 +1,8 @@
-# shellcheck shell=bash disable=SC2154 # variables of run_folder.sh
+# shellcheck shell=bash
 # Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
 # bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
 hpcinit_job='' # as squeue names it; without Slurm: the process ID of this script
+hpcinit_exit="$HPCINIT_RUN/exit.json"
 
 hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \

@@ -1,0 +1,164 @@
+"""The end of a job, on the host of the batch script:
+
+    python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
+    python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued
+
+It acts, and prints one line to stdout for the batch script (submit/lib/after.sh): WHAT STATUS NODES. Each exit status
+may be that of a rank, so it cannot be the answer. Messages go to stderr, which is the job's log. It opens few files: on
+a slow shared file system each one takes 50 ms, and a preemption may leave 30 s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpcinit.after import decisions, facts
+from hpcinit.after.decisions import Facts, Policy
+from hpcinit.after.facts import Job
+from hpcinit.base.console import say
+from hpcinit.records import elastic_restarts, job_log, requeues, run_folder, stop_reasons
+from hpcinit.records.requeues import Restart
+from hpcinit.slurm import slurm_client
+from hpcinit.slurm.slurm_client import Unreachable
+
+RESTARTED = "restarted"  # instead of STATUS
+# What the batch script does next.
+START = "start"  # start the ranks
+AGAIN = "again"  # start the ranks again, without NODES
+REQUEUED = "requeued"  # wait until Slurm ends the script
+CONTINUE = "continue"  # end with STATUS; the next job of the chain runs
+END = "end"  # end with STATUS; the chain is over
+
+TRIES, PAUSE_S = 6, 10.0  # of scontrol requeue
+SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script later than the ranks
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Print the decision; after an error, that the job ends as its ranks did."""
+    what, given = argv[0], dict(pair.partition("=")[::2] for pair in argv[1:])
+    policy = Policy(
+        on=frozenset(filter(None, given.get("on", "").split(":"))),
+        max_restarts=int(given.get("max_restarts", 0)),
+        without_progress=int(given["without_progress"]) if "without_progress" in given else None,
+        nodes=int(given.get("nodes", 0)),
+    )
+    job = Job(
+        folder=Path(env[run_folder.ENV_FOLDER]),
+        name=given["job"],
+        number=env["SLURM_JOB_ID"],
+        attempt=int(env.get("SLURM_RESTART_COUNT") or 0),
+        nodelist=env.get("SLURM_JOB_NODELIST", ""),
+        nodes=int(env.get("SLURM_JOB_NUM_NODES") or 0),
+        job_from=int(given.get("job_from") or 0),
+        from_=int(given.get("from") or 0),
+        excluded=tuple(filter(None, given.get("excluded", "").split(","))),
+    )
+    try:
+        print(restarted(job, policy) if what == RESTARTED else ended(job, policy, int(what)))
+    except Exception as error:  # not started again with another Python: it may have acted already
+        say(f"error: hpcinit.after failed, so nothing is restarted: {error!r}")
+        print(END, 1 if what == RESTARTED else what)
+    return 0
+
+
+def ended(job: Job, policy: Policy, status: int) -> str:
+    """Decide what follows the end of the ranks, do it, and return it."""
+    found = facts.gather(job, status, bool(policy.max_restarts or policy.nodes))
+    status = decisions.own_status(found)
+    why = decisions.reason(found, status)
+    if why in policy.on and (policy.max_restarts or policy.nodes) and _still_runs(job):
+        if policy.nodes and (excluded := _exclude(job, policy, found, why)):
+            return f"{AGAIN} {status} {excluded}"
+        if policy.max_restarts:
+            if _counted(job, policy, job.attempt + 1, why) and _requeued(job, policy, why):
+                return f"{REQUEUED} {status}"
+            status = status or 1
+    continues = decisions.chain_continues(found, status)
+    if not status and found.stop == stop_reasons.NOT_RECORDED:
+        say(f"warning: job {job.number} of this chain stopped without recording why; was the disk full?")
+    return f"{CONTINUE if continues else END} {status}"
+
+
+def restarted(job: Job, policy: Policy) -> str:
+    """Count this restart, unless the attempt before has done so. Slurm also requeues without asking the batch script,
+    after a preemption or a lost node."""
+    last = _last_restart(job)
+    counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
+    return START if counted or _counted(job, policy, job.attempt, run_folder.SLURM) else f"{END} 1"
+
+
+def _still_runs(job: Job) -> bool:
+    time.sleep(SIGTERM_S)
+    return facts.is_running(job.name)
+
+
+def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
+    """Return all nodes without which the ranks restart in this job; '' if they cannot."""
+    bad = decisions.nodes_at_fault(found, why) if why in decisions.REPLACED else []
+    if not bad:
+        return ""
+    excluded, names = ",".join([*job.excluded, *bad]), ", ".join(bad)
+    if job.nodes - len(excluded.split(",")) < policy.nodes:
+        say(f"{why} on {names}, and no spare node is left")
+        return ""
+    say(f"{job_log.NEW_ATTEMPT}{why} on {names}: restarting the ranks in the same job, without {excluded}")
+    for name in (run_folder.ERRORS, run_folder.HANG_REPORTS, run_folder.UNUSABLE):
+        _set_aside(job.folder / name, job.number)
+    return excluded
+
+
+def _set_aside(folder: Path, number: str) -> None:
+    """Move the records that are not of the restarted ranks to a folder `before-JOB`."""
+    aside = folder / f"{elastic_restarts.ASIDE}{number}"
+    for path in [*folder.glob("rank-*.json"), *folder.glob(f"{number}.*")]:
+        with suppress(OSError):
+            aside.mkdir(exist_ok=True)
+            path.replace(aside / path.name)
+
+
+def _last_restart(job: Job) -> Restart | None:
+    found = requeues.read(job.folder)
+    return found[-1] if found else None
+
+
+def _counted(job: Job, policy: Policy, number: int, why: str) -> bool:
+    """Record restart `number`; return whether it is allowed."""
+    step = elastic_restarts.furthest(job.folder)
+    furthest, idle = decisions.progress(_last_restart(job), step if step >= 0 else None)
+    limited = bool(policy.max_restarts)
+    if limited and (refused := decisions.refusal(policy, number, furthest, idle)):
+        say(f"no restart {number} ({why}): {refused}")
+        return False
+    most = policy.max_restarts if limited else None
+    try:
+        requeues.append(job.folder, Restart(job.name, number, int(time.time()), why, furthest, idle, most))
+    except OSError as error:
+        # A full disk must not end the job: the limit counts SLURM_RESTART_COUNT, and not these records.
+        say(f"warning: cannot record restart {number} ({why}) in {job.folder / run_folder.RESTARTS}: {error.strerror}")
+    return True
+
+
+def _requeued(job: Job, policy: Policy, why: str) -> bool:
+    """Requeue the job; return whether Slurm accepted that."""
+    say(f"job {job.name} is requeued ({why}): restart {job.attempt + 1} of at most {policy.max_restarts}")
+    for number in range(1, TRIES + 1):
+        try:
+            done = slurm_client.run(["scontrol", "requeue", job.name])
+            if done.status == 0:
+                return True
+            problem = done.error
+        except Unreachable as error:
+            problem = str(error)
+        say(f"scontrol requeue failed ({number} of {TRIES}): {problem}")
+        if number < TRIES:
+            time.sleep(PAUSE_S)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

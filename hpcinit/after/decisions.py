@@ -1,0 +1,112 @@
+"""What follows the end of the ranks: pure functions from facts to a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcinit.records import run_folder, stop_reasons
+from hpcinit.records.job_log import Failure
+from hpcinit.records.requeues import Restart
+
+USAGE = 2  # exit status after a wrong request, which a restart cannot fix
+REPLACED = (run_folder.NODE_FAIL, run_folder.HANG, run_folder.FAILURE)  # reasons for which a spare node is used
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the config allows. on: restart.on. max_restarts, without_progress: None for no limit, and 0 restarts means
+    that the job is not requeued. nodes: how many the ranks need if the job has spare nodes, else 0."""
+
+    on: frozenset[str] = frozenset()
+    max_restarts: int = 0
+    without_progress: int | None = None
+    nodes: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How the ranks ended. status: of srun. stop: the reason in stopped.json, '' without one. lost, unusable: nodes.
+    hung: the node at fault of each hang report, '' if unknown. node_failed: Slurm printed that a node was lost."""
+
+    status: int
+    failures: Sequence[Failure] = ()
+    stop: str = ""
+    preempted: bool = False
+    lost: Sequence[str] = ()
+    unusable: Sequence[str] = ()
+    hung: Sequence[str] = ()
+    node_failed: bool = False
+
+
+def own_status(facts: Facts) -> int:
+    """Return the status of the rank that failed first; srun's own if Slurm ended the ranks or srun printed nothing."""
+    first = next(iter(facts.failures), None)
+    # During the grace time of a preemption, only the ranks get SIGTERM.
+    if not facts.status or first is None or first.terminated or facts.preempted:
+        return facts.status
+    return first.status
+
+
+def reason(facts: Facts, status: int) -> str:
+    """Return why the ranks ended with `status`, as restart.on names it; '' if no restart is needed or none can help."""
+    preempted, limit = stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token
+    if not status and not facts.stop:
+        return ""
+    if facts.stop == preempted or facts.preempted:
+        return run_folder.PREEMPTED
+    if facts.stop == limit or (not status and facts.stop == stop_reasons.NOT_RECORDED):
+        return run_folder.TIME_LIMIT
+    return _of_failure(facts, status) if status else ""
+
+
+def _of_failure(facts: Facts, status: int) -> str:
+    if facts.lost or facts.unusable:
+        return run_folder.NODE_FAIL
+    # srun returns the highest status of all ranks, and killed ranks have a higher one than those that hung.
+    if status == run_folder.HUNG or facts.hung:
+        return run_folder.HANG
+    return "" if status == USAGE else run_folder.FAILURE
+
+
+def nodes_at_fault(facts: Facts, why: str) -> list[str]:
+    """Return the nodes that a restart in the same job must not use; [] if unknown."""
+    if faulty := [*facts.lost, *facts.unusable] or [*filter(None, facts.hung)][:1]:
+        return list(dict.fromkeys(faulty))
+    # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.
+    named = [one for one in facts.failures if one.host and "[" not in one.host and why != run_folder.HANG]
+    # A rank that a signal ended is the cause: the others fail because it is gone.
+    return [one.host for one in [*(one for one in named if one.by_signal), *named][:1]]
+
+
+def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
+    """Return the furthest step so far, and the number of restarts in a row without progress.
+
+    last: the restart before. step: what the ranks reported last.
+    """
+    furthest, idle = (last.step, last.without_progress) if last else (None, 0)
+    if step is None:
+        return furthest, idle
+    return (step, 0) if furthest is None or step > furthest else (furthest, idle + 1)
+
+
+def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str:
+    """Return why restart `number` is one too many, or ''."""
+    if number > policy.max_restarts:
+        step = "none" if furthest is None else furthest
+        return f"restart.max_restarts is {policy.max_restarts}; furthest step: {step}"
+    if policy.without_progress is not None and idle >= policy.without_progress:
+        return f"{idle} restarts in a row made no progress beyond step {furthest} (restart.without_progress)"
+    return ""
+
+
+def chain_continues(facts: Facts, status: int) -> bool:
+    """Return whether the next job of a chain runs after this one ended with `status`.
+
+    It does after 143, which means that Slurm or scancel ended the job; after 0 if the ranks recorded a stop, because
+    rank 0 removes that record when the program is done; and after any other status if a node was lost: the ranks on
+    the other nodes then fail as well.
+    """
+    if status == run_folder.ENDED_EARLY:
+        return True
+    return facts.node_failed if status else bool(facts.stop)

@@ -1,0 +1,116 @@
+"""Gather the facts about the end of the ranks, from the run folder and from Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.after.decisions import Facts
+from hpcinit.base import safe_files
+from hpcinit.records import hang_report, job_log, run_folder
+from hpcinit.slurm import scontrol, slurm_client
+from hpcinit.slurm.slurm_client import Unreachable
+
+DOWN = ("down", "fail")  # states of a node that is lost; sinfo adds '*' to a node that does not respond
+
+
+@dataclass(frozen=True)
+class Job:
+    """This attempt of the job. name: as squeue shows it, '17_1' for an array task. number: SLURM_JOB_ID.
+
+    job_from, from_: size of the job's log when the attempt started, and when its ranks did. excluded: nodes that the
+    ranks no longer use.
+    """
+
+    folder: Path
+    name: str
+    number: str
+    attempt: int
+    nodelist: str
+    nodes: int
+    job_from: int = 0
+    from_: int = 0
+    excluded: tuple[str, ...] = ()
+
+
+def gather(job: Job, status: int, restarts: bool) -> Facts:
+    """Return the facts after srun ended with `status`. restarts: also those that only a restart needs."""
+    lines = _log(job, job.job_from)
+    return Facts(
+        status=status,
+        failures=tuple(job_log.failures(lines if job.from_ == job.job_from else _log(job, job.from_))),
+        stop=_stop(job),
+        preempted=_preempted(job.name),
+        lost=tuple(lost_nodes(job.nodelist, job.excluded)) if restarts and status else (),
+        unusable=tuple(_unusable(job)) if restarts and status else (),
+        hung=tuple(_hung(job)) if restarts and status else (),
+        node_failed=job_log.node_failed(lines),
+    )
+
+
+def _log(job: Job, start: int) -> list[str]:
+    """Return the messages of Slurm in the job's log, from the byte `start`."""
+    with suppress(OSError), safe_files.open_file(job.folder / run_folder.JOB_LOG) as file:
+        file.seek(start)
+        texts = (line.decode(errors="replace").rstrip("\n") for line in file)
+        return [text for text in texts if job_log.is_from_slurm(text)]
+    return []
+
+
+def _stop(job: Job) -> str:
+    """Return the reason in the stop record of this job, or ''."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = safe_files.read_json(job.folder / run_folder.STOPPED)
+        return str(record["reason"]) if record["job"] == job.number else ""
+    return ""
+
+
+def _preempted(name: str) -> bool:
+    found = scontrol.records(_printed("scontrol", "show", "job", name), "JobId")
+    return bool(found and scontrol.preempted_at(found[0]))
+
+
+def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
+    """Yield the nodes that are down or do not respond, except the excluded ones."""
+    # Without --all, sinfo omits nodes that are in hidden partitions only.
+    query = ("sinfo", "--all", "--noheader", "--Node", f"--nodes={nodelist}", "--format=%N %T")
+    for line in sorted(set(_printed(*query).splitlines())):
+        node, _, state = line.strip().partition(" ")
+        if node not in excluded and (state.startswith(DOWN) or state.endswith("*")):
+            yield node
+
+
+def _unusable(job: Job) -> Iterator[str]:
+    """Yield the nodes on which the check of this attempt refused to start the ranks."""
+    start = f"{job.number}.{job.attempt}."
+    for path in sorted((job.folder / run_folder.UNUSABLE).glob(f"{start}*")):
+        yield path.name.removeprefix(start)
+
+
+def _hung(job: Job) -> Iterator[str]:
+    """Yield the node at fault, '' if unknown, of each hang report since the ranks started."""
+    with suppress(OSError):
+        began = (job.folder / run_folder.EXIT).stat().st_mtime
+        for path in sorted((job.folder / run_folder.HANG_REPORTS).glob(f"{job.number}.*/{hang_report.REPORT}")):
+            if path.stat().st_mtime > began:
+                yield _host(path.with_name(hang_report.RECORD))
+
+
+def _host(path: Path) -> str:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(safe_files.read_json(path)["host"] or "")
+    return ""
+
+
+def is_running(name: str) -> bool:
+    """Return whether Slurm is not ending the job."""
+    return _printed("squeue", "--noheader", f"--jobs={name}", "--format=%T").strip() == "RUNNING"
+
+
+def _printed(*command: str) -> str:
+    try:
+        return slurm_client.run(command).stdout
+    except Unreachable:
+        return ""

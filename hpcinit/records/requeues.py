@@ -1,0 +1,51 @@
+"""The restarts of a run by requeue: restarts.jsonl in the run folder, a line for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpcinit.base import safe_files
+from hpcinit.records import run_folder
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One restart. reason: why the attempt before `restart` ended. step: the furthest step before it, if any.
+    without_progress: how many restarts in a row until this one did not get beyond it. max_restarts: how many restarts
+    the job may have; None without a limit."""
+
+    job: str
+    restart: int
+    time: float
+    reason: str
+    step: int | None = None
+    without_progress: int = 0
+    max_restarts: int | None = None
+
+
+def read(path: Path) -> list[Restart]:
+    """Return the restarts of a run, the first one first. Skip lines that are not readable."""
+    try:
+        return list(_lines(iter(safe_files.read_text(f"{path}/{run_folder.RESTARTS}").splitlines())))
+    except OSError:
+        return []
+
+
+def _lines(text: Iterator[str]) -> Iterator[Restart]:
+    for line in text:
+        try:
+            one = run_folder.from_known_fields(Restart, json.loads(line))
+        except (ValueError, TypeError, AttributeError):
+            continue
+        if isinstance(one.restart, int) and isinstance(one.reason, str):
+            yield one
+
+
+def append(path: Path, restart: Restart) -> None:
+    """Append the restart to the record of the run in `path`; a full disk leaves the record as it was. Raise OSError."""
+    file = path / run_folder.RESTARTS
+    before = safe_files.read_text(file) if file.exists() else ""
+    safe_files.write_atomically(file, f"{before}{json.dumps(asdict(restart))}\n")

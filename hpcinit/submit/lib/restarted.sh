@@ -1,0 +1,7 @@
+# shellcheck shell=bash disable=SC2154 # variables of after.sh
+# Slurm, or hpcinit.after, started this job again: count that, and end if it is one restart too many.
+hpcinit_unlimited='' # 1 without restart.max_restarts: the site limits the restarts
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  read -r hpcinit_what hpcinit_status < <(hpcinit_decide restarted)
+  case $hpcinit_what:$hpcinit_unlimited in start:* | :1) ;; *) exit "${hpcinit_status:-1}" ;; esac
+fi
