@@ -164,8 +164,7 @@ COMMANDS = {
         "show how long each phase of the start-up took, and which ranks were slow",
         FIND_OUT,
         """
-  hpcinit report train-0001         a table, and report.html in the run folder
-  hpcinit report train-0001 --html start.html
+  hpcinit report train-0001
   hpcinit report train-0001 --json  for programs""",
     ),
     "doctor": Command(

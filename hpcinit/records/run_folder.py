@@ -31,7 +31,6 @@ WORLD_SIZE = "world-size.json"  # by a rank: a process group that differs from t
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # output of the batch script
 RANK_LOG = "logs/rank-{rank}.log"
-REPORT = "report.html"  # by `hpcinit report`
 TIMELINE = "timeline"  # start-up events of every rank: timeline/JOB/HOST.jsonl, records/timeline.py
 HANG_REPORTS = "hang"  # by the ranks of a job that hangs: their stacks and the report, records/hang_report.py
 UNUSABLE = "unusable"  # by the check of a node, for hpcinit.after: JOB.RESTART.NODE, an empty file

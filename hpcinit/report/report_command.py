@@ -1,32 +1,27 @@
-"""`hpcinit report RUN [--json] [--html FILE]`: print how long each phase of start-up took, and which ranks were
-slow."""
+"""`hpcinit report RUN [--json]`: print how long each phase of start-up took, and which ranks were slow."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
-import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from hpcinit.base import console as console_module
 from hpcinit.base import json_output
 from hpcinit.base.console import plain
-from hpcinit.base.errors import Failure, HpcinitError, RequestError
+from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.base.text import ranges
 from hpcinit.observe import find_runs, state
 from hpcinit.records import run_folder, spec, timeline
-from hpcinit.records.timeline import EVENTS, Attempt
+from hpcinit.records.timeline import Attempt
 from hpcinit.report import startup_phases
-from hpcinit.report.startup_phases import NAMES, Phase, Report, seconds
+from hpcinit.report.startup_phases import Phase, Report, seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -173,84 +168,6 @@ def _slow(one: startup_phases.SlowPhase) -> dict[str, Any]:
     return {"host": one.host, "ranks": list(ranks), "whole_node": one.whole, "took_s": one.took}
 
 
-FRAME = Path(__file__).parent / "page.html"
-BAR = 160  # width of a phase's bar in its table, in pixels
-
-
-def render_html(run: Path, reports: Sequence[Report], file: Path) -> str:
-    """Return the page for `file`: links to logs are relative to it."""
-    logs = quote(os.path.relpath(run / run_folder.LOGS, file.parent))
-    logged = {path.name for path in (run / run_folder.LOGS).glob("rank-*.log")}
-    data = {
-        "phases": [{"ends": ends, "name": name, "waits": waits} for ends, (name, waits) in NAMES.items()],
-        "moments": list(EVENTS),
-        "logs": logs,
-        "attempts": [_data(report, logged) for report in reports],
-    }
-    parts = {
-        "TITLE": escape(f"{run.absolute().name}: start-up timeline"),
-        "SECTIONS": "\n".join(_section(number, reports) for number in range(len(reports))),
-        # "<" could close the script element.
-        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], FRAME.read_text(encoding="utf-8"))
-
-
-def _section(number: int, reports: Sequence[Report]) -> str:
-    report = reports[number]
-    heading = f"Attempt {number + 1} of {len(reports)}: " if len(reports) > 1 else ""
-    longest = max((phase.most for phase in report.phases if phase.ends != startup_phases.QUEUE), default=0.0)
-    rows = "".join(_row(report, phase, longest) for phase in report.phases)
-    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in (*HEAD[:5], "min | median | max", HEAD[5]))
-    bad = "".join(f"<li class=bad>{escape(line)}</li>" for line in startup_phases.missing_ranks(report))
-    notes = "".join(f"<li>{escape(line)}</li>" for line in (timeout(report), clock_lines(report)) if line)
-    opened = " open" * (number == len(reports) - 1)
-    return (
-        f"<details class=attempt{opened}><summary><h2>{escape(heading + headline(report))}</h2></summary>"
-        f"<ul class=notes>{bad}{notes}</ul>"
-        f'<div class=chart data-attempt="{number}"><noscript>The chart needs JavaScript.</noscript></div>'
-        f"<div class=scroll><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-        f"<p class=small>* a rank mostly waits for other ranks in this phase (gray in the chart)</p></details>"
-    )
-
-
-def _row(report: Report, phase: Phase, longest: float) -> str:
-    name, *numbers, about = row(report, phase)
-    cells = "".join(f"<td class=n>{escape(number)}</td>" for number in numbers)
-    drawn = _bar(phase, longest) if phase.ends != startup_phases.QUEUE else ""
-    label = f"<span class=key data-phase={phase.ends}></span>{escape(name)}"
-    return f"<tr><th scope=row>{label}</th>{cells}<td>{drawn}</td><td class=about>{escape(about)}</td></tr>"
-
-
-def _bar(phase: Phase, longest: float) -> str:
-    """Return an SVG line from the quickest to the slowest rank, with a mark at the median."""
-    left, middle, right = (
-        max(0.0, value) / longest * BAR if longest else 0.0 for value in (phase.least, phase.median, phase.most)
-    )
-    return (
-        f"<svg width={BAR + 4} height=14 aria-hidden=true><line class=rule x1=2 x2={BAR + 2} y1=7 y2=7 />"
-        f'<rect data-phase={phase.ends} x="{left + 1:.1f}" y=3 width="{max(2.0, right - left):.1f}" height=8 rx=2 />'
-        f'<line class=median x1="{middle + 2:.1f}" x2="{middle + 2:.1f}" y1=0 y2=14 /></svg>'
-    )
-
-
-def _data(report: Report, logs: set[str]) -> dict[str, Any]:
-    """Return events in milliseconds since the first event of the job; -1 for an event that a rank does not have."""
-    attempt = report.attempt
-    hosts = list(dict.fromkeys([*attempt.hosts, *report.hosts.values()]))
-    index = {host: at for at, host in enumerate(hosts)}
-    begins = [event for rank in attempt.ranks for name, event in rank.events.items() if name != "submitted"]
-    zero = min(begins, default=0.0)
-    ranks = []
-    for rank in attempt.ranks:
-        at = [round(1000 * (rank.events[name] - zero)) if name in rank.events else -1 for name in EVENTS]
-        at[0] = -1  # the queue time may be days: it is only in the table
-        ranks.append([rank.rank, index[rank.host], *at])
-    without = sorted({rank.rank for rank in attempt.ranks if f"rank-{rank.rank}.log" not in logs})
-    silent = [index[host] for host in report.silent_hosts]
-    return {"hosts": hosts, "ranks": ranks, "absent": attempt.absent, "silent": silent, "nologs": without}
-
-
 TASK = "task"
 
 
@@ -344,10 +261,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
     find_runs.add_runs_dir(parser)
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help=f"file for the HTML page; default: RUN/{run_folder.REPORT}"
-    )
-    return console_module.add_verbosity_options(parser, "one JSON object; no HTML page without --html")
+    return console_module.add_verbosity_options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -361,14 +275,6 @@ def main(argv: Sequence[str]) -> int:
         print(json_output.line("report", {"run": str(path), "attempts": [document(report) for report in found]}))
     else:
         _print(found)
-    if options.html or not options.json:
-        _write(
-            options.html or path / run_folder.REPORT,
-            path,
-            found,
-            requested=options.html is not None,
-            beside_json=options.json,
-        )
     return 0
 
 
@@ -389,19 +295,3 @@ def _print(found: Sequence[Report]) -> None:
         console.print(terminal_table(report))
         for line in notes(report):
             console.print(plain(line), markup=False)
-
-
-def _write(file: Path, run: Path, found: Sequence[Report], requested: bool, beside_json: bool) -> None:
-    """Write the HTML page. Another user's run folder may be read-only: that is an error only with --html."""
-    try:
-        file.write_text(render_html(run, found, file), encoding="utf-8")
-    except OSError as error:
-        problem = f"cannot write the page {file}: {error.strerror}"
-        if requested:
-            raise Failure(f"{problem}; choose another file with --html FILE") from None
-        console_module.message(f"{problem}; choose another file with --html FILE")
-    else:
-        if beside_json:
-            console_module.note(f"page: {file}")
-        elif not console_module.quiet():
-            print(f"page: {file}")

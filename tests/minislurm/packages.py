@@ -24,8 +24,6 @@ OTHERS = {
     "fish": "fish",
     "modulecmd": "environment-modules",
 }
-# The browser for tests of the report. Debian's headless shell is half the size; Ubuntu has no package.
-BROWSERS = ("chromium-headless-shell", "chromium")
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Everything that a cluster needs of the kernel, in namespaces that end with the command.
@@ -66,18 +64,7 @@ def install() -> list[str]:
     if packages:
         fetch(packages)
         _disable_services(packages)
-    if not any(shutil.which(browser, path=PATH) for browser in BROWSERS) and _is_debian():
-        try:
-            fetch([BROWSERS[0]])
-            packages.append(BROWSERS[0])
-        except MiniSlurmError as error:  # one test needs it, and reports it as missing
-            print(f"not installed: {error}", flush=True)
     return packages
-
-
-def _is_debian() -> bool:
-    release = Path("/etc/os-release")
-    return release.exists() and "ID=debian" in release.read_text().splitlines()
 
 
 def fetch(packages: list[str]) -> None:

@@ -1,26 +1,20 @@
-"""`hpcinit report`: the duration of each phase of start-up, slow ranks, and the HTML page."""
+"""`hpcinit report`: the duration of each phase of start-up, and the slow ranks."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from hpcinit.base.errors import Failure, RequestError
+from hpcinit.base.errors import RequestError
 from hpcinit.report import report_command, startup_phases
 from hpcinit.report.startup_phases import seconds
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.minislurm.packages import BROWSERS
-from tests.minislurm.plugin import HINT
 from tests.observe import synthetic
-from tests.skip_or_fail import skip_or_fail
 from tests.submitting import folder_of, submit
 
 # Every Python of the job runs this first: the clock of the second node is 40 s ahead.
@@ -126,13 +120,6 @@ def test_a_sweep_is_refused(hpcinit: Run, tmp_path: Path) -> None:
         report_command.main([str(folder)])
 
 
-def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    """With --html, a page that cannot be written is an error with advice."""
-    run = synthetic.run(tmp_path / "run", 2, 1)
-    with pytest.raises(Failure, match=r"cannot write the page .*: No such file .*choose another file with --html FILE"):
-        report_command.main([str(run), "--html", str(tmp_path / "none/report.html")])
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0004, "0.4 ms"), (0.012, "12 ms"), (0.5, "0.50 s"), (3.21, "3.2 s"), (512.3, "512 s")]
 )
@@ -141,76 +128,9 @@ def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
-class Parser(HTMLParser):
-    """Check that elements are closed in order, and collect the URLs that the page would load."""
-
-    VOID = frozenset({"meta", "link", "br", "img", "input", "line", "rect"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    """The page is well-formed, loads nothing, contains no absolute path, and escapes hostile names."""
-    run = synthetic.run(tmp_path / "a<b>&'c", 8, 8, slow="n0002")
-    html = report_command.render_html(run, report_command.gather_reports(run), run / "report.html")
-    parser = Parser()
-    parser.feed(html)
-    assert parser.open == [] and set(parser.loads) == {"data:,"}
-    assert not re.search(r"https?:|url\(|@import|import\s*\(|fetch\(", html)
-    assert str(tmp_path) not in html and "a&lt;b&gt;&amp;&#x27;c" in html
-    data = json.loads(html.partition('id="data">')[2].partition("</script>")[0])
-    assert data["logs"] == "logs" and len(data["attempts"][0]["ranks"]) == 64
-    elsewhere = report_command.render_html(run, report_command.gather_reports(run), tmp_path / "pages/report.html")
-    assert '"logs":"../a%3Cb%3E%26%27c/logs"' in elsewhere
-
-
-@pytest.mark.parametrize(("nodes", "per_node", "pressed"), [(8, 8, "ranks"), (512, 8, "nodes")])
-def test_the_page_in_a_browser(tmp_path: Path, nodes: int, per_node: int, pressed: str) -> None:
-    """Chromium draws the page without an error: one lane per rank up to 64 ranks, else one lane per node."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None) or skip_or_fail(f"no {BROWSERS[0]}: {HINT}")
-    run = synthetic.run(tmp_path / "run", nodes, per_node, slow="n0002")
-    (run / "report.html").write_text(
-        report_command.render_html(run, report_command.gather_reports(run), run / "report.html")
-    )
-    options = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--virtual-time-budget=3000",
-    ]
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    done = subprocess.run(
-        [browser, *options, profile, "--dump-dom", f"file://{run / 'report.html'}"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert f'aria-pressed="true">one lane per {pressed.removesuffix("s")}</button>' in done.stdout
-    assert re.search(
-        rf'<canvas [^>]*aria-label="{64 if pressed == "ranks" else 512} {pressed}, one lane each', done.stdout
-    )
-
-
 @pytest.mark.slurm
 def test_a_real_start_with_a_slow_rank_and_a_wrong_clock(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The slow rank is named, a clock that is 40 s ahead is corrected, and the page is in the run folder.
+    """The slow rank is named, a clock that is 40 s ahead is corrected.
 
     The nodes share one clock, so the test changes time.time() on one of them.
     """
@@ -228,7 +148,6 @@ def test_a_real_start_with_a_slow_rank_and_a_wrong_clock(hpcinit: Run, idle_slur
     document = json.loads(hpcinit("report", "--json", folder_of(done).name).stdout)["attempts"][0]
     assert document["complete"] and all(phase["min_s"] > -1 for phase in document["phases"][1:])
     assert all(phase["spread_s"] < 39 for phase in document["phases"] if phase["ends"] == "collective")
-    assert (folder_of(done) / "report.html").read_text().count("<canvas") == 0  # its script creates the canvas
 
 
 @pytest.mark.slurm
