@@ -4,11 +4,11 @@ The classes are plain dataclasses because Hydra fills them in. No code changes o
 has a field of the same name in `records/spec.py`, which also declares its default; `job_spec.py` copies the value.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from hpcinit.deepspeed.deepspeed_config import OFFLOAD, OPTIMIZERS
+from hpcinit.base.config_key import key
+from hpcinit.deepspeed.deepspeed_keys import DeepSpeed
 from hpcinit.records import spec, starts, wrappers
 from hpcinit.records.layout import CP_KINDS
 from hpcinit.records.node_records import EXPIRY_H, LIMIT
@@ -22,34 +22,6 @@ from hpcinit.records.stop_reasons import SIGNALS, Stopping
 
 MISSING: Any = "???"  # omegaconf.MISSING: a key that has to be set
 VALUE = "a value, or null"  # what a message expects instead of '' for an option or a path
-
-
-def key(
-    help: str,
-    default: Any = None,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: Collection[str | None] = (),
-    filled: str = "",
-    sbatch: str = "",
-    owns: str = "",
-) -> Any:
-    """Declare a key. `--help`, the reference page, the checks and the messages are made from this declaration.
-
-    The key's name ends in its unit: _s, _min, _h, _gb, _mb. least, above, most: bounds of a number; an Optional key may
-    always be null. filled: what a message expects instead of ''. sbatch: the option that takes the value unchanged.
-    owns: other options of sbatch and srun that hpcinit derives from this key.
-    """
-    about = {
-        "help": help,
-        **{"least": least, "above": above, "most": most, "choices": choices},
-        **{"filled": filled, "sbatch": sbatch, "owns": owns},
-    }
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=about)
-    return field(default=default, metadata=about)
 
 
 @dataclass
@@ -227,30 +199,6 @@ class Model:
     hidden: Optional[int] = key("hidden size", least=1)
     heads: Optional[int] = key("attention heads", least=1)
     sequence: Optional[int] = key("tokens per sample", least=1)
-
-
-@dataclass
-class DeepSpeed:
-    """Options of parallel.wrap=deepspeed, from which hpcinit makes the ds_config: the fields of deepspeed.Options."""
-
-    zero_stage: int = key("ZeRO stage, 0 to 3", 0)
-    offload_param: str = key("offload parameters to cpu or nvme, or none; stage 3 only", "none", choices=OFFLOAD)
-    offload_optimizer: str = key(
-        "offload optimizer states to cpu or nvme, or none; stages 1 to 3", "none", choices=OFFLOAD
-    )
-    nvme_path: str = key("folder on the node's disk for offload to nvme", "")
-    hpz: int = key("ranks in ZeRO++'s secondary partition of the parameters (hpZ); 1: none", 1)
-    overlap_comm: Optional[bool] = key("reduce gradients during the backward pass; null: DeepSpeed's default")
-    gradient_clipping: float = key("maximum norm of the gradients; 0: no clipping", "${gradient_clip}")
-    autotp: bool = key("DeepSpeed splits the model over parallel.tp", True)
-    mpu: bool = key("the program passes an mpu object with its process groups to DeepSpeed", False)
-    deepcompile: bool = key("use DeepCompile; stages 1 to 3", False)
-    universal_checkpoint: bool = key("engine.load_checkpoint reads universal checkpoints; run.load detects them", False)
-    optimizer: str = key(
-        "none (the program creates it), adamw, torch_adamw (nothing is compiled) or muon", "none", choices=OPTIMIZERS
-    )
-    optimizer_params: dict[str, Any] = key("parameters of the optimizer, as in {lr: 1e-4}", {})
-    ds_config: dict[str, Any] = key("DeepSpeed's own keys; they override everything above", {})
 
 
 @dataclass

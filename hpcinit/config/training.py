@@ -6,15 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
 
 from hpcinit.base import versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
 from hpcinit.config import job_spec, python_environment
-from hpcinit.config.schema import Config, DeepSpeed
+from hpcinit.config.schema import Config
 from hpcinit.deepspeed import deepspeed_config, deepspeed_versions
 from hpcinit.deepspeed.deepspeed_config import options
+from hpcinit.deepspeed.deepspeed_keys import DeepSpeed
 from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout, divisors_around
 
@@ -134,13 +134,9 @@ def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
             *notes,
             f"cluster.python is {config.cluster.python}: its DeepSpeed version is checked only in the job",
         ]
-    found: dict[str, Any] = {name: versions.installed(name) for name in ("deepspeed", "torch")}
-    if missing := [name for name, version in found.items() if not version]:
-        return [], [
-            *notes,
-            f"{' and '.join(missing)} not installed here: the versions are checked only in the job",
-        ]
-    return deepspeed_versions.check(made, **found), notes
+    if not (found := versions.installed("deepspeed")):
+        return [], [*notes, "DeepSpeed is not installed here: its version is checked only in the job"]
+    return deepspeed_versions.check(made, found), notes
 
 
 def _elsewhere(config: Config) -> bool:

@@ -7,19 +7,16 @@ stage 3, is an error here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from hpcinit.base.errors import RequestError
+from hpcinit.deepspeed.deepspeed_keys import OFFLOAD, OPTIMIZERS, DeepSpeed
 from hpcinit.deepspeed.deepspeed_versions import at, stage, unread
 from hpcinit.records.batch import Batch, solve
 from hpcinit.records.layout import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-OFFLOAD = ("none", "cpu", "nvme")
-# none: the program passes its own torch optimizer. adamw: DeepSpeed's, fused on a GPU and CPUAdam with offload; both
-# must be compiled. torch_adamw: DeepSpeed creates torch's, which needs no compilation.
-OPTIMIZERS = ("none", "adamw", "torch_adamw", "muon")
 TRIPLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 # Sections with a type and its parameters: if the user sets another type, our parameters do not apply.
 TYPED = ("optimizer", "scheduler")
@@ -28,29 +25,11 @@ TRAINING = ("optimizer", "scheduler", "compile", "gradient_clipping", "checkpoin
 AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options under `deepspeed`. Raise RequestError for options that DeepSpeed would refuse or ignore.
+@dataclass
+class Options(DeepSpeed):
+    """The options of a job. Raise RequestError for options that DeepSpeed would refuse or ignore."""
 
-    hpz: ranks in ZeRO++'s secondary partition of the parameters, 1 for none. overlap_comm: None for DeepSpeed's
-    default. gradient_clipping: the norm, 0 for none. autotp: DeepSpeed splits the model over the layout's tp.
-    mpu: the program passes DeepSpeed an `mpu` with its process groups. ds_config: the user's own keys, which win.
-    """
-
-    zero_stage: int = 0
-    offload_param: str = "none"
-    offload_optimizer: str = "none"
-    nvme_path: str = ""
-    hpz: int = 1
-    overlap_comm: bool | None = None
     gradient_clipping: float = 0.0
-    autotp: bool = True
-    mpu: bool = False
-    deepcompile: bool = False
-    universal_checkpoint: bool = False
-    optimizer: str = "none"
-    optimizer_params: Mapping[str, Any] = field(default_factory=dict)
-    ds_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))

@@ -38,8 +38,9 @@ MOVES_WITHOUT_FUSED_ADAM_SINCE = "0.19.0"
 # The first tested DeepSpeed that does not raise for pinned memory on a machine without an accelerator (0.19.3 does).
 PINS_ON_CPU_SINCE = "0.19.6"
 
-# The first DeepSpeed whose DeepCompile works with torch 2.9 and later.
-COMPILES_WITH_TORCH_2_9_SINCE = "0.19.0"
+# The first DeepSpeed whose DeepCompile works with torch 2.9 and later. Earlier ones prepare nothing, so it fails in the
+# first step: DeepSpeed#7755, #7951
+COMPILES_SINCE = "0.19.0"
 
 # The keys that DeepSpeed 0.18.5 to 0.19.8 reads at the top of a ds_config. It ignores any other without a message. A
 # test compares this list with the installed DeepSpeed.
@@ -59,15 +60,12 @@ KEYS = frozenset(_KEYS.split())
 
 
 def too_old(deepspeed: str) -> str:
-    """Return what is wrong with a DeepSpeed before OLDEST; '' for others. Raise ValueError for an invalid version.
-
-    Source of the numbers besides OLDEST: OpenRLHF, which needs 0.16.4 and more than 0.17.5 for these two features.
-    """
+    """Return what is wrong with a DeepSpeed before OLDEST; '' for others. Raise ValueError for an invalid version."""
     if key(deepspeed) >= key(OLDEST):
         return ""
     return (
         f"DeepSpeed {deepspeed} is installed, expected {OLDEST} or newer, because hpcinit could not start it again in "
-        "the same process; tensor parallelism needs 0.16.4, and moving states to the CPU with ZeRO 1 and 2 needs 0.17.6"
+        "the same process"
     )
 
 
@@ -93,10 +91,10 @@ def _autotp(config: Mapping[str, Any]) -> bool:
     return int(at(config, "tensor_parallel.autotp_size") or 0) > 1
 
 
-def check(config: Mapping[str, Any], deepspeed: str, torch: str) -> list[str]:
+def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
     """Return one message for each thing that DeepSpeed would silently do differently, or fail at without a reason.
 
-    deepspeed, torch: their versions, as installed() returns them. Raise ValueError for an invalid version.
+    deepspeed: its version, as installed() returns it. Raise ValueError for an invalid version.
     """
     found = []
     if _autotp(config) and not at(config, "bf16.enabled"):
@@ -110,13 +108,10 @@ def check(config: Mapping[str, Any], deepspeed: str, torch: str) -> list[str]:
             f"ds_config {_DC} True: ZeRO stage is 0, but DeepCompile needs stage 1 to 3; "
             "DeepSpeed would silently use torch.compile instead: choose a stage, or set compile=true"
         )
-    # deepspeed/compile/util.py checks for torch <= 2.9 and prepares nothing with a later one such as 2.9.0+cu128, so
-    # DeepCompile fails in its first step. DeepSpeed#7755, #7951
-    if key(deepspeed) < key(COMPILES_WITH_TORCH_2_9_SINCE) and key(torch) >= key("2.9"):
+    if key(deepspeed) < key(COMPILES_SINCE):
         found.append(
-            f"ds_config {_DC} True: torch {torch} with DeepSpeed {deepspeed} is installed, expected DeepSpeed "
-            f"{COMPILES_WITH_TORCH_2_9_SINCE} or later, or torch below 2.9; update DeepSpeed, or set "
-            "deepspeed.deepcompile=false"
+            f"ds_config {_DC} True: DeepSpeed {deepspeed} is installed, expected {COMPILES_SINCE} or later; update "
+            "DeepSpeed, or set deepspeed.deepcompile=false"
         )
     return found
 

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError
-from hpcinit.base.versions import key
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import SEED_BY, Comm, Hang, Samples, Spec, Training, one_of
@@ -23,11 +22,6 @@ from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.runtime import deepspeed_setup, devices, process_group, seeds
 from hpcinit.world import World
-
-# Collectives of a bound group deadlock between these two (https://github.com/pytorch/pytorch/issues/153960); DeepSpeed
-# omits device_id for the same versions.
-DEADLOCKS = "2.6.0", "2.7.1"
-FIRST_DEEPSPEED = "0.17.6"  # 0.17.3 to 0.17.5 bind automatically, also where it is an error
 
 
 @dataclass(frozen=True)
@@ -38,16 +32,14 @@ class Binding:
     why: str = ""
 
 
-def decide_device_id(
-    policy: str, device: torch.device, world_size: int, torch_version: str, deepspeed_version: str | None
-) -> Binding:
-    """Return the binding for this device. policy: never, auto or always. deepspeed_version: None without DeepSpeed.
+def decide_device_id(policy: str, device: torch.device, world_size: int) -> Binding:
+    """Return the binding for this device. policy: never, auto or always.
 
     Raise BringUpError if the policy is 'always' and the device cannot be bound.
     """
     if policy == "never":
         return Binding(None)
-    against = _against(device, world_size, torch_version, deepspeed_version)
+    against = _against(device, world_size)
     if policy == "auto":
         return Binding(None, f"no device_id: {against}") if against else Binding(device, f"device_id {device}")
     if device.type == "cpu":
@@ -55,19 +47,13 @@ def decide_device_id(
     return Binding(device, f"device_id {device}, although {against}" if against else f"device_id {device}")
 
 
-def _against(device: torch.device, world_size: int, torch_version: str, deepspeed_version: str | None) -> str:
+def _against(device: torch.device, world_size: int) -> str:
     """Return the known reason not to bind, or ''."""
     if device.type == "cpu":
         return "gloo on a CPU has no device to bind to"
     if device.type != "cuda":
         return f"not tested on {device.type}"
-    if world_size == 1:
-        return "a single rank has no peer (DeepSpeed issue 8248)"
-    if key(DEADLOCKS[0]) < key(torch_version) < key(DEADLOCKS[1]):
-        return f"with torch {torch_version} collectives can deadlock (pytorch issue 153960), fixed in {DEADLOCKS[1]}"
-    if deepspeed_version is not None and key(deepspeed_version) < key(FIRST_DEEPSPEED):
-        return f"DeepSpeed {deepspeed_version} is older than {FIRST_DEEPSPEED}, the first to bind on CUDA only"
-    return ""
+    return "a single rank has no peer (DeepSpeed issue 8248)" if world_size == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +132,8 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
     one_of("seed_by", seed_by, SEED_BY)
     seed = seeds.checked(_first(request.seed, spec and spec.seed, 0))
-    above = deepspeed_setup.deepspeed_version() if comm.deepspeed else None
+    if comm.deepspeed:
+        deepspeed_setup.deepspeed_version()  # raises if it is missing or too old
     layout = _first(request.layout, spec and spec.layout, Layout()).over(world.world_size, spec and spec.ranks_in_a_row)
     return Plan(
         device=device,
@@ -154,7 +141,7 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
         timeout=timeout,
         formula=formula,
         collective_timeout=request.collective_timeout or timedelta(seconds=comm.collective_timeout_s or default_s),
-        binding=decide_device_id(comm.device_id, device, world.world_size, torch.__version__, above),
+        binding=decide_device_id(comm.device_id, device, world.world_size),
         deepspeed=comm.deepspeed,
         layout=layout,
         batch=_first(request.batch, spec and spec.batch, Samples()).over(layout.data_parallel),

@@ -57,22 +57,13 @@ def test_an_invalid_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "torch", "refused"),
-    [
-        ("0.18.5", "2.9.0+cu128", True),
-        ("0.18.5", "2.13.0", True),
-        ("0.18.5", "2.8.0", False),
-        ("0.19.0rc1", "2.13.0", True),
-        ("0.19.0", "2.13.0", False),
-        ("0.19.8", "2.13.0", False),
-    ],
+    ("deepspeed", "refused"), [("0.18.5", True), ("0.19.0rc1", True), ("0.19.0", False), ("0.19.8", False)]
 )
-def test_deepcompile_with_a_torch_that_is_too_new(deepspeed: str, torch: str, refused: bool) -> None:
-    """Before DeepSpeed 0.19.0, DeepCompile prepares nothing with torch 2.9 and fails in its first step."""
-    problems = check(DEEPCOMPILE | zero(3), deepspeed, torch)
+def test_deepcompile_with_a_torch_that_is_too_new(deepspeed: str, refused: bool) -> None:
+    """Before DeepSpeed 0.19.0, DeepCompile prepares nothing with torch 2.9 and later, and fails in its first step."""
+    problems = check(DEEPCOMPILE | zero(3), deepspeed)
     assert bool(problems) == refused
-    expected = f"torch {torch} with DeepSpeed {deepspeed} is installed, expected DeepSpeed 0.19.0 or later, or torch"
-    assert all(expected in each for each in problems)
+    assert all(f"DeepSpeed {deepspeed} is installed, expected 0.19.0 or later" in each for each in problems)
 
 
 def test_deepspeed_itself_refuses_removed_keys() -> None:
@@ -80,7 +71,7 @@ def test_deepspeed_itself_refuses_removed_keys() -> None:
     from deepspeed.runtime import config as parser
 
     for name, message in getattr(parser, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}).items():
-        assert check({name: {}}, installed("deepspeed"), "2.13") == []
+        assert check({name: {}}, installed("deepspeed")) == []
         with pytest.raises(parser.DeepSpeedConfigError) as caught:
             parser.DeepSpeedConfig({"train_batch_size": 1, name: {}})
         assert str(caught.value) == message and len(message) > 40
@@ -88,16 +79,14 @@ def test_deepspeed_itself_refuses_removed_keys() -> None:
 
 def test_combinations_that_no_version_supports() -> None:
     """AutoTP without bf16, and DeepCompile without ZeRO, are errors with any version."""
-    assert (
-        "AutoTP needs it: precision.param=bf16" in check({"tensor_parallel": {"autotp_size": 4}}, "0.19.8", "2.13")[0]
-    )
-    assert "DeepCompile needs stage 1 to 3" in check(DEEPCOMPILE, "0.19.8", "2.13")[0]
+    assert "AutoTP needs it: precision.param=bf16" in check({"tensor_parallel": {"autotp_size": 4}}, "0.19.8")[0]
+    assert "DeepCompile needs stage 1 to 3" in check(DEEPCOMPILE, "0.19.8")[0]
 
 
 def test_an_ordinary_config_has_no_problems() -> None:
     """Plain ZeRO with AdamW works with any version, and autotp_size 1 is not AutoTP."""
     config = zero(3) | {"optimizer": {"type": "AdamW"}, "tensor_parallel": {"autotp_size": 1}, "nebula": None}
-    assert check(config, "0.18.5", "2.7.0") == [] == check(config, "0.19.8", "2.13.0")
+    assert check(config, "0.18.5") == [] == check(config, "0.19.8")
 
 
 def test_stage_3_on_cpus_gathers_one_by_one_before_0_19_8() -> None:

@@ -125,7 +125,7 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, *_: object, **__: object) -> None:
-        """Stop the ranks. torch 2.13 passes a signal and a time, 2.7 is_restart."""
+        """Stop the ranks. torch passes a signal and a time."""
         self._signals.stop_collecting()
         if self._workers is not None:
             self._workers.stop(SAVE_S if self._terminated else GRACE_S, terminated=self._terminated)

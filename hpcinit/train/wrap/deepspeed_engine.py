@@ -209,7 +209,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
     trains = make is not None or options.optimizer != "none" or "optimizer" in options.ds_config
     build = deepspeed_config.build if trains else deepspeed_config.build_eval
     config, notes = build(options, inputs.batch, layout, training.precision)
-    if against := deepspeed_versions.check(config, starting.deepspeed_version(), torch.__version__):
+    if against := deepspeed_versions.check(config, starting.deepspeed_version()):
         raise RequestError("; ".join(against))  # the login node may have another DeepSpeed, or none
     config, warned = deepspeed_versions.waiting(config, starting.deepspeed_version(), device.type)
     if dist.get_rank() == 0:
