@@ -24,7 +24,7 @@ from hpcinit.records.components import shape
 from hpcinit.records.spec import Program, Spec, load, of_this_run
 from hpcinit.records.startup_timeout import check_clock
 from hpcinit.rendezvous import startup_events
-from hpcinit.runtime import extension_locks, interpreter_exit, program, world_size_monitor
+from hpcinit.runtime import extension_locks, interpreter_exit, program
 from hpcinit.runtime.lifecycle import stack_signal
 from hpcinit.world import World, launchers
 
@@ -77,8 +77,6 @@ def become_rank(
             say(f"warning: {warning}")
     run_spec, folder = of_this_run(os.environ, world.world_size)
     startup_events.begin_startup(world, folder, first_line=True)
-    if run_spec and folder:
-        world_size_monitor.start(folder, run_spec, world)
     if what.kind != "command":
         stack_signal.install(world.rank)
     if what.kind != "command" and world.launcher != "single":

@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrongWorldSize:
-    """launcher: what started the group. world_size: of the group. groups: how many such groups run on `host`.
+    """launcher: what started the group. world_size: of the group. host, pid: of its rank 0. ranks: of the job.
 
-    pid: of one of the group's processes on `host`. ranks: of the job. shape: '2 nodes x 4 ranks', or for a
-    heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
+    shape: '2 nodes x 4 ranks', or for a heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
     """
 
     launcher: str
     world_size: int
-    groups: int
     host: str
     pid: int
     ranks: int
@@ -45,8 +43,7 @@ class WrongWorldSize:
 
     def summary(self) -> str:
         """Return 'a process group of 2 ranks in a job of 4 ranks'."""
-        what = "a process group" if self.groups == 1 else f"{self.groups} process groups"
-        return f"{what} of {_ranks(self.world_size)} in a job of {_ranks(self.ranks)}"
+        return f"a process group of {_ranks(self.world_size)} in a job of {_ranks(self.ranks)}"
 
 
 def _ranks(count: int) -> str:
@@ -63,18 +60,17 @@ def differs(spec: Spec, size: int, nodes: int) -> bool:
     return (size, nodes) != (spec.world_size, spec.nodes)
 
 
-def record(folder: Path, found: WrongWorldSize) -> bool:
-    """Write the first finding of a run. Return whether this was the first. Raise OSError."""
+def record(folder: Path, found: WrongWorldSize) -> None:
+    """Write the first finding of a run. Raise OSError."""
     path = folder / run_folder.WORLD_SIZE
     new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         new.write_text(json.dumps(asdict(found)) + "\n")
         os.link(new, path)
     except FileExistsError:
-        return False
+        pass
     finally:
         new.unlink(missing_ok=True)
-    return True
 
 
 def read(folder: Path) -> WrongWorldSize | None:

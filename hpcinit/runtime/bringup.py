@@ -39,7 +39,7 @@ from hpcinit.runtime import (
     process_group,
     program,
     seeds,
-    world_size_monitor,
+    world_size_check,
 )
 from hpcinit.runtime.init_request import Plan, Request, resolve
 from hpcinit.runtime.lifecycle import loader_workers, sigterm, stack_signal
@@ -168,7 +168,7 @@ def _first_init(request: Request) -> Runtime:
     if world.rank == 0:
         for warning in world.warnings:
             say(f"warning: {warning}")
-    world_size_monitor.check_own_group(os.environ, world)
+    world_size_check.check_own_group(os.environ, world)
     spec, folder = of_this_run(os.environ, world.world_size)
     adopted = dist.is_initialized()
     try:

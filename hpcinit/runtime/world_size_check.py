@@ -1,0 +1,35 @@
+"""Report a process group whose world size differs from the job's, when its rank 0 calls hpcinit.init()."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcinit.base.console import say
+from hpcinit.records import components, run_folder, world_size
+from hpcinit.records.spec import load
+from hpcinit.records.world_size import WrongWorldSize
+from hpcinit.world import ENV_WORLD, World, launchers
+from hpcinit.world.launchers.torch_variables import torchrun
+
+
+def check_own_group(env: Mapping[str, str], world: World) -> None:
+    """Report the group of this rank, if it is rank 0 of a group that differs from the job's. Raise nothing.
+
+    A group of the job's size is wrong too if a launcher runs in each of several ranks of a node.
+    """
+    folder = env.get(run_folder.ENV_FOLDER)
+    if not folder or world.rank != 0 or env.get(launchers.ENV_STARTED_BY):  # the user has chosen this size
+        return
+    with contextlib.suppress(Exception):  # monitoring never ends a training run
+        spec = load(Path(folder) / run_folder.SPEC)
+        nodes = world.nodes if world.launcher == torchrun.NAME else spec.nodes  # others do not know it exactly
+        in_each_rank = env.get("SLURM_LOCALID", "0") != "0"
+        if world.job != env.get(ENV_WORLD) and (in_each_rank or world_size.differs(spec, world.world_size, nodes)):
+            launcher = {"env": "another launcher", "single": "no launcher"}.get(world.launcher, world.launcher)
+            host, shape = world.host or os.uname().nodename, components.shape(spec.parts)
+            found = WrongWorldSize(launcher, world.world_size, host, os.getpid(), spec.world_size, shape)
+            say(f"warning: {found}")
+            world_size.record(Path(folder), found)
