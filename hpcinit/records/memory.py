@@ -37,10 +37,10 @@ class Zero:
     offload_optimizer: str = "none"
     hpz: int = 1
     overlap_comm: bool | None = None
-    reduce_bucket: int = 500_000_000
-    live: int = 1_000_000_000
-    prefetch: int = 50_000_000
-    sub_group: int = 1_000_000_000
+    reduce_bucket_size: int = 500_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    sub_group_size: int = 1_000_000_000
 
     @property
     def buffers(self) -> int:
@@ -121,10 +121,6 @@ def _short(number: int) -> str:
     return f"{number:.3g}".replace("e+0", "e").replace("e+", "e") if number >= 1000 else str(number)
 
 
-def _states(demand: Demand) -> int:
-    return STATES[demand.optimizer]
-
-
 def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
     """torch.optim on CUDA uses foreach by default: about sizeof(params) more."""
     if not demand.fused and demand.optimizer != "sgd":
@@ -136,7 +132,7 @@ def ddp(demand: Demand) -> Iterator[Part]:
     (gradient_as_bucket_view)."""
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
-    yield _per("optimizer states", _states(demand), demand.own)
+    yield _per("optimizer states", STATES[demand.optimizer], demand.own)
     if demand.param != "fp32":  # autocast keeps its casts until the end of the forward pass, autograd until backward
         yield _per("autocast's copies", BYTES[demand.param], demand.own, during=PASS)
     yield from _temporaries(demand)
@@ -148,7 +144,7 @@ def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
     """
     yield _per("parameters", 4, demand.own, shards)
     yield _per("gradients", 4, demand.own, shards)
-    yield _per("optimizer states", _states(demand), demand.own, shards)
+    yield _per("optimizer states", STATES[demand.optimizer], demand.own, shards)
     each = 3 * BYTES[demand.param] + BYTES[demand.reduce]
     yield _per("unsharded blocks", each, demand.block, during=PASS)
     yield from _temporaries(demand, shards)
@@ -165,7 +161,7 @@ def _zero_0(demand: Demand) -> Iterator[Part]:
     yield _per("parameters", each, demand.own)
     yield _per("gradients", each, demand.own)
     yield _per("master copy", 4 * mixed, demand.own)
-    yield _per("optimizer states", _states(demand), demand.own)
+    yield _per("optimizer states", STATES[demand.optimizer], demand.own)
     yield _per("gradients in fp32", 4 * mixed, demand.own, during=STEP)
     if demand.copies > 1:
         yield _per("all-reduce bucket", each, min(demand.own, 500_000_000), during=PASS)  # engine.py, a literal
@@ -183,8 +179,8 @@ def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
     elif zero.stage == 1 or not offloaded:
         yield _per("gradients", each, own, shards if zero.stage == 2 else 1, during=PASS)
     yield _per("master copy", 4, own, shards, states)
-    yield _per("optimizer states", _states(demand), own, shards, states)
-    group = min(-(-own // shards), zero.sub_group) if zero.stage == 3 else -(-own // shards)
+    yield _per("optimizer states", STATES[demand.optimizer], own, shards, states)
+    group = min(-(-own // shards), zero.sub_group_size) if zero.stage == 3 else -(-own // shards)
     if not offloaded:
         yield _per("gradients in fp32", 4, group, during=STEP)
         yield from _temporaries(demand, -(-own // group))
@@ -194,7 +190,7 @@ def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
             yield _per("staged shard", each, own, shards, CPU)
         if states == NVME:  # optimizer_utils.py: offload_optimizer.buffer_count is 4 of the largest sub-group
             yield _per("NVMe's buffers, optimizer", 4 * 4, group, place=CPU)
-    yield _per("reduce bucket", each * zero.buffers, zero.reduce_bucket)
+    yield _per("reduce bucket", each * zero.buffers, zero.reduce_bucket_size)
 
 
 def _zero_parameters(demand: Demand) -> Iterator[Part]:
@@ -208,4 +204,5 @@ def _zero_parameters(demand: Demand) -> Iterator[Part]:
         yield _per("NVMe's buffers, parameters", each * 5, 100_000_000, place=CPU)
     if zero.hpz > 1:
         yield _per("hpZ's second shard", each, own, zero.hpz)
-    yield _per("gathered parameters", each, min(own, max(zero.live, demand.block) + zero.prefetch), during=PASS)
+    gathered = max(zero.stage3_max_live_parameters, demand.block) + zero.stage3_prefetch_bucket_size
+    yield _per("gathered parameters", each, min(own, gathered), during=PASS)

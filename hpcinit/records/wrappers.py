@@ -10,8 +10,8 @@ This is the part that needs no torch. To add a wrapper, change three files:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from hpcinit.base.errors import SpecError
 from hpcinit.records import memory
@@ -19,7 +19,6 @@ from hpcinit.records.layout import Layout
 from hpcinit.records.memory import Demand, Part
 
 TORCH_FORMAT, DEEPSPEED_FORMAT = "torch", "deepspeed"
-SHARD_ALL = {"parallel.dp_replicate": 1, "parallel.dp_shard": -1}
 
 
 class Wrapper(abc.ABC):
@@ -52,12 +51,6 @@ class Wrapper(abc.ABC):
     def not_counted(self, demand: Demand) -> Sequence[str]:
         """Return what memory() cannot count without further keys, one line each."""
         return ()
-
-    def with_less_memory(self, zero_stage: int) -> Iterator[Mapping[str, Any]]:
-        """Return changes to the config that may need less memory, by key. zero_stage: `deepspeed.zero_stage` now."""
-        yield {"parallel.wrap": FSDP.name, **SHARD_ALL}
-        for stage in (2, 3):
-            yield {"parallel.wrap": DeepSpeed.name, **SHARD_ALL, "deepspeed.zero_stage": stage}
 
 
 class DDP(Wrapper):
@@ -117,16 +110,6 @@ class DeepSpeed(Wrapper):
 
     def _parts(self, demand: Demand) -> Iterator[Part]:
         return memory.zero(demand)
-
-    def with_less_memory(self, zero_stage: int) -> Iterator[Mapping[str, Any]]:
-        for stage in range(zero_stage + 1, 4):
-            yield {"deepspeed.zero_stage": stage}
-        yield {"deepspeed.zero_stage": max(1, zero_stage), "deepspeed.offload_optimizer": "cpu"}
-        yield {
-            "deepspeed.zero_stage": 3,
-            "deepspeed.offload_optimizer": "cpu",
-            "deepspeed.offload_param": "cpu",
-        }
 
 
 class Unwrapped(Wrapper):

@@ -18,7 +18,6 @@ from hpcinit.records.layout import Layout
 from hpcinit.records.memory import ALWAYS, GPU, PASS, STEP, Demand, Part, Zero
 from hpcinit.records.spec import Samples
 from hpcinit.submit import plan_command
-from hpcinit.submit.plan_command import Transformer
 from tests.gpu import starting
 from tests.gpu.findings import MISSING, NEEDS_GPU, NOT_SHOWN, Findings
 from tests.gpu.starting import Job, Started, training
@@ -120,8 +119,8 @@ def predicted(row: Row, size: Size, parameters: int) -> list[Part]:
     """Return every part of a rank's memory in the order of submit/plan_command.py, the activations last."""
     zero = row.zero or Zero()
     demand = Demand(parameters, ALONE, row.wrap, row.param, fused=row.fused, layers=size.layers, zero=zero)
-    shape = Transformer(size.layers, size.width, size.context, MICRO)
-    kept = plan_command.activation_memory(shape, ALONE, row.param, row.checkpointing)
+    shape = (size.layers, size.width, size.context, MICRO)
+    kept = plan_command.activation_memory(*shape, ALONE, row.param, row.checkpointing)
     return [*wrappers.get(demand.wrap).memory(demand), Part("activations", kept, "", during=PASS)]
 
 

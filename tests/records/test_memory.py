@@ -16,7 +16,6 @@ from hpcinit.records import memory, wrappers
 from hpcinit.records.layout import Layout
 from hpcinit.records.memory import Demand, Part, Zero
 from hpcinit.submit import plan_command
-from hpcinit.submit.plan_command import Transformer
 
 WIDTH, LAYERS, RANKS = 128, 8, 4  # of tests.records.holdings
 P = WIDTH * WIDTH * LAYERS
@@ -28,7 +27,9 @@ def parts_of(wanted: Demand) -> tuple[Part, ...]:
 
 
 def small(stage: int, **more: object) -> Zero:
-    return Zero(stage, reduce_bucket=WIDTH * WIDTH, live=0, prefetch=0, **more)  # type: ignore[arg-type]
+    return Zero(
+        stage, reduce_bucket_size=WIDTH * WIDTH, stage3_max_live_parameters=0, stage3_prefetch_bucket_size=0, **more
+    )  # type: ignore[arg-type]
 
 
 def demand(wrap: str, param: str, zero: Zero | None = None, layout: Layout | None = None) -> Demand:
@@ -160,13 +161,12 @@ def test_the_zero_papers_example() -> None:
 
 def test_the_activation_papers_example() -> None:
     """Korthikanti's GPT-3 (s 2048, h 12288, a 96, b 1, t 1): 34 + 5as/h = 114 bytes a token and hidden unit."""
-    gpt3 = Transformer(layers=96, hidden=12288, sequence=2048, micro=1, heads=96)
-    alone = Layout(dp_replicate=1)
-    assert plan_command.activation_memory(gpt3, alone, "bf16", False) == 96 * 2048 * 12288 * 114
-    flash = Transformer(96, 12288, 2048, 1)
-    assert plan_command.activation_memory(flash, alone, "bf16", False) == 96 * 2048 * 12288 * 34
-    assert plan_command.activation_memory(flash, alone, "bf16", True) == (2 * 96 + 34) * 2048 * 12288
-    assert plan_command.activation_memory(flash, Layout(dp_replicate=1, cp=2), "bf16", False) == 96 * 1024 * 12288 * 34
+    alone, halves = Layout(dp_replicate=1), Layout(dp_replicate=1, cp=2)
+    gpt3 = (96, 12288, 2048, 1)
+    assert plan_command.activation_memory(*gpt3, alone, "bf16", False, heads=96) == 96 * 2048 * 12288 * 114
+    assert plan_command.activation_memory(*gpt3, alone, "bf16", False) == 96 * 2048 * 12288 * 34
+    assert plan_command.activation_memory(*gpt3, alone, "bf16", True) == (2 * 96 + 34) * 2048 * 12288
+    assert plan_command.activation_memory(*gpt3, halves, "bf16", False) == 96 * 1024 * 12288 * 34
 
 
 def test_offload_to_nvme() -> None:

@@ -8,8 +8,6 @@ import re
 import pytest
 
 from hpcinit.cli.main import guarded
-from hpcinit.config import compose
-from hpcinit.submit import plan_command
 
 SEVEN = ["cluster=example", "nodes=8", "model.params=7e9", "precision.param=bf16"]
 GPU80 = "cluster.gpu_mem_gb=80"
@@ -34,24 +32,10 @@ def test_the_table_shows_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]
     assert "not counted: activations: set model.layers, model.hidden, model.sequence" in out
 
 
-def test_advice_for_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """7e9 parameters with DDP do not fit in 80 GB: the exit status is 1, and each proposed change fits."""
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """7e9 parameters with DDP do not fit in 80 GB, and the exit status is 1."""
     status, out, _ = plan(capsys, *SEVEN, "parallel=ddp", GPU80)
     assert status == 1 and "does not fit: GPU, per rank needs 140.0 GB of 74.0 GB" in out
-    ways = [
-        line.strip().rpartition(": GPU")[0]
-        for line in out.split("each of these changes makes it fit:\n")[1].splitlines()
-    ]
-    assert "parallel.wrap=fsdp parallel.dp_replicate=1 parallel.dp_shard=-1" in ways and "nodes=16" not in ways
-    for way in ways:
-        assert plan(capsys, *SEVEN, "parallel=ddp", GPU80, *way.split())[0] == 0, way
-
-
-def test_more_nodes_help_with_sharded_states() -> None:
-    """With ZeRO 3 the smallest doubled number of nodes that fits is shown."""
-    words = ["cluster=example", "nodes=1", "model.params=70e9", "parallel=zero3", "precision.param=bf16", GPU80]
-    ways = plan_command.remedies(compose.compose(words))
-    assert [way.partition(":")[0] for way in ways if "nodes" in way] == ["nodes=8"]
 
 
 def test_offload_moves_to_the_nodes_memory(capsys: pytest.CaptureFixture[str]) -> None:
