@@ -146,7 +146,6 @@ def enter(name: str) -> Spec:
 
 
 def _program_of(words: list[str]) -> Program:
-    """Return the program that the arguments name. Raise RequestError."""
     if words[0] == "-m":
         if len(words) == 1:
             raise RequestError("-m without a module, expected: -m package.module args...")

@@ -100,7 +100,6 @@ def _unused(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_version(config: Config) -> Iterator[str]:
-    """Yield a message if the job starts a DeepSpeed that is too old."""
     found = _deepspeed_of_ranks(config) if job_spec.uses_deepspeed(config) else ""
     if found and (wrong := deepspeed_versions.too_old(found)):
         yield f"{wrong}: {deepspeed_versions.UPDATE}"

@@ -59,7 +59,6 @@ def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def _ignored(chosen: Options) -> list[str]:
-    """Return a message for each option that DeepSpeed would silently ignore, or refuse in the job."""
     stage = chosen.zero_stage
     rules = (
         (chosen.offload_param != "none" and stage < 3, "offload_param", "supports that only in stage 3"),
@@ -229,7 +228,6 @@ def _zero(chosen: Options) -> dict[str, Any]:
 
 
 def _partition(chosen: Options) -> dict[str, Any]:
-    """Return the options of stage 3 about parameters."""
     found: dict[str, Any] = {}
     if chosen.offload_param != "none":
         found["offload_param"] = _device(chosen.offload_param, chosen.nvme_path)

@@ -48,7 +48,6 @@ def decide_device_id(policy: str, device: torch.device, world_size: int) -> Bind
 
 
 def _against(device: torch.device, world_size: int) -> str:
-    """Return the known reason not to bind, or ''."""
     if device.type == "cpu":
         return "gloo on a CPU has no device to bind to"
     if device.type != "cuda":

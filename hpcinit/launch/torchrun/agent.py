@@ -125,7 +125,6 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, *_: object, **__: object) -> None:
-        """Stop the ranks. torch passes a signal and a time."""
         self._signals.stop_collecting()
         if self._workers is not None:
             self._workers.stop(SAVE_S if self._terminated else GRACE_S, terminated=self._terminated)
@@ -170,7 +169,6 @@ class Agent(SimpleElasticAgent):
         self._agent_rendezvous.leave()
 
     def _forward_signals(self, ranks: Workers) -> None:
-        """Send the ranks the signals that have not reached them."""
         for number, forward in self._signals.take():
             self._stop_received |= number in ENDING
             self._terminated |= number == signal.SIGTERM
@@ -267,7 +265,6 @@ class Node:
         return self._agents.rank * self._spec.ranks_per_node + local_rank
 
     def _start_of(self, local_rank: int) -> Start:
-        """Return what the rank is started with."""
         rank, log = self._rank(local_rank), run_folder.RANK_LOG.format(rank=self._rank(local_rank))
         env = {**os.environ, **self._environment(local_rank, rank)}
         env |= rank_binding.devices(self._spec.launch, local_rank, os.environ)

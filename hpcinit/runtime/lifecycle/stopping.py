@@ -219,7 +219,6 @@ class Stopper:
         return Reason.TIME_LIMIT if near else Reason.USER
 
     def _end_if_stuck(self) -> None:
-        """Exit on SIGTERM if this rank does not reach another ask()."""
         calls = self._calls
         longest = self._longest if calls > 1 else FIRST_STEP_S  # the first step may compile
         end_if_stuck(lambda: self._calls != calls or self._stop is not None or self._closed.is_set(), longest)
@@ -251,7 +250,6 @@ def _job(env: Mapping[str, str]) -> str:
 
 
 def _output(command: Sequence[str], timeout_s: float) -> str:
-    """Return what the command prints; '' without a reply."""
     try:
         return slurm_client.run(command, at_most=timedelta(seconds=timeout_s)).stdout
     except slurm_client.Unreachable:

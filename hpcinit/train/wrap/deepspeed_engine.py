@@ -192,7 +192,6 @@ class DeepSpeed(Strategy):
 
 
 def _initialize(inputs: Inputs, attention: Attention) -> Engine:
-    """Return DeepSpeed's engine. Initialize DeepSpeed if needed. Raise RequestError or BringUpError."""
     model, layout, device, training = inputs.model, inputs.layout, inputs.device, inputs.training
     make, mpu = inputs.optimizer, inputs.mpu
     timeout = process_group.timeout_of(device) or timedelta(minutes=30)
