@@ -254,7 +254,7 @@ USAGE = [
     ("logs --rank", "logs: argument --rank: expected one argument; see hpcinit logs --help"),
     ("nodes --limit x", "nodes: argument --limit: invalid int value: 'x'"),
     ("nodes --add n1 --forget n2", "nodes: argument --forget: not allowed with argument --add"),
-    ("build-ops --device tpu", "build-ops: argument --device: invalid choice: 'tpu' (choose from "),
+    ("build-ops --device cpu", "build-ops --device: no such option, expected one of: "),
     ("status --json=3", "status: argument --json: ignored explicit argument '3'"),
     ("logs --r 3", "logs: ambiguous option: --r could match --runs-dir, --rank"),
     ("world --started-by", "world: argument --started-by: expected one argument; see python -m hpcinit.world --help"),

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import ConfigError, RequestError
 from hpcinit.config import checks, compose, hetjob, job_spec, resources
@@ -170,9 +172,11 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
         elif console.quiet():
             print(verdict(found))
         else:
-            lines = [request.combination, *equations(request.config), *_table(found), verdict(found)]
-            lines += [f"not counted: {line}" for line in found.unknown]
-            print(console.plain("\n".join(line for line in lines if line)))
+            out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
+            lines = filter(None, [request.combination, *equations(request.config), *_table(found)])
+            out.print(*lines, sep="\n", markup=False)
+            out.print(verdict(found), markup=False, style="bold")
+            print("".join(f"not counted: {line}\n" for line in found.unknown), end="")
         status = max(status, STATUS[found.fits])
     return status
 
@@ -226,5 +230,4 @@ def verdict(found: Estimate) -> str:
         parts.append(f"{PLACES[place]} needs {needs:.1f} GB of {limit / GB - margin:.1f} GB{how}")
     if found.fits is None:
         parts.append("cluster.gpu_mem_gb is not set: set it to the memory of a GPU of this cluster")
-    counted = " (counted parts only)" if found.fits and found.unknown else ""
-    return f"{VERDICTS[found.fits]}{counted}: {'; '.join(parts)}"
+    return f"{VERDICTS[found.fits]}{' (counted parts only)' * bool(found.fits and found.unknown)}: {'; '.join(parts)}"
