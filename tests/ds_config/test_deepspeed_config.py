@@ -184,7 +184,7 @@ def test_a_whole_config() -> None:
         "compile": {"deepcompile": True},
         "checkpoint": {"load_universal": True},
     }
-    assert check(config, "0.19.8", "2.13.0") == []
+    assert check(config, "0.19.8") == []
 
 
 def test_an_evaluation_config_trains_nothing() -> None:
