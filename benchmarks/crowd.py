@@ -89,8 +89,8 @@ def _handshake(port: int, rank: int, until: float) -> Talk:
     mine = protocol.challenge()
     yield protocol.encode({"hello": protocol.GREETING, "job": JOB, "challenge": mine})
     answer = yield Line(until)
-    assert protocol.same(answer["proof"], protocol.proof(KEY, "server", mine, f"{answer['at']}|{JOB}"))
-    proof = protocol.proof(KEY, "peer", answer["challenge"], f"{answer['at']}|{rank}")
+    assert protocol.same(answer["proof"], protocol.proof(KEY, "server", mine, JOB))
+    proof = protocol.proof(KEY, "peer", answer["challenge"], str(rank))
     yield protocol.encode({"rank": rank, "proof": proof, "made_of": MADE_OF, **protocol.identity()})
     answer = yield Line()
     assert "reply" in answer, answer

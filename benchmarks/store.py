@@ -14,7 +14,7 @@ once:
 
 CPU and memory are those of rank 0 only. The simulated ranks use more of this machine's cores than rank 0, so wall times
 are longer than on a cluster. Two more ways for --ways: `busy` is `rendezvous` while rank 0's program computes, and
-`slow` is the same with Python's default switch interval of 5 ms (rendezvous/connections.py).
+`slow` is the same with Python's default switch interval of 5 ms (rendezvous/server.py).
 
 torch's store resolves the host name of each peer, one after the other in its only thread. As root, rank 0 uses only
 /etc/hosts, which is fast; with --dns it uses the resolver of this machine.
@@ -40,7 +40,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import crowd, formulas
-from hpcinit.rendezvous import connections, server
+from hpcinit.rendezvous import server
+from hpcinit.rendezvous.rendezvous_client import Stage
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World, ports
 
@@ -95,7 +96,7 @@ def _server(way: str, world_size: int) -> None:
     hosts = tuple(f"n{number}" for number in range(world_size))
     world = World("slurm", 0, world_size, 0, 1, 0, hosts, crowd.HERE, candidates, "77.0.0")
     if way == "slow":
-        connections.QUICK_S = 0.005  # Python's default
+        server.QUICK_S = 0.005  # Python's default
     before = _usage()
     rank_0 = RendezvousServer(world, crowd.HERE, crowd.KEY, crowd.JOB, crowd.MADE_OF)
     _print(port=rank_0.port)
@@ -103,12 +104,12 @@ def _server(way: str, world_size: int) -> None:
     if way == "missing":
         _miss(rank_0)
     elif way in {"busy", "slow"}:
-        while not rank_0._all_connected:  # a program that imports and computes
+        while rank_0._stage < Stage.CONNECTED:  # a program that imports and computes
             sum(range(1000))
         rank_0.offer_store(1)
     rank_0.report_phase("imported")
     if way == "both":
-        from hpcinit.rendezvous.store import open_store  # noqa: PLC0415
+        from hpcinit.runtime.torch_store import open_store  # noqa: PLC0415
 
         store = open_store(world, rank_0, deadline)  # noqa: F841
     elif way != "missing":

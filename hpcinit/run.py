@@ -23,8 +23,7 @@ from hpcinit.records import rank_log, run_folder, safeguards, startup_settings
 from hpcinit.records.components import shape
 from hpcinit.records.spec import Program, Spec, load, of_this_run
 from hpcinit.records.startup_timeout import check_clock
-from hpcinit.rendezvous import startup_events
-from hpcinit.runtime import extension_locks, interpreter_exit, program
+from hpcinit.runtime import extension_locks, interpreter_exit, program, startup
 from hpcinit.runtime.lifecycle import stack_signal
 from hpcinit.world import World, launchers
 
@@ -76,7 +75,7 @@ def become_rank(
         for warning in (*world.warnings, *_world_size_warnings(spec, world, argv)):
             say(f"warning: {warning}")
     run_spec, folder = of_this_run(os.environ, world.world_size)
-    startup_events.begin_startup(world, folder, first_line=True)
+    startup.begin_startup(world, folder, first_line=True)
     if what.kind != "command":
         stack_signal.install(world.rank)
     if what.kind != "command" and world.launcher != "single":

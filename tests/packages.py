@@ -38,7 +38,7 @@ PACKAGES = {
         ("base", "slurm"),
     ),
     "world": Package(
-        "World, the launchers, host names, network interfaces, ports, visible devices",
+        "World, the launchers, host names, rank 0's address, network interfaces, ports, visible devices, fingerprints",
         ("base", "slurm", "records"),
     ),
     "node": Package(
@@ -69,12 +69,11 @@ PACKAGES = {
         ("rich",),
     ),
     "rendezvous": Package(
-        "how the ranks find each other: server, client, protocol, roster, torch's store, start-up events",
+        "how the ranks find each other: server, client, protocol, roster, the secret",
         JOB,
-        ("torch",),
     ),
     "runtime": Package(
-        "inside a rank: init, process group, devices, mesh, seeds, signals, stopping, heartbeats",
+        "inside a rank: its start and state, init, process group, devices, mesh, seeds, signals, stopping, heartbeats",
         (*JOB, "deepspeed", "rendezvous"),
         ("torch", "deepspeed", "numpy"),
     ),

@@ -21,8 +21,7 @@ from hpcinit.launch.signal_monitor import FORWARDED, SignalMonitor
 from hpcinit.records import error_records, job_log, rank_log, run_folder
 from hpcinit.records.spec import Launch, Spec
 from hpcinit.records.startup_timeout import left_of_job
-from hpcinit.rendezvous import join, startup_events
-from hpcinit.runtime import program
+from hpcinit.runtime import program, startup
 from hpcinit.runtime.lifecycle import signal_watch
 from hpcinit.world import World, launchers
 from hpcinit.world.launchers.slurm_step import ForkNode, fork_environment
@@ -166,7 +165,7 @@ def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
     """Write the fork server's events to the timeline for each rank, so that a rank that hangs in an import is
     listed."""
     for local_rank in range(here.ranks_per_node):
-        startup_events.announce(_world_of(here, spec, local_rank), folder)
+        startup.announce(_world_of(here, spec, local_rank), folder)
 
 
 def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) -> None:
@@ -180,8 +179,8 @@ def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) 
     if not spec.launch.kill_on_bad_exit:  # otherwise Slurm ends them, and no rank has to wait for rank 0
         timeout = spec.comm.timeout.start_up(world.nodes, left_of_job(os.environ, time.time()))
         with contextlib.suppress(HpcinitError):
-            join.join_rendezvous(world, spec, timeout)
-            join.leave_rendezvous(str(error))
+            startup.join_rendezvous(world, spec, timeout)
+            startup.leave_rendezvous(str(error))
 
 
 def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:

@@ -20,7 +20,7 @@ from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.base.safe_files import read_or_empty
 from hpcinit.base.versions import installed, key
 from hpcinit.deepspeed.deepspeed_versions import IMPORT_LEAVES_CUDA_SINCE
-from hpcinit.rendezvous import protocol
+from hpcinit.world import fingerprint
 
 TASKS = Path("/proc/self/task")
 FILES = Path("/proc/self/fd")
@@ -99,7 +99,7 @@ def _prepare_bring_up() -> None:
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")  # the seeds
     importlib.import_module("encodings.idna")  # the first name that a socket is given
-    protocol.fingerprint()
+    fingerprint.fingerprint()
 
 
 def _import(name: str) -> None:

@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcinit.base import processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.records import scratch
 from hpcinit.records.spec import Spec
-from hpcinit.rendezvous.process_state import state
 from hpcinit.world import World
 
 ENV_NONCE = "HPCINIT_NONCE"
@@ -39,31 +39,37 @@ WARNING = (
 )
 
 
-def find(world: World, spec: Spec | None) -> str:
-    """Return the secret of this start, or '' if there is none; then rank 0 prints a warning.
+class Secret(NamedTuple):
+    """text: '' if the ranks share no secret. file: the file that this process read or created."""
+
+    text: str
+    file: Path | None = None
+
+    def remove(self) -> None:
+        """Remove the file. Rank 0 calls this when all ranks have connected."""
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.unlink()
+
+
+def find(world: World, spec: Spec | None) -> Secret:
+    """Return the secret of this start. If there is none, rank 0 prints a warning.
 
     It is also set in HPCINIT_NONCE for child processes: other users cannot read a process's environment.
     """
     if spec is not None:
-        return spec.nonce
-    if not os.environ.get(ENV_NONCE):
-        found = _from_shared_file(world)
-        if found:
-            os.environ[ENV_NONCE] = found
-        elif world.rank == 0:
-            say(WARNING)
-    return os.environ.get(ENV_NONCE, "")
+        return Secret(spec.nonce)
+    if known := os.environ.get(ENV_NONCE):
+        return Secret(known)
+    found = _from_shared_file(world)
+    if found.text:
+        os.environ[ENV_NONCE] = found.text
+    elif world.rank == 0:
+        say(WARNING)
+    return found
 
 
-def remove() -> None:
-    """Remove the file that this process read or created. Rank 0 calls this when all ranks have connected."""
-    if state.nonce_file is not None:
-        with suppress(OSError):
-            state.nonce_file.unlink()
-        state.nonce_file = None
-
-
-def _from_shared_file(world: World) -> str:
+def _from_shared_file(world: World) -> Secret:
     """Return the secret in the file that all ranks see, and create the file if this rank is the first one."""
     name = f".hpcinit-{scratch.folder_name(world.job)}.nonce"
     places = list[Path]()
@@ -76,16 +82,14 @@ def _from_shared_file(world: World) -> str:
     while True:
         for place in places:
             if found := _read_secret(place / name):
-                state.nonce_file = place / name
-                return found
+                return Secret(found, place / name)
         if time.monotonic() >= until:
             break
         time.sleep(0.02)
     for place in places:
         if found := _create_secret(place / name):
-            state.nonce_file = place / name
-            return found
-    return ""
+            return Secret(found, place / name)
+    return Secret("")
 
 
 def _candidate_folders() -> Iterator[Path]:

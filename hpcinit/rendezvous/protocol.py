@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import math
 import os
-import platform
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hpcinit.base import failure_kinds, versions
+from hpcinit.base import failure_kinds
 from hpcinit.base.errors import BringUpError
 
 PROTOCOL = "hpcinit-rendezvous-"
-GREETING = f"{PROTOCOL}2"
+GREETING = f"{PROTOCOL}3"
 LONGEST_TEXT = 5_000  # characters of a text field; JSON uses up to 12 bytes for each
 LONGEST_INTEGER = 20  # digits
 LONGEST_HOST = 255  # characters
 LONGEST_ERROR = 4_000  # characters of a rank's error that the other ranks receive
 LONGEST_LINE = 65_536  # a peer that sends more without a line end is not a rank of hpcinit
+
+SAME_VERSION = "do all nodes have the same hpcinit?"
+SAME_SECRET = (
+    "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text on all of them "
+    "(export it in the batch script, before srun)"
+)
 
 
 class NotOurs(Exception):
@@ -52,19 +55,6 @@ def same(one: object, other: str) -> bool:
 def key_id(key: str, job: str) -> str:
     """Return a name for the key that does not reveal it, for messages about processes with different keys."""
     return proof(key, "key", "", job)[:8]
-
-
-def endpoint(address: Sequence[Any], nat: bool) -> str:
-    """Return '10.0.0.1:20417' of what getsockname() or getpeername() returned; with `nat`, the port alone.
-
-    Both sides of a connection put the listener's endpoint into their proofs. A process that relays messages between two
-    others listens at another endpoint, so its clients do not accept the proof.
-    """
-    if nat:
-        return f"*:{address[1]}"
-    host = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
-    return f"{mapped or host}:{address[1]}"
 
 
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
@@ -156,30 +146,14 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
             return messages
 
 
-# What a rank sends about itself: its host and process id, and which environment it runs in.
+# What a rank sends about itself: its host and process id, and which environment it runs in (world/fingerprint.py).
 
 LONGEST_SHOWN = 400  # characters shown of another rank's value
-# Ranks that differ in one of these fail late and with misleading errors: two versions of NCCL cannot talk to each other
-# (https://github.com/NVIDIA/nccl/issues/286).
-PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def identity() -> dict[str, Any]:
     """Return {host, pid} of this process."""
     return {"host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "pid": os.getpid()}
-
-
-def fingerprint(folder: Path | None = None) -> dict[str, str]:
-    """Return versions, the commit of the working folder and the run folder, without importing any package."""
-    made_of = {"python": platform.python_version()}
-    for package in PACKAGES:
-        if version := versions.installed(package):
-            made_of[package] = version
-    if head := commit(Path.cwd()):
-        made_of["commit"] = head
-    if folder is not None:
-        made_of["run"] = str(folder)
-    return made_of
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
@@ -195,31 +169,6 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def commit(folder: Path) -> str:
-    """Return the commit that is checked out in `folder` or above it, or ''. It takes two small reads and no process."""
-    for place in (folder, *folder.parents):
-        try:
-            head = (place / ".git/HEAD").read_text().strip()
-        except OSError:
-            continue
-        if not head.startswith("ref: "):
-            return head
-        return _commit_of_branch(place / ".git", head.removeprefix("ref: "))
-    return ""
-
-
-def _commit_of_branch(git: Path, name: str) -> str:
-    try:
-        return (git / name).read_text().strip()
-    except OSError:
-        pass
-    try:
-        packed = (git / "packed-refs").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
-
-
 # Why a start-up failed, as rank 0 reports it to all ranks.
 
 KINDS = (failure_kinds.PROGRAM, failure_kinds.START_UP, failure_kinds.PEER_LOST)
@@ -227,15 +176,12 @@ KINDS = (failure_kinds.PROGRAM, failure_kinds.START_UP, failure_kinds.PEER_LOST)
 
 @dataclass(frozen=True)
 class StartupFailure:
-    """kind: one of KINDS. rank, host: at fault; None and '' if unknown. An empty message makes it false."""
+    """kind: one of KINDS. rank, host: at fault; None and '' if unknown."""
 
     message: str
     kind: str = failure_kinds.PROGRAM
     rank: int | None = None
     host: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.message)
 
     def error(self) -> BringUpError:
         return BringUpError(self.message, kind=self.kind, rank_at_fault=self.rank, host_at_fault=self.host)
@@ -268,11 +214,6 @@ class StartupFailure:
 # the tightest limit of each direction instead of one round trip.
 
 LATEST = 1e11  # seconds since 1970: the year 5138
-
-
-def local_time() -> float:
-    """Return the seconds since 1970."""
-    return time.time()
 
 
 class ClockOffset:
@@ -308,4 +249,4 @@ def _is_time(value: object) -> bool:
 
 def stamp(received_at: float) -> dict[str, Any]:
     """Return the field with rank 0's times for a reply. received_at: when the message that it answers was read."""
-    return {"clock": [received_at, local_time()]}
+    return {"clock": [received_at, time.time()]}

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from hpcinit.base import failure_kinds
@@ -24,12 +25,6 @@ from hpcinit.world import World
 
 # The peer's half of the handshake: it checks that this is our rank 0, and whether rank 0 accepts it.
 
-ENV_NAT = "HPCINIT_NAT"  # set to 1 if the nodes reach each other at translated addresses
-SAME_VERSION = "do all nodes have the same hpcinit?"
-SAME_SECRET = (
-    "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text on all of them "
-    "(export it in the batch script, before srun)"
-)
 CONNECT_S = 3.0  # a server that has not proved itself after this time is treated as another program
 
 
@@ -41,23 +36,17 @@ class Silent(protocol.NotOurs):
     """A process listens but has not sent anything in time: another program, or our rank 0 with a long queue."""
 
 
-class NotRank0(protocol.NotOurs):
-    """It answers like a rank 0, but its proof is not valid for this connection. The message has the details."""
-
-
 @dataclass(frozen=True)
 class JoinRequest:
     """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
 
-    made_of: the fingerprint of its environment. nat: addresses are translated between nodes, so proofs contain the port
-    only. ranks_here: as in World.
+    made_of: the fingerprint of its environment. ranks_here: as in World.
     """
 
     rank: int
     key: str
     job: str
     made_of: Mapping[str, str]
-    nat: bool = False
     ranks_here: Sequence[int] = ()
 
 
@@ -92,7 +81,7 @@ def connect(
         connection.close()
         if isinstance(error, TimeoutError):
             raise Silent("a process listens there but sends nothing") from None
-        if isinstance(error, (OSError, EOFError, protocol.NotOurs)) and not isinstance(error, NotRank0):
+        if isinstance(error, (OSError, EOFError)):
             raise protocol.NotOurs("another program's server") from None
         raise
 
@@ -100,51 +89,36 @@ def connect(
 def _shake_hands(connection: socket.socket, request: JoinRequest, until: float, deadline: float) -> JoinReply:
     """Do the handshake. The key itself is never sent."""
     mine, lines, offset = protocol.challenge(), protocol.Lines(), protocol.ClockOffset()
-    at = protocol.endpoint(connection.getpeername(), request.nat)
     own_id = protocol.key_id(request.key, request.job)
-    sent = protocol.local_time()
+    sent = time.time()
     hello = {"hello": protocol.GREETING, "job": request.job, "challenge": mine, "key_id": own_id}
     connection.sendall(protocol.encode(hello))
     (answer,) = protocol.receive(connection, lines, until)[:1]
-    read = protocol.local_time()
-    _check_proof(answer, request, mine, at)  # before using anything else in the answer
+    read = time.time()
+    _check_proof(answer, request, mine)  # before using anything else in the answer
     offset.learn(sent, answer.get("clock"), read)
-    vouched = protocol.proof(request.key, "peer", protocol.text(answer, "challenge"), f"{at}|{request.rank}")
+    vouched = protocol.proof(request.key, "peer", protocol.text(answer, "challenge"), str(request.rank))
     hand = {"rank": request.rank, "proof": vouched, "made_of": dict(request.made_of), **protocol.identity()}
     hand["here"] = list(request.ranks_here)
-    sent = protocol.local_time()
+    sent = time.time()
     connection.sendall(protocol.encode(hand))
     first, *rest = protocol.receive(connection, lines, deadline)
-    offset.learn(sent, first.get("clock"), protocol.local_time())
+    offset.learn(sent, first.get("clock"), time.time())
     if "refused" in first:
         raise Refused(protocol.text(first, "refused"))
-    try:
-        return JoinReply(connection, lines, protocol.port(first, "reply"), rest, offset)
-    except protocol.NotOurs as error:
-        raise Refused(f"rank 0 at {at} sent a reply that cannot be read ({error}): {SAME_VERSION}") from None
+    return JoinReply(connection, lines, protocol.port(first, "reply"), rest, offset)
 
 
-def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str, at: str) -> None:
-    """Raise NotRank0 unless the peer has our key and is itself the listener at `at`."""
-
-    def proves(where: str) -> bool:
-        return protocol.same(
-            answer.get("proof"), protocol.proof(request.key, "server", challenge, f"{where}|{request.job}")
-        )
-
-    if proves(at):
+def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str) -> None:
+    """Raise NotOurs unless the peer has our key."""
+    if protocol.same(answer.get("proof"), protocol.proof(request.key, "server", challenge, request.job)):
         return
-    there, key_id, hello = answer.get("at"), answer.get("key_id"), answer.get("hello")
-    if isinstance(there, str) and len(there) < 100 and proves(there):
-        raise NotRank0(
-            f"relays the answers of rank 0, which listens at {there}: another process is in between, or the network "
-            f"translates addresses (then set {ENV_NAT}=1 on all ranks)"
-        )
+    key_id, hello = answer.get("key_id"), answer.get("hello")
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
-        raise NotRank0("hpcinit of another job, start or version")
+        raise protocol.NotOurs("hpcinit of another job, start or version")
     if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
-        raise NotRank0(f"a process of this job with another secret: {SAME_SECRET}")
-    raise NotRank0("another program's server")
+        raise protocol.NotOurs(f"a process of this job with another secret: {protocol.SAME_SECRET}")
+    raise protocol.NotOurs("another program's server")
 
 
 # Pauses between two rounds of attempts, growing. Ranks that start at the same time must not wait long if rank 0 is a
@@ -163,6 +137,19 @@ def spread_s(world_size: int) -> float:
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 
 
+class Stage(IntEnum):
+    """The state of a start, on every rank. It only moves forward, and may skip stages.
+
+    Rank 0 moves when the ranks have reached a phase, and sends a message. The other ranks move when they get it.
+    """
+
+    GATHERING = 0  # ranks connect
+    CONNECTED = 1  # all ranks have connected: the message 'all'
+    STORE = 2  # all ranks are in init, and torch's store has a port: 'store'
+    OVER = 3  # all ranks are up, or rank 0 has left on purpose: 'closed'
+    FAILED = 4  # a rank died, differs or is missing: 'failed'
+
+
 class RendezvousEndpoint(ABC):
     """One process's part in the rendezvous.
 
@@ -177,12 +164,13 @@ class RendezvousEndpoint(ABC):
     clock_offset_s: float | None = None
     clock_uncertainty_s: float | None = None
 
-    def __init__(self) -> None:
-        self._failure: StartupFailure | None = None
-        self._on_failure: Callable[[str], None] | None = None
-        self._changed = threading.Condition()
-        self._all_connected = False
-        self._store_port: int | None = None
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stage = Stage.GATHERING
+        self._failure: StartupFailure | None = None  # set with Stage.FAILED
+        self._store_port: int | None = None  # known on rank 0 before Stage.STORE
+        self._act_on_failure: Callable[[str], None] | None = None
+        self._changed = threading.Condition()  # guards all of these
 
     @property
     def failure(self) -> str:
@@ -200,9 +188,8 @@ class RendezvousEndpoint(ABC):
     def fail(self, error: str) -> None:
         """Report to all other ranks why this rank failed."""
 
-    @abstractmethod
-    def linger_after_failure(self) -> None:
-        """Wait a moment after fail(), so that ranks that connect late get the error. Only rank 0 does something."""
+    def linger_after_failure(self) -> None:  # noqa: B027 - only rank 0 does something
+        """Wait a moment after fail(), so that ranks that connect late get the error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -217,41 +204,61 @@ class RendezvousEndpoint(ABC):
 
         deadline: by time.monotonic(). every_s: the time between two reports of rank 0 about the missing ranks.
         """
-        self._wait(lambda: self._all_connected, "started", deadline, every_s)
+        self._wait(Stage.CONNECTED, "started", deadline, every_s)
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
         """Return the port of torch's store when all ranks are in init. Raise BringUpError that names the others."""
-        self._wait(self._is_store_announced, "imported", deadline, every_s)
-        assert self._store_port is not None
+        self._wait(Stage.STORE, "imported", deadline, every_s)
+        if self._store_port is None:
+            raise BringUpError(
+                f"rank 0 on {self._world.master_addr} stopped before rank {self._world.rank} finished hpcinit.init(). "
+                "Read the log of rank 0; every rank must call hpcinit.init()"
+            )
         return self._store_port
 
     def on_failure(self, act: Callable[[str], None] | None) -> None:
         """Call `act` when a rank fails, immediately if one already has. None: stop calling."""
         with self._changed:
-            self._on_failure = act
+            self._act_on_failure = act
             failure = self._failure
         if act and failure:
             act(failure.message)
 
-    def _is_store_announced(self) -> bool:
-        return self._store_port is not None
+    def _advance(self, stage: Stage) -> bool:
+        """Go to a later stage and wake up those that wait. Return False if this start has been there already."""
+        with self._changed:
+            if stage <= self._stage:
+                return False
+            self._stage = stage
+            self._changed.notify_all()
+            return True
 
-    def _wait(self, done: Callable[[], bool], phase: str, deadline: float, every_s: float) -> None:
-        """Wait until done(). Raise BringUpError after a failure or at the deadline; `phase` is what ranks lack then."""
+    def _fail(self, reason: StartupFailure) -> None:
+        """Record the first failure of a start that is not over, and call the callback of on_failure()."""
+        with self._changed:
+            if self._stage >= Stage.OVER:
+                return
+            self._failure = reason
+            self._advance(Stage.FAILED)
+            act = self._act_on_failure
+        if act:
+            act(reason.message)
+
+    def _wait(self, stage: Stage, phase: str, deadline: float, every_s: float) -> None:
+        """Wait for the stage. Raise BringUpError after a failure or at the deadline, when ranks lack `phase`."""
         reported_at = time.monotonic()
         with self._changed:
-            while not (self._failure or done()) and (now := time.monotonic()) <= deadline:
+            while self._stage < stage and (now := time.monotonic()) <= deadline:
                 if now - reported_at > every_s:
                     reported_at = now
                     self._still_waiting(phase, deadline - now)
                 self._changed.wait(max(0.05, min(every_s, deadline - now)))
-            if done() and not self._failure:
+            if stage <= self._stage <= Stage.OVER:
                 return
         raise (self._failure or self._too_late(phase)).error()
 
-    @abstractmethod
-    def _still_waiting(self, phase: str, left_s: float) -> None:
-        """Report the missing ranks, on rank 0. left_s: seconds until the deadline."""
+    def _still_waiting(self, phase: str, left_s: float) -> None:  # noqa: B027 - only rank 0 does something
+        """Report the missing ranks. left_s: seconds until the deadline."""
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
@@ -262,8 +269,8 @@ class RendezvousClient(RendezvousEndpoint):
     """A connection to rank 0, from the first attempt until all ranks are up.
 
     resolve: returns the addresses to try; called for each round, because a name may resolve a moment later. It raises
-    WorldError with the reason if there is none. deadline: by time.monotonic(). nat: rank 0 is at a translated address.
-    Raise BringUpError, with what was seen at each port, if rank 0 is not found by then.
+    WorldError with the reason if there is none. deadline: by time.monotonic(). Raise BringUpError, with what was seen
+    at each port, if rank 0 is not found by then.
     """
 
     def __init__(
@@ -274,12 +281,10 @@ class RendezvousClient(RendezvousEndpoint):
         job: str,
         made_of: Mapping[str, str],
         deadline: float,
-        nat: bool = False,
     ) -> None:
-        super().__init__()
-        self._world = world
-        self._request = JoinRequest(world.rank, key, job, made_of, nat, world.ranks_here)
-        self._closed = self._reported = False
+        super().__init__(world)
+        self._request = JoinRequest(world.rank, key, job, made_of, world.ranks_here)
+        self._warned = False
         self._missing: StartupFailure | None = None
         self._socket, self._lines, self.program_port, messages, offset = self._connect_to_rank_0(resolve, deadline)
         if offset.known:
@@ -322,15 +327,6 @@ class RendezvousClient(RendezvousEndpoint):
     def report_phase(self, phase: str) -> None:
         self._send({"phase": phase})
 
-    def wait_for_store(self, deadline: float, every_s: float) -> int:
-        self._wait(lambda: self._is_store_announced() or self._closed, "imported", deadline, every_s)
-        if not self._is_store_announced():
-            raise BringUpError(
-                f"rank 0 on {self._world.master_addr} stopped before rank {self._world.rank} finished hpcinit.init(). "
-                "Read the log of rank 0; every rank must call hpcinit.init()"
-            )
-        return super().wait_for_store(deadline, every_s)
-
     def missing(self, phase: str) -> str:
         """Return rank 0's answer, or '' if it does not answer."""
         found = self._ask_who_is_missing(phase)
@@ -343,13 +339,10 @@ class RendezvousClient(RendezvousEndpoint):
             self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
             return self._failure or self._missing
 
-    def _still_waiting(self, phase: str, left_s: float) -> None:
-        """Print nothing: rank 0 reports it."""
-
     def _too_late(self, phase: str) -> StartupFailure:
         """Return rank 0's answer about the missing ranks, or else that rank 0 does not answer."""
         found, here = self._ask_who_is_missing(phase), protocol.identity()["host"]
-        if found:
+        if found and found.message:
             return found
         return self._fault_of_rank_0(
             f"does not answer rank {self._world.rank} on {here} any more, so the missing ranks are unknown: has one of "
@@ -364,11 +357,8 @@ class RendezvousClient(RendezvousEndpoint):
     def fail(self, error: str) -> None:
         self._send({"error": error[: protocol.LONGEST_ERROR]})
 
-    def linger_after_failure(self) -> None:
-        """Do nothing: the other ranks connect to rank 0."""
-
     def close(self) -> None:
-        self._closed = True  # so that the end of rank 0's connection is not reported as a death
+        self._advance(Stage.OVER)  # so that the end of rank 0's connection is not reported as a death
         self._send({"bye": True})
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -388,47 +378,34 @@ class RendezvousClient(RendezvousEndpoint):
             while True:
                 for message in protocol.receive(self._socket, self._lines):
                     self._handle(message)
-        except (OSError, EOFError):
-            # Expected if all are up or rank 0 announced that it leaves. Otherwise rank 0 is dead.
-            if not self._closed and not self._failure:
-                self._on_start_failure(self._fault_of_rank_0("ended during start-up; see its log for the reason"))
+        except (OSError, EOFError):  # expected if all are up or rank 0 announced that it leaves; else rank 0 is dead
+            self._fail(self._fault_of_rank_0("ended during start-up; see its log for the reason"))
         except protocol.NotOurs as error:
-            text = f"sent data that is not a message of the rendezvous ({error}): {SAME_VERSION}"
-            self._on_start_failure(self._fault_of_rank_0(text))
+            text = f"sent data that is not a message of the rendezvous ({error}): {protocol.SAME_VERSION}"
+            self._fail(self._fault_of_rank_0(text))
 
     def _handle(self, message: dict[str, Any]) -> None:
-        """Use the fields of one message of rank 0."""
+        """Go to the stage of one message of rank 0, and use its fields."""
         if "failed" in message:
-            self._on_start_failure(StartupFailure.from_message(message, "failed"))
-        with self._changed:
-            self._all_connected |= "all" in message
-            self._closed |= "closed" in message
-            try:
-                if "store" in message:
-                    self._store_port = protocol.port(message, "store")
-                if "missing" in message:
-                    protocol.text(message, "missing")
+            self._fail(StartupFailure.from_message(message, "failed"))
+        if "all" in message:
+            self._advance(Stage.CONNECTED)
+        if "closed" in message:
+            self._advance(Stage.OVER)
+        try:
+            if "store" in message:
+                self._store_port = protocol.port(message, "store")
+                self._advance(Stage.STORE)
+            if "missing" in message:
+                protocol.text(message, "missing")
+                with self._changed:
                     self._missing = StartupFailure.from_message(message, "missing")
-            except protocol.NotOurs as error:
-                self._warn_once(error)
-            self._changed.notify_all()
-
-    def _warn_once(self, error: protocol.NotOurs) -> None:
-        if not self._reported:
-            self._reported = True
-            say(
-                f"warning: ignoring an unreadable message of rank 0 on {self._world.master_addr}: "
-                f"{error}; {SAME_VERSION}"
-            )
-
-    def _on_start_failure(self, reason: StartupFailure) -> None:
-        """Record the first failure, wake up those that wait, and call the callback of on_failure()."""
-        with self._changed:
-            self._failure = self._failure or reason
-            act = self._on_failure
-            self._changed.notify_all()
-        if act:
-            act(reason.message)
+                    self._changed.notify_all()
+        except protocol.NotOurs as error:
+            if not self._warned:
+                self._warned = True
+                at = self._world.master_addr
+                say(f"warning: ignoring an unreadable message of rank 0 on {at}: {error}; {protocol.SAME_VERSION}")
 
     def _not_found(self, seen: Mapping[str, str]) -> str:
         """Return the message for the deadline. seen: the outcome of the last attempt at each address."""

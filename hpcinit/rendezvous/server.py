@@ -1,4 +1,4 @@
-"""Rank 0's side: listens, keeps the roster of ranks, and announces torch's store."""
+"""Rank 0's side: the roster of ranks, the connections, and the server that lets ranks join and announces each stage."""
 
 from __future__ import annotations
 
@@ -7,115 +7,333 @@ import errno
 import math
 import os
 import resource
+import selectors
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcinit.base import failure_kinds, processes
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
-from hpcinit.rendezvous import nonce, protocol
-from hpcinit.rendezvous.connections import PHASES, Connection, Connections, Peer, Roster
+from hpcinit.base.text import rank_names
+from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.protocol import StartupFailure
-from hpcinit.rendezvous.rendezvous_client import (
-    CONNECT_S,
-    SAME_SECRET,
-    SAME_VERSION,
-    JoinRequest,
-    Refused,
-    RendezvousEndpoint,
-    connect,
-)
+from hpcinit.rendezvous.rendezvous_client import CONNECT_S, JoinRequest, RendezvousEndpoint, Stage, connect
+from hpcinit.slurm import nodelist
 from hpcinit.world import World, network, ports
+
+# The phases that a rank reports, in this order. 'started': hpcinit.run or init has found rank 0. 'imported': it is in
+# init. 'joined': it has connected to torch's store. 'up': the process group works.
+PHASES = ("started", "imported", "joined", "up")
+LONGEST_LIST = 2_000  # characters of a list of ranks or nodes
+
+
+@dataclass(slots=True)
+class Peer:
+    """A rank that has connected. since: when it reached its phase, by time.monotonic()."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str = PHASES[0]
+    since: float = field(default_factory=time.monotonic)
+    error: str = ""
+    gone: bool = False
+
+    def reached(self, phase: str) -> bool:
+        return PHASES.index(self.phase) >= PHASES.index(phase)
+
+
+class Roster:
+    """The list of all ranks of one start. It is not locked: its owner does that.
+
+    Whether all ranks have reached a phase is counted, because every message checks it. Naming the missing ranks
+    iterates over all of them.
+    """
+
+    def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
+        self.world_size = world_size
+        self.hosts = hosts
+        self.peers: dict[int, Peer] = {}
+        self._host_of: dict[int, str] = {}  # the hosts of the ranks, also of absent ones, as far as peers reported them
+        self._reached = dict.fromkeys(PHASES, 0)
+
+    def enter(self, peer: Peer, ranks_here: Iterable[int] = ()) -> None:
+        """Add the peer, instead of an earlier one of the same rank. ranks_here: all ranks of its node, if known."""
+        self._host_of.update(dict.fromkeys(ranks_here, peer.host))
+        if before := self.peers.get(peer.rank):
+            self._count(before.phase, -1)
+        self.peers[peer.rank] = peer
+        self._count(peer.phase, 1)
+
+    def move(self, peer: Peer, phase: str) -> None:
+        """Record the phase. Raise ValueError if it is not one."""
+        PHASES.index(phase)
+        self._count(peer.phase, -1)
+        peer.phase, peer.since = phase, time.monotonic()
+        self._count(phase, 1)
+
+    def _count(self, phase: str, change: int) -> None:
+        """Add `change` to the counts of `phase` and of all phases before it."""
+        for reached in PHASES[: PHASES.index(phase) + 1]:
+            self._reached[reached] += change
+
+    def all_reached(self, phase: str) -> bool:
+        return self._reached[phase] == self.world_size
+
+    def first_dead(self) -> Peer | None:
+        """Return the first rank that disconnected before it was up."""
+        lost = (peer for peer in self.peers.values() if peer.gone and not peer.reached("up"))
+        return min(lost, key=lambda peer: peer.since, default=None)
+
+    def lost(self) -> str:
+        """Return 'rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom', or ''."""
+        if (peer := self.first_dead()) is None:
+            return ""
+        why = f": {peer.error}" if peer.error else "; its own log may show the reason"
+        return f"rank {peer.rank} on {peer.host} (pid {peer.pid}) died during start-up, after phase '{peer.phase}'{why}"
+
+    def missing(self, phase: str) -> str:
+        """Return '4 of 8 ranks are missing: rank 3 on n1, ranks 4-5 never connected (no rank connected from n3); rank 6
+        ...' or ''."""
+        absent, late = self._absent(), self._late(phase)
+        if not absent and not late:
+            return ""
+        parts = []
+        if absent:
+            empty = self._empty_hosts()
+            where = f" (no rank connected from {_cut(nodelist.compress(empty))})" if empty else ""
+            names = (rank_names(ranks) + (f" on {host}" if host else "") for host, ranks in absent.items())
+            parts.append(f"{_cut(', '.join(names))} never connected{where}")
+        for peer in late[:16]:
+            waited = time.monotonic() - peer.since
+            parts.append(
+                f"rank {peer.rank} on {peer.host} (pid {peer.pid}) {peer.phase} {waited:.0f} s ago but got no further"
+            )
+        if len(late) > 16:
+            parts.append(f"and {len(late) - 16} more")
+        missing = sum(map(len, absent.values())) + len(late)
+        return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
+
+    def first_missing(self, phase: str) -> tuple[int | None, str]:
+        """Return a missing rank and its host, or a host from which no rank connected, if there is one.
+
+        Return None or '' for one that is not certain.
+        """
+        for host, ranks in self._absent().items():
+            if empty := self._empty_hosts():
+                only = len(self.peers) == self.world_size - 1
+                return (ranks[0] if only else None), empty[0]
+            return ranks[0], host
+        late = self._late(phase)
+        return (late[0].rank, late[0].host) if late else (None, "")
+
+    def _late(self, phase: str) -> list[Peer]:
+        """Return the connected ranks that have not reached the phase, by rank."""
+        late = (peer for peer in self.peers.values() if not peer.reached(phase))
+        return sorted(late, key=lambda peer: peer.rank)
+
+    def _absent(self) -> dict[str, list[int]]:
+        """Return the ranks that never connected, by host; '' for a host that no peer has reported."""
+        found: dict[str, list[int]] = {}
+        for rank in range(self.world_size):
+            if rank not in self.peers:
+                found.setdefault(self._host_of.get(rank, ""), []).append(rank)
+        return found
+
+    def _empty_hosts(self) -> list[str]:
+        """Return the hosts from which no rank has connected."""
+        seen = {peer.host for peer in self.peers.values()}
+        return [host for host in dict.fromkeys(self.hosts) if host not in seen]
+
+
+def _cut(text: str) -> str:
+    """Shorten the list: a message is one line to every rank, at most protocol.LONGEST_LINE."""
+    return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
+
+
+# The server's thread must get its turn quickly while rank 0's program imports and computes.
+#
+# By default Python makes a thread wait 5 ms for the GIL while another one computes, after every system call. A peer
+# needs about a dozen calls: 60 ms for each rank while rank 0 imports torch. While no rank connects, a short interval
+# costs the program nothing.
+QUICK_S = 0.00002
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """One connection, first of an unknown process. challenge: set when it has sent the greeting. peer: the rank, set
+    when it has proved that it has the secret.
+
+    received_at: when its last data was read, in seconds since 1970. said_goodbye: it has left on purpose.
+    """
+
+    socket: socket.socket
+    lines: protocol.Lines = field(default_factory=protocol.Lines)
+    received_at: float = 0.0
+    challenge: str = ""
+    peer: Peer | None = None
+    said_goodbye: bool = False
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.send_line(protocol.encode(message))
+
+    def send_line(self, line: bytes) -> None:
+        # The kernel's buffer takes a line or two whole unless the peer has stopped reading. If the peer is gone, the
+        # next read of this connection finds out.
+        with contextlib.suppress(OSError):
+            self.socket.send(line)
+
+
+class Connections:
+    """Read from all connections in one thread, which sleeps while no data arrives.
+
+    The callbacks run in that thread. on_message: called with each message; an exception ends that connection only.
+    on_end: called with the connection's last error; its socket is closed.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        on_message: Callable[[Connection, dict[str, Any]], None],
+        on_end: Callable[[Connection, Exception], None],
+    ) -> None:
+        self._listener, self._on_message, self._on_end = listener, on_message, on_end
+        self._stopping = self._reported_out_of_files = False
+        listener.setblocking(False)
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for own in (self._listener, self._woken):
+            self._selector.register(own, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="hpcinit-rendezvous", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close all connections soon, from their own thread."""
+        self._stopping = True
+        with contextlib.suppress(OSError):  # the thread has already ended
+            self._waker.send(b"!")
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end. Return whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def forget(self) -> None:
+        """Close this process's copies of the sockets, in a forked child."""
+        for own in (self._listener, self._waker, self._woken):
+            own.close()
+
+    def _run(self) -> None:
+        """Serve all sockets until stop(). The thread of this object runs it."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(QUICK_S)
+        while not self._stopping:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.data is not None:
+                    self._read(key.data)
+        if abs(sys.getswitchinterval() - QUICK_S) < 1e-9:  # otherwise the program has set its own
+            sys.setswitchinterval(before)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]  # all of them are sockets
+        self._selector.close()
+        self._waker.close()
+
+    def _accept(self) -> None:
+        """Accept up to 64 connections. The next round takes more, so connected peers are served in between."""
+        for _ in range(64):
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError as error:  # nothing is waiting any more, or the peer has gone again
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    self._report_out_of_files()
+                return
+            with contextlib.suppress(OSError):
+                accepted.setblocking(False)
+                # Without it a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
+
+    def _read(self, connection: Connection) -> None:
+        """Pass the messages that have arrived to the callback; end the connection on any error."""
+        try:
+            data = connection.socket.recv(65_536)
+            if not data:
+                raise EOFError
+            connection.received_at = time.time()
+            for message in connection.lines.feed(data):
+                self._on_message(connection, message)
+        except BlockingIOError:
+            return
+        except Exception as error:  # nothing that a peer sends may end this thread: all other ranks depend on it
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            self._on_end(connection, error)
+
+    def _report_out_of_files(self) -> None:
+        if not self._reported_out_of_files:
+            self._reported_out_of_files = True
+            say(
+                "rank 0 cannot accept more connections: too many open files; it needs two per rank: raise "
+                "the hard limit (ulimit -Hn) on its node"
+            )
+        time.sleep(0.05)  # select() would report the waiting connection again immediately
+
 
 # Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.
 
-LISTEN = "0A"  # the state of a listener in /proc/net/tcp
 FILES_BESIDES = 64  # Python's files, and rank 0's streams and sockets
 
 
 def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> tuple[socket.socket, int]:
-    """Return a listener and the port for the program. Raise BringUpError, or Refused if another process is rank 0.
-
-    The last candidate is never the server's, because the program's rendezvous needs a port too.
-    """
-    listener, port, refused = _bind_candidates(address, candidates)
+    """Return a listener and the port for the program. Raise BringUpError, or Refused if another process is rank 0."""
+    listener, refused = _bind(address, candidates[:-1])
+    before = candidates.index(listener.getsockname()[1]) if listener else len(candidates)
     try:
-        before = candidates.index(listener.getsockname()[1]) if listener else len(candidates)
         look_for_another_rank_0(address, candidates[:before], request)
-        if listener is None or port is None:
-            raise _no_ports(address, listener, refused)
+        program, others = _bind(address, candidates[before + 1 :])
+        if listener and program:
+            with program:
+                return listener, int(program.getsockname()[1])
+        tried, here = "; ".join(refused + others), protocol.identity()
+        raise BringUpError(
+            f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: it needs "
+            f"two. Check that {address} is an address of this node, and stop what uses these ports",
+            quoted=tried,
+        )
     except BaseException:
         if listener:
             listener.close()
         raise
-    return listener, port
 
 
-def _bind_candidates(address: str, candidates: tuple[int, ...]) -> tuple[socket.socket | None, int | None, list[str]]:
-    """Return the first free candidate as a listener, the next one as a number, and why the others are not free."""
-    listener, refused = None, []
+def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None, list[str]]:
+    """Return a listener at the first free port, None if there is none, and why the ports before it are not free."""
+    refused: list[str] = []
     for port in candidates:
         try:
-            found = socket.create_server((address, port), family=network.family(address), backlog=4096)
+            return socket.create_server((address, port), family=network.family(address), backlog=4096), refused
         except OSError as error:
             refused.append(f"{port}: {os.strerror(error.errno or 0)}")
-            continue
-        if listener is None and port != candidates[-1]:
-            listener = found
-            continue
-        found.close()
-        return listener, port if listener else None, refused
-    return listener, None, refused
-
-
-def _no_ports(address: str, listener: socket.socket | None, refused: list[str]) -> BringUpError:
-    """Return the error for too few free ports. listener: bound to the only free one, if any."""
-    tried, here = "; ".join(refused), protocol.identity()
-    if listener is not None:
-        return BringUpError(
-            f"rank 0 found only one free port at {address} and needs two, tried {tried}: stop what listens there",
-            quoted=tried,
-        )
-    return BringUpError(
-        f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: check that "
-        f"{address} is an address of this node, and stop what uses these ports",
-        quoted=tried,
-    )
+    return None, refused
 
 
 def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinRequest) -> None:
     """Raise Refused, with the other's message, if another rank 0 of this start listens on one of `ports`.
 
-    A real rank 0 refuses a second one. A process that accepts it is not rank 0 and yet has the key: raise Refused as
-    well. All ports together take no longer than one silent connection.
+    The case: RANK=0 or SLURM_PROCID=0, left in a profile or a shell, makes several processes rank 0. All ports together
+    take no longer than one silent connection.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:
         with contextlib.suppress(protocol.NotOurs):
-            reply = connect(address, port, request, max(0.01, until - time.monotonic()))
-            reply.socket.close()
-            here = protocol.identity()
-            raise Refused(
-                f"two processes act as rank 0 of this job: pid {here['pid']} on {here['host']}, and a process that "
-                f"listens at {network.in_url(address, port)}{_owner_of_port(port)}, which accepted this one as a rank. "
-                "A real rank 0 never does that. Another user may have found out the secret of this job: "
-                f"{SAME_SECRET}"
-            )
-
-
-def _owner_of_port(port: int) -> str:
-    """Return ', started by user 1000' for the listener at `port` of this node; '' if the kernel does not show it."""
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for row in Path(table).read_text().splitlines()[1:]:
-                words = row.split()  # sl local_address rem_address st ... uid
-                if words[3] == LISTEN and int(words[1].rpartition(":")[2], 16) == port:
-                    return f", started by user {words[7]}"
-    return ""
+            connect(address, port, request, max(0.01, until - time.monotonic())).socket.close()
 
 
 def allow_many_files(ranks: int) -> None:
@@ -137,7 +355,7 @@ class RendezvousServer(RendezvousEndpoint):
     """Listens on `address` in a separate thread until all ranks are up; the thread sleeps while no data arrives.
 
     address: where the ranks reach rank 0. key: the secret of this submission. job: the name of this start.
-    made_of: this rank's fingerprint. nat: the other nodes reach this one at a translated address.
+    made_of: this rank's fingerprint. on_connected: called in a thread when all ranks have connected, and by close().
     Raise BringUpError if no candidate port is free, Refused if another process already listens for this start.
     """
 
@@ -148,17 +366,18 @@ class RendezvousServer(RendezvousEndpoint):
         key: str,
         job: str,
         made_of: Mapping[str, str],
-        nat: bool = False,
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__()
+        super().__init__(world)
         self.clock_offset_s = self.clock_uncertainty_s = 0.0
         self.roster = Roster(world.world_size, world.hosts)
         self.roster.enter(Peer(0, **protocol.identity()), world.ranks_here)
         self._authenticated: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
         self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
-        self._request = JoinRequest(0, key, job, made_of, nat)
+        self._request = JoinRequest(0, key, job, made_of)
+        self._on_connected = on_connected
         self._reported_topics: set[str] = set()  # topics that are printed only once
-        self._store_announced = self._closing = self._waited_long = False
+        self._waited_long = False
         allow_many_files(world.world_size)
         fixed = bool(os.environ.get(ports.ENV_PORTS))  # the user's own choice is used as it is
         candidates, warning = (world.master_ports, "") if fixed else ports.outside_ephemeral(world.master_ports)
@@ -168,17 +387,7 @@ class RendezvousServer(RendezvousEndpoint):
         self.address = self.own_address = str(listener.getsockname()[0])
         self.port = int(listener.getsockname()[1])
         self._store_ports = world.master_ports if fixed else (0,)
-        self._connections = Connections(
-            listener, self._on_message, self._on_unreadable, self._on_disconnect, world.world_size
-        )
-        try:
-            # Another rank 0 uses a later port if this one was taken when it started. We look only now that we listen
-            # ourselves: otherwise two that start at the same moment would wait for each other.
-            later = candidates[candidates.index(self.port) + 1 :]
-            look_for_another_rank_0(address, later, self._request)
-        except BaseException:
-            self.close()
-            raise
+        self._connections = Connections(listener, self._on_message, self._on_end)
 
     def report_phase(self, phase: str) -> None:
         with self._changed:
@@ -187,14 +396,10 @@ class RendezvousServer(RendezvousEndpoint):
 
     def listen_for_store(self) -> socket.socket:
         """Return a listener for torch's store: at any port, or with comm.ports at a fixed one. Raise BringUpError."""
-        refused = []
-        for port in self._store_ports:
-            try:
-                if port in (self.port, self.program_port):
-                    raise OSError(errno.EADDRINUSE, "")
-                return socket.create_server((self.address, port), family=network.family(self.address), backlog=4096)
-            except OSError as error:
-                refused.append(f"{port}: {os.strerror(error.errno or 0)}")
+        others = [port for port in self._store_ports if port not in (self.port, self.program_port)]
+        found, refused = _bind(self.address, others)
+        if found:
+            return found
         tried = "; ".join(refused)
         raise BringUpError(
             f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} is "
@@ -217,37 +422,31 @@ class RendezvousServer(RendezvousEndpoint):
 
     def fail(self, error: str) -> None:
         with self._changed:
-            self._on_failure = None
+            self._act_on_failure = None
             peer = self.roster.peers[0]
-            if not peer.reached("up") and not self._failure:
-                peer.error, peer.gone = error[: protocol.LONGEST_ERROR], True
-                self._fail(self._first_death())
+            if not peer.reached("up"):
+                peer.error = error[: protocol.LONGEST_ERROR]
+                self._mark_dead(peer)
 
     def linger_after_failure(self) -> None:
         deadline = time.monotonic() + LATE_S
         with self._changed:
-            if not self._failure or self._waited_long or self._all_have_connected():
+            if not self._failure or self._waited_long or self.roster.all_reached("started"):
                 return
             say(f"start-up failed; waiting up to {LATE_S:g} s to inform ranks that connect late: {self.failure}")
-            while not self._all_have_connected() and (left := deadline - time.monotonic()) > 0:
+            while not self.roster.all_reached("started") and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-
-    def _all_have_connected(self) -> bool:
-        """Return whether every rank has connected at some time, including those that failed since."""
-        return self.roster.all_reached("started")
 
     def close(self) -> None:
         with self._changed:
-            self._close()
+            self._stop()
         self._connections.join(2)
+        self._on_connected()
 
     def forget(self) -> None:
         for connection in self._authenticated:
             connection.socket.close()
         self._connections.forget()
-
-    def _is_store_announced(self) -> bool:
-        return self._store_announced
 
     def _still_waiting(self, phase: str, left_s: float) -> None:
         say(f"waiting, {left_s:.0f} s left: {self.missing(phase)}")
@@ -255,72 +454,121 @@ class RendezvousServer(RendezvousEndpoint):
     def _too_late(self, phase: str) -> StartupFailure:
         with self._changed:
             self._waited_long = True
-            self._fail(self._missing(phase))
-            assert self._failure is not None
-            return self._failure
+            missing = self._missing(phase)
+            self._fail(missing)
+            return self._failure or missing
 
     def _missing(self, phase: str) -> StartupFailure:
         """Return the failure that names the ranks that have not reached `phase`."""
         rank, host = self.roster.first_missing(phase)
         return StartupFailure(self.missing(phase), failure_kinds.START_UP, rank, host)
 
-    def _first_death(self) -> StartupFailure:
-        """Return the failure of the first rank that died; it is false if none did."""
-        first = next(iter(self.roster.dead()), None)
-        where = (first.rank, first.host) if first else (None, "")
-        return StartupFailure(self.roster.lost(), failure_kinds.PEER_LOST, *where)
+    # --- the stages: all of this is called under the lock
 
-    # --- in the thread of the connections
+    def _announce_progress(self) -> None:
+        """Go to the next stages, as far as the ranks have got, and announce each to them."""
+        if self.roster.all_reached("started") and self._advance(Stage.CONNECTED):
+            threading.Thread(target=self._on_connected, name="hpcinit-all", daemon=True).start()
+            self._send_all({"all": True})
+        if self._store_port is not None and self.roster.all_reached("imported") and self._advance(Stage.STORE):
+            self._send_all({"store": self._store_port})
+        if self.roster.all_reached("up"):
+            self._stop()
+        if self._stage is Stage.FAILED:
+            self._changed.notify_all()  # for linger_after_failure
+
+    def _stop(self) -> None:
+        """Announce that connections end on purpose, and end them."""
+        self._advance(Stage.OVER)
+        self._send_all({"closed": True})
+        self._connections.stop()
+
+    def _fail(self, reason: StartupFailure) -> None:
+        """Report the first failure to all ranks; later ones are consequences."""
+        if self._stage < Stage.OVER:
+            self._send_all(reason.fields("failed"))
+        super()._fail(reason)
+
+    def _mark_dead(self, peer: Peer) -> None:
+        peer.gone = True
+        first = self.roster.first_dead()
+        if first and not self._failure:  # otherwise the others leave too, and the first one is already reported
+            self._fail(StartupFailure(self.roster.lost(), failure_kinds.PEER_LOST, first.rank, first.host))
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        line = protocol.encode(message)
+        for connection in self._authenticated:
+            connection.send_line(line)
+
+    # --- the messages, in the thread of the connections
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Handle one message of a connection, then announce what follows from it."""
+        """Handle one message as the state of its connection demands, then announce what follows from it."""
         with self._changed:
-            self._handle(connection, message)
+            if connection.peer is not None:
+                self._handle_from_rank(connection, connection.peer, message)
+            elif connection.challenge:
+                self._check_proof(connection, message)
+            else:
+                self._challenge(connection, message)
             self._announce_progress()
 
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Check the greeting and the proof of a new connection; pass on messages of an authenticated one."""
-        if connection.peer is not None:
-            self._handle_from_rank(connection, message)
-        elif not connection.challenge:
-            if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
-                if str(message.get("hello")).startswith(protocol.PROTOCOL):
-                    # So that another version of hpcinit can report what it found.
-                    connection.send({"hello": protocol.GREETING})
-                raise protocol.NotOurs("another job")
-            self._challenge(connection, message)
-        else:
-            rank = protocol.integer(message, "rank", 0, 2**31)
-            at = protocol.endpoint(connection.where, self._request.nat)
-            proof = protocol.proof(self._request.key, "peer", connection.challenge, f"{at}|{rank}")
-            if not protocol.same(message.get("proof"), proof):
-                raise protocol.NotOurs("no proof")
-            pid, made_of = protocol.integer(message, "pid", 0, 2**31), message.get("made_of")
-            peer = Peer(rank, protocol.text(message, "host", protocol.LONGEST_HOST), pid)
-            here = message.get("here")
-            ranks_here = [each for each in here if isinstance(each, int)] if isinstance(here, list) else []
-            self._register(connection, peer, made_of if isinstance(made_of, dict) else {}, ranks_here)
-
     def _challenge(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Answer the greeting of a connection that is not yet authenticated."""
+        """Answer a greeting with rank 0's own proof and a challenge. Raise NotOurs if it is of another job."""
+        if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
+            if str(message.get("hello")).startswith(protocol.PROTOCOL):
+                # So that another version of hpcinit can report what it found.
+                connection.send({"hello": protocol.GREETING})
+            raise protocol.NotOurs("another job")
         key_id = protocol.key_id(self._request.key, self._request.job)
         if message.get("key_id") != key_id:
             self._report_once(
                 "another secret",
-                f"warning: a process at {connection.remote} tried to connect to rank 0 of this job with another "
-                f"secret and was not accepted; if it is one of your ranks: {SAME_SECRET}",
+                f"warning: a process at {connection.socket.getpeername()[0]} tried to connect to rank 0 of this job "
+                f"with another secret and was not accepted; if it is one of your ranks: {protocol.SAME_SECRET}",
             )
-        at, connection.challenge = protocol.endpoint(connection.where, self._request.nat), protocol.challenge()
-        proof = protocol.proof(
-            self._request.key, "server", protocol.text(message, "challenge", 100), f"{at}|{self._request.job}"
-        )
-        mine = {"proof": proof, "challenge": connection.challenge, "at": at, "key_id": key_id}
+        theirs, connection.challenge = protocol.text(message, "challenge", 100), protocol.challenge()
+        proof = protocol.proof(self._request.key, "server", theirs, self._request.job)
+        mine = {"proof": proof, "challenge": connection.challenge, "key_id": key_id}
         connection.send({"hello": protocol.GREETING, **mine, **protocol.stamp(connection.received_at)})
 
-    def _handle_from_rank(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _check_proof(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Let a rank join that proves that it has the key. Raise NotOurs for any other process."""
+        rank = protocol.integer(message, "rank", 0, 2**31)
+        proof = protocol.proof(self._request.key, "peer", connection.challenge, str(rank))
+        if not protocol.same(message.get("proof"), proof):
+            raise protocol.NotOurs("no proof")
+        pid, made_of, here = protocol.integer(message, "pid", 0, 2**31), message.get("made_of"), message.get("here")
+        peer = Peer(rank, protocol.text(message, "host", protocol.LONGEST_HOST), pid)
+        if refusal := self._reason_to_refuse(peer):
+            say(f"refused: {refusal}")
+            connection.send({"refused": refusal})
+            raise protocol.NotOurs(refusal)
+        connection.peer = peer
+        self.roster.enter(peer, [each for each in here if isinstance(each, int)] if isinstance(here, list) else [])
+        self._authenticated[connection] = None
+        connection.send({"reply": self.program_port, **protocol.stamp(connection.received_at)})
+        if self._failure:
+            connection.send(self._failure.fields("failed"))
+        if different := protocol.differences(self._request.made_of, made_of if isinstance(made_of, dict) else {}):
+            listed = ", ".join(different)[: protocol.LONGEST_ERROR]
+            text = f"rank {rank} on {peer.host} runs a different environment: {listed}"
+            self._fail(StartupFailure(text, failure_kinds.PROGRAM, rank, peer.host))
+
+    def _reason_to_refuse(self, peer: Peer) -> str:
+        """Return why an authenticated process is not accepted as its rank, or ''. A rank that failed is replaced."""
+        before = self.roster.peers.get(peer.rank)
+        if peer.rank >= self.roster.world_size:
+            return f"rank {peer.rank} is not one of the {self.roster.world_size} ranks of this job"
+        if before and (peer.rank == 0 or not before.gone):
+            return (
+                f"two processes claim rank {peer.rank}: pid {before.pid} on {before.host}, which was first, and pid "
+                f"{peer.pid} on {peer.host}; unset RANK and SLURM_PROCID if they are left from an earlier job"
+            )
+        return ""
+
+    def _handle_from_rank(self, connection: Connection, peer: Peer, message: dict[str, Any]) -> None:
         """Use the fields of a message from an authenticated rank; print a warning about unreadable ones."""
-        peer = connection.peer
-        assert peer is not None
         try:
             if "phase" in message:
                 self.roster.move(peer, protocol.choice(message, "phase", PHASES))
@@ -332,98 +580,12 @@ class RendezvousServer(RendezvousEndpoint):
         except protocol.NotOurs as error:
             self._report_once(
                 f"unread {peer.rank}",
-                f"warning: ignoring an unreadable message of rank {peer.rank} on {peer.host}: {error}; {SAME_VERSION}",
+                f"warning: ignoring an unreadable message of rank {peer.rank} on {peer.host}: {error}; "
+                f"{protocol.SAME_VERSION}",
             )
         if "error" in message and not peer.reached("up"):
             self._mark_dead(peer)
         connection.said_goodbye |= "bye" in message
-
-    def _report_once(self, topic: str, text: str) -> None:
-        """Print the text, unless one about the same topic was printed before."""
-        if topic not in self._reported_topics:
-            self._reported_topics.add(topic)
-            say(text)
-
-    def _register(self, connection: Connection, peer: Peer, made_of: dict[str, Any], ranks_here: Sequence[int]) -> None:
-        """Accept an authenticated rank, or refuse it and raise NotOurs. A rank that failed may be replaced."""
-        before = self.roster.peers.get(peer.rank)
-        if not 0 <= peer.rank < self.roster.world_size:
-            refusal = f"rank {peer.rank} is not one of the {self.roster.world_size} ranks of this job"
-        elif before and (peer.rank == 0 or not before.gone):
-            refusal = (
-                f"two processes claim rank {peer.rank}: pid {before.pid} on {before.host}, which was first, and pid "
-                f"{peer.pid} on {peer.host}; unset RANK and SLURM_PROCID if they are left from an earlier job"
-            )
-        else:
-            refusal = ""
-        if refusal:
-            say(f"refused: {refusal}")
-            connection.send({"refused": refusal})
-            raise protocol.NotOurs(refusal)
-        connection.peer = peer
-        self.roster.enter(peer, ranks_here)
-        self._authenticated[connection] = None
-        connection.send({"reply": self.program_port, **protocol.stamp(connection.received_at)})
-        if self._failure:
-            connection.send(self._failure.fields("failed"))
-        if different := protocol.differences(self._request.made_of, made_of):
-            listed = ", ".join(different)[: protocol.LONGEST_ERROR]
-            text = f"rank {peer.rank} on {peer.host} runs a different environment: {listed}"
-            self._fail(StartupFailure(text, failure_kinds.PROGRAM, peer.rank, peer.host))
-
-    def _announce_progress(self) -> None:
-        """Announce what follows from a change. Called under the lock."""
-        if not self._all_connected and self.roster.all_reached("started"):
-            self._all_connected = True
-            threading.Thread(target=nonce.remove, name="hpcinit-all", daemon=True).start()
-            self._send_all({"all": True})
-            self._changed.notify_all()
-        if not self._store_announced and self._store_port is not None and self.roster.all_reached("imported"):
-            self._store_announced = True
-            self._send_all({"store": self._store_port})
-            self._changed.notify_all()
-        if self.roster.all_reached("up"):
-            self._close()
-
-    def _close(self) -> None:
-        """Announce that connections end on purpose, and stop. Called under the lock."""
-        if not self._closing:
-            self._closing = True
-            self._send_all({"closed": True})
-            self._connections.stop()
-
-    def _on_unreadable(self, connection: Connection, error: Exception) -> None:
-        """Record that the connection sent data that is not a message; it is disconnected next."""
-        if connection.peer is not None and isinstance(error, protocol.NotOurs):
-            connection.peer.error = (
-                connection.peer.error or f"it sent data that is not a message: {error}; {SAME_VERSION}"
-            )
-
-    def _fail(self, reason: StartupFailure) -> None:
-        """Report the first failure to all ranks; later ones are consequences. Called under the lock."""
-        if not self._failure:
-            self._failure = reason
-            self._send_all(reason.fields("failed"))
-            self._changed.notify_all()
-            if self._on_failure:
-                self._on_failure(reason.message)
-
-    def _on_disconnect(self, connection: Connection) -> None:
-        """Close the socket; a rank that had not finished start-up counts as dead."""
-        with self._changed:
-            connection.socket.close()
-            peer = connection.peer
-            if peer is None:
-                return
-            del self._authenticated[connection]
-            if connection.said_goodbye or peer.reached("up"):
-                return
-            self._mark_dead(peer)
-
-    def _mark_dead(self, peer: Peer) -> None:
-        peer.gone = True
-        if not self._failure:  # otherwise the others leave too, and the first one is already reported
-            self._fail(self._first_death())
 
     def _recently_missing(self, phase: str) -> StartupFailure:
         """Return who is missing, computed at most once a second: at the deadline every rank asks for it."""
@@ -433,7 +595,21 @@ class RendezvousServer(RendezvousEndpoint):
             self._reported_missing[phase] = (time.monotonic(), missing)
         return missing
 
-    def _send_all(self, message: dict[str, Any]) -> None:
-        line = protocol.encode(message)
-        for connection in self._authenticated:
-            connection.send_line(line)
+    def _report_once(self, topic: str, text: str) -> None:
+        """Print the text, unless one about the same topic was printed before."""
+        if topic not in self._reported_topics:
+            self._reported_topics.add(topic)
+            say(text)
+
+    def _on_end(self, connection: Connection, error: Exception) -> None:
+        """Handle the end of a connection: a rank that had not finished start-up counts as dead."""
+        with self._changed:
+            peer = connection.peer
+            if peer is None:
+                return
+            del self._authenticated[connection]
+            if connection.said_goodbye or peer.reached("up"):
+                return
+            if isinstance(error, protocol.NotOurs) and not peer.error:
+                peer.error = f"it sent data that is not a message: {error}; {protocol.SAME_VERSION}"
+            self._mark_dead(peer)

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,6 @@ from hpcinit.records import program_use, run_folder, safeguards, startup_setting
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Samples, Spec, Training, of_this_run
 from hpcinit.records.startup_timeout import check_clock
-from hpcinit.rendezvous import join, startup_events
-from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime import (
     deepspeed_setup,
     devices,
@@ -39,10 +37,12 @@ from hpcinit.runtime import (
     process_group,
     program,
     seeds,
+    startup,
     world_size_check,
 )
 from hpcinit.runtime.init_request import Plan, Request, resolve
 from hpcinit.runtime.lifecycle import loader_workers, sigterm, stack_signal
+from hpcinit.runtime.process_state import state
 from hpcinit.runtime.runtime import Runtime, Session
 from hpcinit.world import World, launchers
 
@@ -177,7 +177,7 @@ def _first_init(request: Request) -> Runtime:
         if not adopted:  # so that a second call can start over
             # Without a group the rendezvous is still needed, for ranks that have not connected yet.
             if dist.is_initialized():
-                join.leave_rendezvous()
+                startup.leave_rendezvous()
             _destroy(None, deepspeed_started=True, timeout=SHUTDOWN)
         raise
     atexit.register(shutdown)
@@ -188,9 +188,9 @@ def _first_init(request: Request) -> Runtime:
 
 def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | None) -> Runtime:
     began = time.monotonic()
-    startup_events.begin_startup(world, folder)
+    startup.begin_startup(world, folder)
     stack_signal.install(world.rank)
-    startup_events.record_event("imported")
+    startup.reach("imported")
     processes.raise_open_files_limit(world.world_size)
     protected = safeguards.apply(os.environ, folder, world.job)
     if world.local_rank == 0:
@@ -205,8 +205,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     if plan.deterministic:
         notes.extend(seeds.make_deterministic(os.environ))
     asked = {"timeout_s": plan.timeout.total_seconds(), "formula": plan.formula} if world.rank == 0 else {}
-    startup_events.record_event("device", **asked)
-    kept, where = _group(world, spec, plan)
+    kept, where = _group(world, spec, plan, asked)
     horovod_setup.start_horovod(world)
     above = plan.deepspeed and deepspeed_setup.start_deepspeed(plan.backend, plan.collective_timeout, device)
     if above and world.rank == 0:
@@ -215,7 +214,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
     loader_workers.install(plan.stopping.numbers)
     seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, plan.layout.data_rank(world.rank)))
-    startup_events.record_event("up")
+    startup.reach("up")
     if world.rank == 0:
         took_s = time.monotonic() - began
         table = f"layout\n{mesh.rank_table(plan.layout)}" if mesh.rank_table(plan.layout) else ""
@@ -231,13 +230,17 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     return Runtime(world, plan, made, folder, session)
 
 
-def _group(world: World, spec: Spec | None, plan: Plan) -> tuple[frozenset[ProcessGroup] | None, str]:
+def _group(
+    world: World, spec: Spec | None, plan: Plan, recorded: Mapping[str, object]
+) -> tuple[frozenset[ProcessGroup] | None, str]:
     """Create or adopt the default group. Return the adopted groups (None if created) and a note on its origin."""
     if not dist.is_initialized():
-        met = process_group.make(world, spec, plan.torchs_backends, plan.timeout, plan.device, plan.binding.device)
+        device = plan.device, plan.binding.device
+        met = process_group.make(world, spec, plan.torchs_backends, plan.timeout, *device, recorded)
         return None, f"rank 0 at {met}"
+    startup.reach("device", **recorded)
     kept = init_request.adopt_process_group(world, plan)
-    join.leave_rendezvous()  # every rank has connected, because the group exists
+    startup.leave_rendezvous()  # every rank has connected, because the group exists
     return kept, "in the program's own process group"
 
 
@@ -280,7 +283,7 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
         return
     ended, state.runtime = state.runtime, None
     atexit.unregister(shutdown)
-    join.leave_rendezvous()
+    startup.leave_rendezvous()
     ended._session.close()
     _destroy(ended._session.kept_groups, ended._session.deepspeed, timeout, ended.device)
 

@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 from hpcinit.base.errors import BringUpError
 from hpcinit.base.processes import end_hard, watchdog
 from hpcinit.records.spec import Spec
-from hpcinit.rendezvous import join, startup_events
 from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint
 from hpcinit.rendezvous.server import RendezvousServer
-from hpcinit.rendezvous.store import open_store
+from hpcinit.runtime import startup
+from hpcinit.runtime.torch_store import open_store
 from hpcinit.world import World, network
 
 LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
@@ -35,10 +35,12 @@ def make(
     timeout: timedelta,
     device: torch.device,
     device_id: torch.device | None,
+    recorded: Mapping[str, object],
 ) -> str:
     """Create torch's default group. Return rank 0's address. Raise BringUpError that names the missing ranks.
 
-    device: this rank's device. device_id: the device that the group is bound to, or None.
+    device: this rank's device. device_id: the device that the group is bound to, or None. recorded: fields for the
+    timeline.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous: RendezvousEndpoint | None = None
@@ -49,23 +51,21 @@ def make(
 
     with watchdog(timeout.total_seconds() + LATE_S, about):
         try:
-            rendezvous = join.join_rendezvous(world, spec, timeout)
-            os.environ.update(join.program_environment(world, rendezvous))
+            rendezvous = startup.join_rendezvous(world, spec, timeout)
+            os.environ.update(startup.program_environment(world, rendezvous))
             refuse_interfaces(os.environ, backend)  # after the rendezvous, so that every rank gets the error
-            if rendezvous:
-                rendezvous.report_phase("imported")
+            startup.reach("device", **recorded)
             store = open_store(world, rendezvous, deadline)
-            startup_events.record_event("store")
             if rendezvous:
                 # This thread is inside torch from here on and cannot check: exit at once if a rank dies.
                 rendezvous.on_failure(end_hard)
-                rendezvous.report_phase("joined")
+            startup.reach("store")
             _in_torch(world, store, backend, timeout, device, device_id)
             if rendezvous:
                 rendezvous.on_failure(None)
-                rendezvous.report_phase("up")
+            startup.reach("collective")
         except BaseException as error:
-            join.leave_rendezvous(str(error) or type(error).__name__)
+            startup.leave_rendezvous(str(error) or type(error).__name__)
             raise
     return network.in_url(
         world.master_addr, rendezvous.port if isinstance(rendezvous, RendezvousServer) else world.master_ports[0]
@@ -98,9 +98,8 @@ def _in_torch(
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=device_id
         )
-        startup_events.record_event("joined")
+        startup.reach("joined")
         barrier(device)
-        startup_events.record_event("collective")
     except (RuntimeError, ValueError, OSError) as error:  # torch's errors are RuntimeErrors
         gist = _gist(error)
         raise BringUpError(

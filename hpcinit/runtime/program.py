@@ -23,9 +23,9 @@ from hpcinit.records import error_records, program_use, run_folder
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.spec import Program, Spec
 from hpcinit.records.startup_timeout import StartupTimeout, left_of_job
-from hpcinit.rendezvous import join, startup_events
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime import startup
 from hpcinit.runtime.lifecycle import output_watch, phase, signal_watch
+from hpcinit.runtime.process_state import state
 from hpcinit.world import World
 
 
@@ -37,13 +37,13 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     """
     formula = spec.comm.timeout if spec else StartupTimeout()
     timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
-    rendezvous = join.join_rendezvous(world, spec, timeout)
-    os.environ.update(join.program_environment(world, rendezvous))
+    rendezvous = startup.join_rendezvous(world, spec, timeout)
+    os.environ.update(startup.program_environment(world, rendezvous))
     folder = Path(os.environ.get(run_folder.ENV_FOLDER, "")) if spec and world.rank == 0 else None
     if spec and folder:
         program_use.start(folder, spec)
     if program.kind == "command":
-        join.barrier_and_close(world, timeout)
+        startup.barrier_and_close(world, timeout)
         return _command(program)
     if spec and spec.stop.signal:
         signal_watch.hold(signal.Signals[f"SIG{spec.stop.signal}"])
@@ -53,12 +53,12 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     status = _python(program, world)
     output_watch.stop(failed=status != 0)
     if status == 0:
-        startup_events.record_return()
+        startup.record_return()
         try:
-            join.barrier_and_close(world, timeout)
+            startup.barrier_and_close(world, timeout)
         except BringUpError as error:  # the program has finished anyway
             say(f"warning: the program succeeded on this rank, but {error}")
-            join.leave_rendezvous()
+            startup.leave_rendezvous()
         if note := _accelerates_worlds(world):
             say(f"warning: {note}")
         if folder and (use := program_use.read(folder)) and use.note:
@@ -75,7 +75,7 @@ def _python(program: Program, world: World) -> int:
         status = _status(error)
         if status != 0:
             record(error, world)
-            join.leave_rendezvous(f"exit status {status}")
+            startup.leave_rendezvous(f"exit status {status}")
         else:
             _forget(world)
         return status
@@ -84,7 +84,7 @@ def _python(program: Program, world: World) -> int:
         # The message is enough for the log; the record contains the traceback.
         say(f"error: {error}")
         record(error, world)
-        join.leave_rendezvous(str(error))
+        startup.leave_rendezvous(str(error))
         return error.exit_status
     except BaseException as raised:
         found = raised
@@ -100,7 +100,7 @@ def _python(program: Program, world: World) -> int:
         output_watch.stop(failed=True)
         _print(found)
         record(found, world)
-        join.leave_rendezvous("".join(traceback.format_exception_only(found)).strip())
+        startup.leave_rendezvous("".join(traceback.format_exception_only(found)).strip())
         return 130 if isinstance(found, KeyboardInterrupt) else 1
     _forget(world)
     return 0

@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from hpcinit.base.errors import BringUpError, RequestError
-from hpcinit.rendezvous.store import serve
 from hpcinit.runtime.process_group import SIDE
+from hpcinit.runtime.torch_store import serve
 from hpcinit.world.network import family, in_url
 
 LOOK_S = 0.1  # interval of checks for missing ranks

@@ -27,7 +27,7 @@ PROGRAM = """
 import json, socket, sys
 import torch, torch.distributed as dist
 import hpcinit
-from hpcinit.rendezvous import process_state
+from hpcinit.runtime import process_state
 found = {}
 run = hpcinit.init()
 place = process_state.state.rendezvous

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcinit.base import safe_files
-from hpcinit.rendezvous import nonce, process_state
+from hpcinit.rendezvous import nonce
 from hpcinit.world import World, ports
 from tests.minislurm import MiniSlurm
 from tests.rendezvous.test_rendezvous import HERE, free_ports
@@ -31,22 +30,20 @@ def world(rank: int = 0, nodes: int = 2) -> World:
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Change to a new working folder and cache, in a process without a secret."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(nonce.ENV_NONCE, "")
-    monkeypatch.setattr(process_state.state, "nonce_file", None)
-    yield tmp_path
-    nonce.remove()
+    return tmp_path
 
 
 def test_ranks_agree_on_one_secret_however_they_start(places: Path) -> None:
     """Of 12 processes that start at the same moment one creates the secret, and all read it."""
     code = (
         "import sys, time; from tests.rendezvous.test_nonce import world; from hpcinit.rendezvous import nonce\n"
-        "print('ready', flush=True); sys.stdin.readline(); print(nonce.find(world(int(sys.argv[1]) % 2), None))"
+        "print('ready', flush=True); sys.stdin.readline(); print(nonce.find(world(int(sys.argv[1]) % 2), None).text)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     started = [
@@ -68,15 +65,15 @@ def test_ranks_agree_on_one_secret_however_they_start(places: Path) -> None:
 def test_the_file_goes_and_the_secret_stays_in_the_environment() -> None:
     """Rank 0 removes the file, but its later child processes still have the secret."""
     found = nonce.find(world(), None)
-    assert len(found) == 32 and os.environ[nonce.ENV_NONCE] == found and Path(NAME).exists()
-    nonce.remove()
-    assert not list(Path.cwd().iterdir()) and nonce.find(world(), None) == found
+    assert len(found.text) == 32 and os.environ[nonce.ENV_NONCE] == found.text and Path(NAME).exists()
+    found.remove()
+    assert not list(Path.cwd().iterdir()) and nonce.find(world(), None).text == found.text
 
 
 def test_a_given_secret_is_used_and_no_file_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """HPCINIT_NONCE, as the scripts in sbatch/ set it, is the secret."""
     monkeypatch.setenv(nonce.ENV_NONCE, "given")
-    assert nonce.find(world(), None) == "given" and not list(Path.cwd().iterdir())
+    assert nonce.find(world(), None).text == "given" and not list(Path.cwd().iterdir())
 
 
 def _as_nobody(code: str) -> None:
@@ -94,7 +91,7 @@ def test_a_file_of_another_user_is_not_used(places: Path, monkeypatch: pytest.Mo
         path, text = str(Path(NAME).absolute()), f"{nonce.HEAD}{'0' * 32}\n".encode()
         _as_nobody(f"os.write(os.open({path!r}, os.O_WRONLY | os.O_CREAT, 0o600), {text!r})")
         assert Path(path).stat().st_uid == pwd.getpwnam("nobody").pw_uid
-        found = nonce.find(world(), None)
+        found = nonce.find(world(), None).text
         assert found not in ("", "0" * 32) and (places / "cache/hpcinit" / NAME).exists()
         monkeypatch.chdir(places)
 
@@ -115,7 +112,7 @@ def test_a_file_that_others_could_know_is_not_used(places: Path, how: str) -> No
         if how == "content":
             other.write_text("0" * 32 + "\n")
         other.rename(NAME)
-    assert nonce.find(world(), None) not in ("", "0" * 32)
+    assert nonce.find(world(), None).text not in ("", "0" * 32)
     assert (places / "cache/hpcinit" / NAME).exists()
 
 
@@ -129,16 +126,15 @@ def test_no_shared_folder_is_a_warning(
         assert safe_files.file_system(memory) == "tmpfs"
         monkeypatch.chdir(memory)
         monkeypatch.setenv("XDG_CACHE_HOME", str(memory))
-        assert [nonce.find(world(rank), None) for rank in (0, 1)] == ["", ""]
+        assert [nonce.find(world(rank), None).text for rank in (0, 1)] == ["", ""]
         warning = capfd.readouterr().err
         assert warning.count("warning: the ranks of this job share no secret") == 1
         assert (
             "another user of its nodes" in warning
             and "export HPCINIT_NONCE=$(cat /proc/sys/kernel/random/uuid)" in warning
         )
-        assert len(nonce.find(world(nodes=1), None)) == 32, "one node is enough"
+        assert len(nonce.find(world(nodes=1), None).text) == 32, "one node is enough"
     finally:
-        nonce.remove()
         monkeypatch.chdir("/")
         for file in sorted(memory.rglob("*"), reverse=True):
             file.rmdir() if file.is_dir() else file.unlink()
@@ -157,8 +153,8 @@ def test_old_files_are_removed(places: Path, monkeypatch: pytest.MonkeyPatch) ->
             file.touch()
         for file in (old, torn, other):
             os.utime(file, (time.time() - 90_000,) * 2)
-        nonce._from_shared_file(world())
-        nonce.remove()
+        monkeypatch.delenv(nonce.ENV_NONCE)
+        nonce.find(world(), None).remove()
         assert [file.exists() for file in (old, torn, young, other)] == [False, False, True, True]
 
 
@@ -172,8 +168,7 @@ def test_the_file_of_a_killed_start_is_removed(places: Path, monkeypatch: pytest
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
         created = process.stdout and process.stdout.readline()
-        nonce.find(world(), None)
-        nonce.remove()
+        nonce.find(world(), None).remove()
         before = [path.name for path in Path.cwd().iterdir()]
         process.kill()
     assert created == b"created\n" and before == [".hpcinit-76.0.0.nonce"]

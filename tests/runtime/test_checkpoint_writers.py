@@ -190,7 +190,7 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
     file: the step before is loaded, with a message, and the step can be saved again."""
     code = """
         from datetime import timedelta
-        from hpcinit.rendezvous import process_state
+        from hpcinit.runtime import process_state
         from hpcinit.train.checkpoint import native_checkpoint
         def newest(folder):
             # What load() would load, without loading it.

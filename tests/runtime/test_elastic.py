@@ -147,7 +147,7 @@ def test_agents_that_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise BringUpError("1 of 2 ranks are missing: rank 1 never connected (no rank connected from n2)")
 
-    monkeypatch.setattr(rendezvous_handler.join, "join_rendezvous", fails)
+    monkeypatch.setattr(rendezvous_handler.startup, "join_rendezvous", fails)
     with pytest.raises(
         BringUpError, match=r"^not all agents of torchrun, one per node, connected: 1 of 2 ranks are missing: rank 1"
     ):

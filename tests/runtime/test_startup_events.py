@@ -17,7 +17,7 @@ TWICE = """
 import hpcinit, os
 run = hpcinit.init()
 if os.fork() == 0:
-    hpcinit.rendezvous.startup_events.record_event("store")  # a data loader's worker: no rank
+    hpcinit.runtime.startup.reach("store")  # a data loader's worker: no rank
     os._exit(0)
 os.wait()
 hpcinit.shutdown()
@@ -31,13 +31,13 @@ FORKED = """
 import os, sys, time
 from pathlib import Path
 from hpcinit.world import World
-from hpcinit.rendezvous import startup_events
+from hpcinit.runtime import startup
 time.sleep(0.1)
 for rank in range(2):
     if os.fork() == 0:
         world = World("slurm", rank, 2, rank, 2, 0, ("n1",), "n1", (29500,), "43.0.0")
-        startup_events.begin_startup(world, Path(sys.argv[1]), first_line=True)
-        startup_events.record_event("imported")
+        startup.begin_startup(world, Path(sys.argv[1]), first_line=True)
+        startup.reach("imported")
         os._exit(0)
 for rank in range(2):
     os.wait()

@@ -24,7 +24,7 @@ VALUES = {
 }
 PROGRAM = """
 import json, os, hpcinit
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 run = hpcinit.init()
 print(json.dumps([dict(os.environ), state.rendezvous.address if state.rendezvous else ""]))
 """

@@ -13,9 +13,8 @@ import pytest
 from hpcinit.base.errors import BringUpError, WorldError
 from hpcinit.config import checks
 from hpcinit.config.compose import compose
-from hpcinit.rendezvous import join
 from hpcinit.rendezvous.server import RendezvousServer
-from hpcinit.world import World, launchers, ports
+from hpcinit.world import World, launchers, ports, rank_0
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, printed, submit
@@ -108,8 +107,8 @@ def test_a_master_addr_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPCINIT_RUN", raising=False)
     world = World("slurm", 0, 2, 0, 1, 0, ("a", "b"), "198.51.100.7", (29501, 29500, 29502), "7.0")
     with pytest.raises(BringUpError, match=r"MASTER_ADDR is 198.51.100.7, which resolves to 198.51.100.7: not an addr"):
-        join._check_master_addr(world)
-    join._check_master_addr(replace(world, master_addr="localhost"))
+        rank_0.check_master_addr(world)
+    rank_0.check_master_addr(replace(world, master_addr="localhost"))
 
 
 PROGRAM = """

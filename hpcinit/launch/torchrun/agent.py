@@ -41,8 +41,7 @@ from hpcinit.records import causes, elastic_restarts, error_records, job_log, ra
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import left_of_job
-from hpcinit.rendezvous import startup_events
-from hpcinit.runtime import interpreter_exit
+from hpcinit.runtime import interpreter_exit, startup
 from hpcinit.world import World
 from hpcinit.world.launchers.torch_variables import ENV_AGENT
 
@@ -194,7 +193,7 @@ class Node:
         )
         allowed = os.sched_getaffinity(0)
         self._cpus = rank_binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
-        self._began = startup_events.startup_began()
+        self._began = startup.startup_began()
         self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart, polled)
 
     def start(self) -> Workers:

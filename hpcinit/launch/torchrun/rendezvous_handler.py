@@ -23,8 +23,8 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.records import elastic_restarts
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
-from hpcinit.rendezvous import join
-from hpcinit.rendezvous.store import open_store
+from hpcinit.runtime import startup
+from hpcinit.runtime.torch_store import open_store
 from hpcinit.world import World, ports
 
 LEAVE_S = 10.0  # the first agent has the store, and waits this long for the others to read their last value
@@ -207,15 +207,15 @@ def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
     of_agents = replace(agents, job=job, master_ports=ports.of_job(os.environ, job))
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        rendezvous = join.join_rendezvous(of_agents, spec, timeout)
+        rendezvous = startup.join_rendezvous(of_agents, spec, timeout)
         if rendezvous is not None:
             rendezvous.report_phase("imported")
         store = open_store(of_agents, rendezvous, deadline)
         if rendezvous is not None:
             rendezvous.report_phase("up")
-        join.leave_rendezvous()
+        startup.leave_rendezvous()
     except BringUpError as error:
-        join.leave_rendezvous(str(error))
+        startup.leave_rendezvous(str(error))
         raise BringUpError(
             f"not all agents of torchrun, one per node, connected: {error} ('rank' is here the number of an agent)"
         ) from None

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from hpcinit.base import processes, signals
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 
 # Targets of protected processes. Data sets keep the data that their workers share in a manager.
 PROTECTED = {

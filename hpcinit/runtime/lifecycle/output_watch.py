@@ -18,8 +18,8 @@ from pathlib import Path
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.records import hang_report, run_folder, scratch
-from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.lifecycle import flight_dump, loader_workers
+from hpcinit.runtime.process_state import state
 from hpcinit.world import World
 
 PERIOD_S = 30.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from hpcinit.rendezvous.process_state import START, DeclaredPhase, state
+from hpcinit.runtime.process_state import START, DeclaredPhase, state
 
 TRAINING = "training"
 LONG = 10  # a save, a declared phase, or the first step may take this many times hang.after_s

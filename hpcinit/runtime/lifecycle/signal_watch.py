@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 from hpcinit.base import signals
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 
 
 def note(number: int, frame: FrameType | None) -> None:

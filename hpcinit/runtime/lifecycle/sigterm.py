@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hpcinit.base import signals
 from hpcinit.records.stop_reasons import Stopping
-from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.lifecycle import output_watch, phase
 from hpcinit.runtime.lifecycle.signal_watch import Watch
+from hpcinit.runtime.process_state import state
 
 STUCK_S = 10.0  # time after SIGTERM, plus the longest step so far, after which a rank counts as stuck
 FIRST_STEP_S = 600.0  # the same limit during the first step, which may compile

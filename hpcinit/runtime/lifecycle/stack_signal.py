@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 
 # Parsed by observe/stack_collector.py. main: number of the main thread. thread: native id of the thread to signal.
 NAME = "hpcinit-stacks {rank} {pid} {signal} {main:#018x} {thread} {pipe}"

@@ -17,7 +17,7 @@ from hpcinit.base import safe_files
 from hpcinit.base.console import say
 from hpcinit.records import run_folder
 from hpcinit.records.stop_reasons import NOT_RECORDED, Reason
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 
 
 class StopRecord:

@@ -19,10 +19,10 @@ from hpcinit.base.console import say
 from hpcinit.records import run_folder
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.records.stop_reasons import SIGNAL_EARLY, Reason, Stop, Stopping
-from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime.lifecycle.signal_watch import Watch
 from hpcinit.runtime.lifecycle.sigterm import FIRST_STEP_S, FirstStepWatch, end_if_stuck
 from hpcinit.runtime.lifecycle.stop_record import StopRecord
+from hpcinit.runtime.process_state import state
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
 

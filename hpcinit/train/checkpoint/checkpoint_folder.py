@@ -31,7 +31,7 @@ from hpcinit.base import safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.records import run_folder
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 from hpcinit.train.checkpoint import owner as owners
 from hpcinit.train.checkpoint.owner import Owner
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from hpcinit.base.errors import CheckpointError, HpcinitError, RequestError
-from hpcinit.rendezvous.process_state import state
 from hpcinit.runtime import process_group
+from hpcinit.runtime.process_state import state
 from hpcinit.train.checkpoint import checkpoint_folder as of_steps
 
 # Either all ranks continue, or all of them raise: a rank that continued alone would wait for the others.

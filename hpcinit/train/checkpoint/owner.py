@@ -26,7 +26,7 @@ from pathlib import Path
 from hpcinit.base import processes
 from hpcinit.base.errors import RequestError
 from hpcinit.records import run_folder
-from hpcinit.rendezvous.process_state import state
+from hpcinit.runtime.process_state import state
 from hpcinit.slurm import queue
 from hpcinit.slurm.slurm_client import NotStarted, Unreachable
 

@@ -1,7 +1,7 @@
 """What this process has done as a rank: one mutable object, `state`, instead of global variables in many modules.
 
 A process is one rank with one start, one default process group and one training run. The modules of `runtime` keep
-such state here and nowhere else; the counters of connections.quick_switching are the exception.
+such state here and nowhere else.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class ProcessState:
 
     runtime: the Runtime that init() returned; None before it and after shutdown(). Its class uses this module.
     rendezvous: the current one. rendezvous_count: how many there were; it keeps ranks of two generations apart.
-    nonce_file: the secret's file that this process read or created.
     agent_store_rounds: how often torchrun's store was used; its keys remain.
     stuck_group: why a process group of this process could not be destroyed, '' if none was stuck.
     checkpoint_group: the group in which ranks agree on a checkpoint.
@@ -109,7 +108,6 @@ class ProcessState:
     runtime: Any = None
     rendezvous: RendezvousEndpoint | None = None
     rendezvous_count: int = 0
-    nonce_file: Path | None = None
     agent_store_rounds: int = 0
     stuck_group: str = ""
     timeline: Timeline = field(default_factory=Timeline)

@@ -12,9 +12,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcinit.base.errors import BringUpError
 from hpcinit.rendezvous.join import report_interval_s
-from hpcinit.rendezvous.process_state import state
 from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint, spread_s
 from hpcinit.rendezvous.server import RendezvousServer
+from hpcinit.runtime.process_state import state
 from hpcinit.world import World, exports
 
 

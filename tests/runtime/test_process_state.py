@@ -10,13 +10,11 @@ from pathlib import Path
 
 import hpcinit
 from hpcinit.records import timeline
-from hpcinit.rendezvous.process_state import ProcessState, state
 from hpcinit.runtime.lifecycle.signal_watch import Watch
+from hpcinit.runtime.process_state import ProcessState, state
 
 PACKAGE = Path(hpcinit.__file__).parent
 PLACES = (PACKAGE / "runtime", PACKAGE / "run.py", PACKAGE / "fork.py", PACKAGE / "elastic.py")
-# The rendezvous server's interval between connections: a counter of the process, not of a rank.
-EXCEPT = {"rendezvous/connections.py"}
 
 
 def changing(path: Path) -> Iterator[str]:
@@ -59,7 +57,7 @@ def test_no_module_of_the_job_has_global_variables() -> None:
     """All changing state is in a field of the one ProcessState."""
     files = [file for place in PLACES for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
     found = [line for file in files for line in changing(file)]
-    assert [line for line in found if line.partition(":")[0] not in EXCEPT] == []
+    assert found == []
 
 
 def test_a_forked_child_drops_what_is_the_parents(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""The start of this process as a rank: its rendezvous, and its events up to the first collective.
+
+Each event is appended to the file of its node when it occurs: one write(2) to an open file, tens of microseconds, and
+it is on disk whatever happens next. Some events are also the phase that rank 0 shows if this rank gets no further.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import BEGAN, processes
+from hpcinit.base.console import say
+from hpcinit.records import timeline
+from hpcinit.records.spec import Spec
+from hpcinit.rendezvous import join
+from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint
+from hpcinit.runtime.process_state import state
+from hpcinit.slurm import nodelist
+from hpcinit.world import World, exports, launchers, network
+
+ENV_GLOO = "GLOO_SOCKET_IFNAME"
+
+# One clock per process, and one for all ranks that a fork server forks: setting the node's clock during a start changes
+# nothing.
+_WALL, _MONOTONIC, _PID = BEGAN
+
+
+def now() -> float:
+    """Return the seconds since 1970."""
+    return _WALL + time.monotonic() - _MONOTONIC
+
+
+def begin_startup(world: World, run: Path | None, first_line: bool = False) -> None:
+    """Open the node's file in the run folder `run` and write the first events. Do nothing the second time or without
+    a folder.
+
+    first_line: hpcinit was the first code that Python ran, so its first line is when the interpreter was ready.
+    """
+    mine = state.timeline
+    if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
+        return
+    mine.opened = True
+    mine.rank, mine.file = world.rank, _timeline_file(world, run)
+    mine.writer = timeline.Writer(mine.file)
+    mine.writer.write(mine.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line)})
+
+
+def announce(world: World, run: Path) -> None:
+    """Write the fork server's own events in the name of a rank that is not forked yet."""
+    writer = timeline.Writer(_timeline_file(world, run))
+    writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
+    writer.close()
+
+
+def _timeline_file(world: World, run: Path) -> Path:
+    """Return this node's file in the run folder."""
+    return timeline.path(run, world.job, world.host or os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+
+
+def _start_fields(world: World) -> dict[str, Any]:
+    """Return the fields of the first record, which describe the start and this rank."""
+    about: dict[str, Any] = {
+        "job": world.job,
+        "launcher": launchers.display_name(world, os.environ),
+        "world_size": world.world_size,
+        "nodes": world.nodes,
+        "local_rank": world.local_rank,
+        "pid": os.getpid(),
+    }
+    if world.local_rank == 0 and world.hosts:  # if a node does not start, the file of another one has its name
+        about["hosts"] = nodelist.compress(world.hosts)
+    return about
+
+
+# The events that are a phase for rank 0 (rendezvous/server.py): the last one before a wait for the other ranks.
+PHASES = {"device": "imported", "store": "joined", "collective": "up"}
+
+
+def reach(event: str, **more: object) -> None:
+    """Record that this rank has reached the event, and report it to rank 0 if it is a phase. more: further fields.
+
+    The last event closes the record.
+    """
+    mine = state.timeline
+    if mine.writer is not None:
+        mine.writer.write(mine.rank, {event: round(now(), 6), **more})
+        if event == timeline.LAST:
+            mine.close()
+    if state.rendezvous is not None and event in PHASES:
+        state.rendezvous.report_phase(PHASES[event])
+
+
+def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> RendezvousEndpoint | None:
+    """Find the other ranks of this start, and return the rendezvous. Return the current one if there is one.
+
+    hpcinit.run creates it and init() continues with it. After shutdown() the next one gets a new number, so that ranks
+    of two generations never mix.
+
+    Return None for a single rank, and under a torchrun that the user started, which has its own rendezvous. With
+    launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise BringUpError.
+    """
+    if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
+        return None
+    if state.rendezvous is None:
+        found = state.rendezvous = join.join(world, spec, timeout, state.rendezvous_count)
+        state.rendezvous_count += 1
+        clock = (found.clock_offset_s, found.clock_uncertainty_s)
+        reach("met", **({} if None in clock else {"clock": clock}))
+    return state.rendezvous
+
+
+def leave_rendezvous(error: str = "") -> None:
+    """End this process's part in the rendezvous. `error` is reported to the other ranks."""
+    if state.rendezvous is not None:
+        rendezvous, state.rendezvous = state.rendezvous, None
+        if error:
+            rendezvous.fail(error)
+            rendezvous.linger_after_failure()
+        rendezvous.close()
+
+
+def barrier_and_close(world: World, timeout: timedelta) -> None:
+    """Wait until all ranks have connected, then end this process's part: a late rank must still find the server.
+
+    For programs that do not call init(): a command replaces this process, and a short script ends before slower ranks
+    have started. Raise BringUpError that names the ranks that did not connect.
+    """
+    if state.rendezvous is not None:
+        state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), join.report_interval_s(world))
+    leave_rendezvous()
+
+
+def record_return() -> None:
+    """Record that the program ended with status 0."""
+    mine = state.timeline
+    if mine.file is not None:
+        writer = timeline.Writer(mine.file)
+        writer.write(mine.rank, {timeline.RETURNED: round(now(), 6)})
+        writer.close()
+
+
+def _events_before_writing(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
+    """Return the events of this process before it could write."""
+    found: dict[str, float | None] = {}
+    found["allocated"] = _number_or_none(env.get(timeline.ENV_ALLOCATED, ""))
+    agent = env.get(timeline.ENV_AGENT_BEGAN)
+    if agent is not None:
+        found["started"] = _number_or_none(agent)
+    found["started" if agent is None else "spawned"] = _creation_time(_PID)
+    if first_line:
+        found["interpreter"] = _WALL
+    if os.getpid() != _PID:
+        found["forked"] = _creation_time(os.getpid())
+    return {name: round(event, 6) for name, event in found.items() if event is not None}
+
+
+def _number_or_none(text: str) -> float | None:
+    return float(text) if text.replace(".", "", 1).isdecimal() else None
+
+
+def startup_began() -> float | None:
+    """Return when this process was created, in seconds since 1970."""
+    return _creation_time(os.getpid())
+
+
+def _creation_time(pid: int) -> float | None:
+    """Return when the kernel created this process, to a hundredth of a second, or None if that cannot be read."""
+    try:
+        ticks = int(processes.stat(pid)[22 - 3])  # starttime is the 22nd field, in clock ticks since the boot, proc(5)
+        ago = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return None
+    return now() - ago
+
+
+def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> dict[str, str]:
+    """Return torch's `env://` variables, with a port that was free on rank 0's host, and gloo's interface."""
+    env = exports(world)
+    if rendezvous is None:
+        return env
+    if len(world.master_ports) > 1:  # a single port was set by the user
+        env["MASTER_PORT"] = str(rendezvous.program_port)
+    if not world.master_known:
+        env["MASTER_ADDR"] = rendezvous.address  # where rank 0 was found
+    return env | _interface_for_gloo(world, rendezvous)
+
+
+def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[str, str]:
+    """Return the interface that reaches rank 0 if gloo would choose an address that other nodes cannot reach."""
+    if world.nodes == 1 or ENV_GLOO in os.environ:
+        return {}
+    reason = network.blind_spot(socket.gethostname())
+    name = network.holding(rendezvous.own_address) if reason else ""
+    if not name or ipaddress.ip_address(rendezvous.own_address).is_loopback:
+        return {}
+    if world.local_rank == 0:
+        say(f"{reason}, where no other node reaches it: {ENV_GLOO} is set to {name}, the interface that reaches rank 0")
+    return {ENV_GLOO: name}
