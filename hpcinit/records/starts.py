@@ -11,7 +11,7 @@ class Start:
 
     module: what each task of srun runs, as python -m. task_per_rank: each rank is a task of srun, with its output and
     exit status; otherwise one task per node starts and ends the ranks of its node, and binds them to cores and GPUs.
-    restarts_ranks: agents restart all ranks in the job (launch.max_restarts), and need ports of their own.
+    restarts_ranks: agents restart all ranks in the job (launch.max_restarts), which need more ports.
     """
 
     module: str
