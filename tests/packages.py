@@ -48,24 +48,29 @@ PACKAGES = {
     ),
     "deepspeed": Package("ds_config, version checks, op names: data and functions only", ("base", "records")),
     "config": Package(
-        "the typed schema, composition, and every check before the job is queued",
+        "the typed schema and its composition by Hydra",
         ("base", "records", "world", "deepspeed"),
         ("hydra", "hydra_plugins", "omegaconf", "yaml"),
     ),
     "local": Package("the engine without Slurm (`cluster=local`)", ("base", "records"), ("psutil",)),
     "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich",)),
+    "checks": Package(
+        "every check before the job is queued: a file for each subject, one list in `all_checks.py`",
+        (*LOGIN, "world", "deepspeed", "config", "observe"),
+        ("psutil",),
+    ),
     "report": Package("the start-up report", (*LOGIN, "observe"), ("rich",)),
     "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
     "after": Package("the end of a job, on the host of the batch script: restart, requeue, chain", LOGIN),
     "submit": Package(
         "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan, functions",
-        (*LOGIN, "config", "local", "observe", "why", "world"),
+        (*LOGIN, "config", "checks", "local", "observe", "why", "world"),
         ("submitit", "yaml", "rich"),
     ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
     "doctor": Package(
         "checks of the login node and of nodes",
-        (*LOGIN, "node", "config", "deepspeed", "observe", "why", "submit"),
+        (*LOGIN, "node", "config", "checks", "deepspeed", "observe", "why", "submit"),
         ("rich",),
     ),
     "rendezvous": Package(

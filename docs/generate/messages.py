@@ -12,7 +12,7 @@ from hpcinit.base import errors
 
 PACKAGE = Path(errors.__file__).parent.parent
 KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-CHECKS = ("config.", "records.wrappers")  # modules that yield problems of a config
+CHECKS = ("checks.", "config.", "records.wrappers")  # modules that yield problems of a config
 SHORTEST = 12  # letters; a shorter text is not a message
 
 
@@ -20,7 +20,7 @@ SHORTEST = 12  # letters; a shorter text is not a message
 class Message:
     """template: the text with <inserted values>. about: the docstring of the function that raises it.
 
-    module: such as 'config.checks'.
+    module: such as 'checks.values'.
     """
 
     template: str

@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from hpcinit.base.errors import RequestError
 
 QUIET, PLAIN, VERBOSE = -1, 0, 1
 LONGEST = 200  # characters of a command line that -v shows
+AGAIN_S = 60.0  # without a terminal, the same message is repeated after this time
 _chosen = {"level": PLAIN}
 _began = time.monotonic()
 
@@ -208,3 +210,37 @@ def ended(command: Sequence[str], seconds: float, status: int) -> None:
 def _print_verbose(now: float, text: str) -> None:
     with contextlib.suppress(OSError):
         print(plain(f"hpcinit: [{now - _began:.2f} s] {text}"), file=sys.stderr, flush=True)
+
+
+class ProgressLine:
+    """A progress line: updated in place in a terminal, else a new line for each new message."""
+
+    def __init__(self) -> None:
+        self._shown, self._at, self._started = "", 0.0, time.monotonic()
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def show(self, message: str) -> None:
+        """Print `message` with the time since the start."""
+        clock = time.monotonic()
+        text = f"hpcinit: {message} ({clock - self._started:.0f} s)"
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 1
+            _write(f"\r\x1b[K{text[:width]}")
+        elif message != self._shown or clock - self._at >= AGAIN_S:
+            _write(f"{text}\n")
+            self._at = clock
+        self._shown = message
+
+    def end(self) -> None:
+        """End the line, so that other output starts on a new one."""
+        if self._terminal and self._shown:
+            _write("\n")
+        self._shown = ""
+
+
+def _write(text: str) -> None:
+    """Write to stderr. A closed terminal must not end a submission whose job exists."""
+    if sys.stderr is not None and not quiet():  # `2>&-`
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()

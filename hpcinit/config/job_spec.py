@@ -8,8 +8,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcinit.base.text import expanded
 from hpcinit.config import hetjob
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node
 from hpcinit.config.schema import Config
@@ -66,6 +68,14 @@ def _copied(kind: type[T], keys: object, **computed: Any) -> T:
     """Return a `kind` whose fields are `computed`, or else the keys of the same name."""
     names = [each.name for each in fields(kind) if each.name not in computed]  # type: ignore[arg-type]
     return kind(**{name: getattr(keys, name) for name in names}, **computed)
+
+
+def workdir(config: Config) -> Path:
+    return expanded(config.job.workdir or ".").absolute()
+
+
+def runs_dir(config: Config) -> Path:
+    return expanded(config.runs_dir).absolute()
 
 
 def program_kind(config: Config) -> str:

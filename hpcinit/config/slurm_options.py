@@ -5,11 +5,7 @@ The lists are those of Slurm 22.05.8: `sbatch --a`, `sbatch --b` and so on print
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from hpcinit.base import quoting
 from hpcinit.config import keys
-from hpcinit.config.schema import Config
 
 # Options that take the key's value unchanged; --time and --mem have other units than time_min and mem_gb.
 SAME_VALUE = keys.options("sbatch")
@@ -115,24 +111,3 @@ def instead(option: str, table: str = "sbatch") -> str:
     if table == "sbatch" and option in WAIT_OF_SBATCH:
         return WAIT_OF_SBATCH[option]
     return f"use {OWNED[option]} instead" if option in OWNED else REASONS.get(option, "")
-
-
-def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each option that hpcinit sets itself, or that does not exist."""
-    if config.cluster.engine == "local" and config.cluster.srun:
-        yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
-    if name := config.cluster.clusters:
-        if not quoting.PLAIN_NAME.fullmatch(name) or name == "all":
-            yield f"cluster.clusters is {name!r}, expected the name of one cluster: all jobs of a run are on one"
-        if config.cluster.engine == "local":
-            yield f"cluster.clusters is {name!r}, but cluster {config.cluster.name} has no Slurm (engine: local)"
-    for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
-        key = f"cluster.{table}"
-        for option, value in options.items():
-            full = full_name(str(option), table)
-            if advice := instead(full, table):
-                yield f"{key}.{option}: {f'{table} takes it for --{full}; ' * (full != option)}{advice}"
-            elif not quoting.OPTION_NAME.fullmatch(str(option)):
-                yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
-            elif isinstance(value, (list, dict)):
-                yield f"{key}.{option} is {value!r}, expected one value"

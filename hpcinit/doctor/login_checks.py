@@ -16,6 +16,7 @@ from typing import Any
 from hpcinit.base import safe_files, versions
 from hpcinit.base.errors import HpcinitError
 from hpcinit.base.text import counted, expanded, home
+from hpcinit.checks import all_checks
 from hpcinit.config import job_spec
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
@@ -25,7 +26,6 @@ from hpcinit.records import node_records, secret_names
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.submit import job_environment
-from hpcinit.submit import transaction as submission
 
 # Folders: do they exist, are they writable, have they free space, and is the file server's clock right?
 
@@ -285,7 +285,7 @@ def _other_python(config: Config) -> str:
 
 def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check]:
     try:
-        submission.check(config, document)
+        all_checks.check(config, document)
     except HpcinitError as error:
         for problem in getattr(error, "problems", None) or [str(error)]:
             yield Check("config", FAIL, problem)

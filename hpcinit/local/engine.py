@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import psutil
 from hpcinit.base import processes, safe_files, signals
 from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.base.supervisor import Child, Supervisor
-from hpcinit.base.text import counted
 from hpcinit.local import environment_variables, orphans
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
@@ -184,30 +183,6 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
 
 
 # Checks of the request against this machine
-
-MOST_NODES = 254  # node i is 127.0.0.i
-MOST_RANKS_PER_CORE = 32
-
-
-def problem(nodes: int, world_size: int, mem_gb_per_rank: float) -> Iterator[str]:
-    """Yield a message for each limit of this machine that the request exceeds."""
-    if nodes > MOST_NODES:
-        yield f"nodes={nodes}, but cluster=local has at most {MOST_NODES} (addresses 127.0.0.1 to 127.0.0.254)"
-    # Not the free memory: another program may need less when the ranks start, and there is no queue to wait in.
-    total_gb = psutil.virtual_memory().total / 1e9
-    if world_size * mem_gb_per_rank > total_gb:
-        yield (
-            f"{counted(world_size, 'rank')} x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
-            f"{world_size * mem_gb_per_rank:g} GB, but this machine has {total_gb:.1f} GB: at most "
-            f"{counted(int(total_gb / mem_gb_per_rank), 'rank')} fit"
-        )
-    cores = psutil.cpu_count() or 1
-    if world_size > MOST_RANKS_PER_CORE * cores:
-        yield (
-            f"{counted(world_size, 'rank')} on {counted(cores, 'core')}: at most {MOST_RANKS_PER_CORE} ranks per core, "
-            f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
-        )
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -15,10 +15,11 @@ from hpcinit.base import console as console_module
 from hpcinit.base import json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
+from hpcinit.checks import checkout
 from hpcinit.config.request import Request
 from hpcinit.observe import find_runs, resubmitted
 from hpcinit.records import run_folder
-from hpcinit.submit import code_snapshot, provenance, script
+from hpcinit.submit import provenance, script
 
 COLORS = {"+": "green", "-": "red", "@": "cyan"}
 # These lines depend on the time of submission: jobs end, and excluded nodes recover.
@@ -107,7 +108,7 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
             code = provenance.recorded_provenance(run).get("snapshot") or {"workdir": "."}
             workdir = run / run_folder.CODE / code["workdir"]
         origin = script.recorded_origin("\n".join(provenance.recorded_lines(run)))
-        text = script.render(config, run, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
+        text = script.render(config, run, workdir, checkout.plan_snapshot(config, workdir), origin)
         found.append((_yaml(requests[0].document), text.splitlines()))
         return 0
 

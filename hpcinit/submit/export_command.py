@@ -12,24 +12,15 @@ from pathlib import Path
 from hpcinit.base import console, json_output, quoting, versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.quoting import option_flags
-from hpcinit.config import compose, environment_checks, hetjob
+from hpcinit.checks import all_checks, checkout, environment
+from hpcinit.checks.checkout import SnapshotPlan
+from hpcinit.config import compose, hetjob, job_spec
 from hpcinit.config.request import Request
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.observe import find_runs
 from hpcinit.records import run_folder
-from hpcinit.submit import (
-    code_snapshot,
-    container,
-    job_environment,
-    job_setup,
-    provenance,
-    script,
-    srun_step,
-    submit_command,
-    transaction,
-)
-from hpcinit.submit.code_snapshot import SnapshotPlan
+from hpcinit.submit import container, job_setup, provenance, script, srun_step, submit_command
 from hpcinit.submit.run_path import RunPath
 from hpcinit.world import network
 
@@ -83,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
     def prepare(request: Request) -> None:
         if program:
             submit_command.set_program(program, request, ["hpcinit", "export", *options.request])
-        transaction.check(request.config, request.document)
+        all_checks.check(request.config, request.document)
 
     def of_request(requests: Sequence[Request]) -> int:
         if len(requests) > 1:
             raise RequestError(f"{len(requests)} combinations, expected one: export prints one script")
-        return show(requests[0].config, job_environment.workdir_of(requests[0].config))
+        return show(requests[0].config, job_spec.workdir(requests[0].config))
 
     line = [*options.request, *(["job=program"] if program else [])]
     return compose.main(line, prepare, of_request, cluster_required=True)
@@ -100,7 +91,7 @@ def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
     if config.snapshot != "git":
         return Path(recorded["workdir"]), None
     workdir = run / run_folder.CODE / (recorded.get("snapshot") or {"workdir": "."})["workdir"]
-    return workdir, code_snapshot.plan_snapshot(config, workdir)
+    return workdir, checkout.plan_snapshot(config, workdir)
 
 
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
@@ -148,7 +139,7 @@ def _header(config: Config) -> list[str]:
 def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
     """Return the lines that export torch's variables and start the ranks."""
     host = network.rename_host("HOST", config.cluster.host_template).replace("HOST", FIRST_HOST)
-    python, job = environment_checks.python(config), config.job
+    python, job = environment.python(config), config.job
     target = ["-m", job.module] if job.module else [job.script] if job.script else None
     program = [python, "-u", *target] if target else [job.command or ""]
     options = {

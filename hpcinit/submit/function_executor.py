@@ -19,7 +19,8 @@ from submitit.core.job_environment import JobEnvironment
 
 from hpcinit.base import quoting
 from hpcinit.base.errors import ConfigError, Failure, RequestError, SubmissionInterrupted, SubmitError
-from hpcinit.config import checks, compose
+from hpcinit.checks import all_checks
+from hpcinit.config import compose, resources
 from hpcinit.config.python_arguments import override_value
 from hpcinit.config.request import Request
 from hpcinit.observe import cancel, overview, state
@@ -206,7 +207,7 @@ class FunctionExecutor(Executor):
             if number == 0:
                 self._check_size(pickle, len(requests))
 
-        world_size = config.nodes * checks.ranks_per_node(config)
+        world_size = config.nodes * resources.ranks_per_node(config)
         try:
             submitted = _submitted(requests, ["hpcinit.Executor", *config.job.args], write)
             return [RunJob(path, job_id, list(range(world_size))) for path, job_id in submitted]
@@ -235,7 +236,7 @@ class FunctionExecutor(Executor):
                 raise ForPrograms(*problems)
             request.document["name"] = config.name
             request.document["job"] |= {"module": MODULE, "args": [first]}
-            transaction.check(config, request.document)
+            all_checks.check(config, request.document)
 
         def keep(requests: Sequence[Request]) -> int:
             found.extend(requests)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.base.text import expanded
+from hpcinit.checks.checkout import SnapshotPlan
 from hpcinit.config import job_spec
 from hpcinit.config.schema import Config
 from hpcinit.records import secret_names
 from hpcinit.records.spec import Spec
 from hpcinit.slurm import slurm_client
-from hpcinit.submit import code_snapshot
 
 # SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
 # (https://github.com/goodfire-ai/spd/issues/955) or memory; the others describe another job's ranks.
@@ -138,9 +137,7 @@ def job_environment(
 # The Spec of a run, with its paths.
 
 
-def make_spec(
-    config: Config, workdir: Path, code: code_snapshot.SnapshotPlan | None = None, path: Path | None = None
-) -> Spec:
+def make_spec(config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None) -> Spec:
     """Return the job's part of a config that has passed its checks.
 
     code: the snapshot, if any, from which the run in the folder `path` runs.
@@ -149,11 +146,3 @@ def make_spec(
     if code and path:
         workdir, target = code.place(path), code.target(path, target)
     return job_spec.make(config, str(workdir), target)
-
-
-def workdir_of(config: Config) -> Path:
-    return expanded(config.job.workdir or ".").absolute()
-
-
-def runs_dir_of(config: Config) -> Path:
-    return expanded(config.runs_dir).absolute()

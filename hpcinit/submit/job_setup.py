@@ -7,7 +7,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from hpcinit.base import quoting
 from hpcinit.base.quoting import shell
 from hpcinit.base.text import expanded
-from hpcinit.config import job_spec, python_environment
+from hpcinit.checks import python_environment
+from hpcinit.config import job_spec
 from hpcinit.config.schema import Cluster, Config
 from hpcinit.records import run_folder, scratch
 from hpcinit.submit import shell_blocks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpcinit.base import console, json_output
 from hpcinit.base.text import counted
-from hpcinit.config import checks, hetjob, resources
+from hpcinit.config import hetjob, resources
 from hpcinit.config.request import Request
 from hpcinit.records import components
 from hpcinit.submit.job_environment import DroppedVariables
@@ -101,7 +101,7 @@ def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task
         "cluster": config.cluster.name,
         "name": config.name,
         "nodes": config.nodes,
-        "ranks_per_node": checks.ranks_per_node(config),
+        "ranks_per_node": resources.ranks_per_node(config),
         "request": asdict(resources.of(config)),
         "expected": expected,
     }

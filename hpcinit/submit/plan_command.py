@@ -15,7 +15,8 @@ from rich.console import Console
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import ConfigError, RequestError
-from hpcinit.config import checks, compose, hetjob, job_spec, resources
+from hpcinit.checks import all_checks
+from hpcinit.config import compose, hetjob, job_spec, resources
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import memory, wrappers
@@ -99,7 +100,7 @@ def estimate_memory(config: Config) -> Estimate:
     unknown.extend(wrapper.not_counted(demand))
     if demand.layout.ep > 1:
         unknown.append("ep: every parameter counts as shared by all ranks, so experts need less than shown")
-    per_node = checks.ranks_per_node(config)
+    per_node = resources.ranks_per_node(config)
     totals = {place: memory.total(parts, place) for place in (memory.GPU, memory.CPU, memory.NVME)}
     totals = {place: size if place == memory.GPU else size * per_node for place, size in totals.items()}
     limits = {memory.GPU: config.cluster.gpu_mem_gb, memory.CPU: resources.mem_gb(config) or None}
@@ -114,7 +115,7 @@ def demand_of(config: Config) -> Demand:
     """Return the part of a config that determines its memory. Raise RequestError."""
     if config.model.params is None:
         raise RequestError("model.params is not set, expected the number of parameters, as in model.params=7e9")
-    per_node = checks.ranks_per_node(config)
+    per_node = resources.ranks_per_node(config)
     given = config.deepspeed
     written: Any = given.ds_config.get("zero_optimization", {})
     sizes = {name: int(written[name]) for name in SIZES if isinstance(written.get(name), int | float)}
@@ -158,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(request: Request) -> None:
-    if problems := checks.problems(request.config, to_submit=False):
+    if problems := all_checks.problems(request.config, to_submit=False):
         raise ConfigError(*problems)
     estimate_memory(request.config)  # an error must appear before the first table of a sweep
 
@@ -183,7 +184,7 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
 
 def equations(config: Config) -> list[str]:
     """Return the equations of the layout and of the batch. Raise RequestError."""
-    per_node = checks.ranks_per_node(config)
+    per_node = resources.ranks_per_node(config)
     world_size = config.nodes * per_node
     layout = job_spec.layout(config).over(world_size, per_node)
     product = " x ".join(f"{name} {degree}" for name, degree in layout.degrees().items() if degree > 1) or "1"

@@ -10,7 +10,8 @@ from typing import Any
 
 from hpcinit.base import console
 from hpcinit.base.errors import RequestError
-from hpcinit.config import keys, program_source
+from hpcinit.checks import program_source
+from hpcinit.config import keys
 from hpcinit.config.request import Request, as_text
 
 # ${lr}, ${model.width}, ${hydra:job.num}; \\${lr} is not replaced

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpcinit.base.errors import SubmitError
+from hpcinit.checks import dependency
 from hpcinit.config.schema import Config
-from hpcinit.submit import dependencies
 
 
 def wanted(config: Config) -> bool:
@@ -61,7 +61,7 @@ def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) 
     while len(jobs) < config.chain:
         try:
             # An option on the command line replaces the script's own dependency, which is for the first job only.
-            job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * dependencies.has_singleton(config))
+            job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * dependency.has_singleton(config))
         except (Exception, KeyboardInterrupt) as error:  # the jobs before this one exist in any case
             reason = error.problem if isinstance(error, SubmitError) else str(error)
             return Links(jobs, command, _missing(reason or "interrupted", jobs, config.chain))

@@ -14,11 +14,12 @@ from typing import Any
 from hpcinit.base import console, safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
+from hpcinit.checks import all_checks
 from hpcinit.config.request import Prepare, Request
 from hpcinit.observe import find_runs, resubmitted, state
 from hpcinit.observe import requests as requests_of_runs
 from hpcinit.records import run_folder
-from hpcinit.submit import program_arguments, provenance, shell_variables, submit_command, transaction
+from hpcinit.submit import program_arguments, provenance, shell_variables, submit_command
 
 # Keys that apply to the first submission only: the job it waited for is over, and a resubmission is not a dry run.
 RESET: dict[str, Any] = {"dependency": None, "again": False, "dry_run": False}
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     def check(request: Request) -> None:
         if program:
             submit_command.set_program(program, request, ["hpcinit", "resubmit", options.run, *options.overrides])
-        transaction.check(request.config, request.document)
+        all_checks.check(request.config, request.document)
         _show_other_variables(run, request)
 
     def submit_all(requests: Sequence[Request]) -> int:
@@ -111,7 +112,7 @@ def _failed(run: Path, overrides: Sequence[str]) -> list[tuple[Path, Request]]:
     for task in find_runs.failed_tasks(run):
         document = provenance.read_recorded(run / str(task.number)) | RESET
         _go_where_it_was_submitted(run, document, False)
-        check: Prepare = lambda request: transaction.check(request.config, request.document)  # noqa: E731
+        check: Prepare = lambda request: all_checks.check(request.config, request.document)  # noqa: E731
         provenance.recorded_request(document, overrides, check, partial(keep, task))
     if not failed:
         raise RequestError(f"no task of the sweep {run.name} has failed, so there is nothing to submit again")

@@ -14,14 +14,15 @@ from typing import Any
 
 from hpcinit.base import console, quoting, versions
 from hpcinit.base.quoting import Raw, shell
-from hpcinit.config import environment_checks, hetjob, keys
+from hpcinit.checks import dependency, environment
+from hpcinit.checks.checkout import SnapshotPlan
+from hpcinit.config import hetjob, keys
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import components, run_folder
 from hpcinit.records.starts import STARTS
 from hpcinit.records.startup_timeout import ENV_LIMIT_S
-from hpcinit.submit import dependencies, job_setup, restart, shell_blocks, srun_step
-from hpcinit.submit.code_snapshot import SnapshotPlan
+from hpcinit.submit import job_setup, restart, shell_blocks, srun_step
 from hpcinit.submit.run_path import RunPath
 
 WRITTEN, COMMAND = "# Written by hpcinit", "# Command: "
@@ -145,7 +146,7 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
         "clusters": cluster.clusters,
         "chdir": str(workdir),
         "output": run.in_directive(run_folder.JOB_LOG),
-        "dependency": dependencies.dependency_option(config),
+        "dependency": dependency.dependency_option(config),
         **restart.option(config),
     }
     if (gpus := gpus_per_node(config)) and cluster.gpu_flag:
@@ -192,7 +193,7 @@ def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]
 
 def _pythons(config: Config) -> list[str]:
     """Return the interpreters that can run hpcinit.after on the host: the job's, and the one that submits."""
-    own = [] if config.container.image else [environment_checks.python(config)]
+    own = [] if config.container.image else [environment.python(config)]
     return list(dict.fromkeys([*own, sys.executable]))
 
 

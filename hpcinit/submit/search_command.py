@@ -16,11 +16,12 @@ import yaml
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.base.text import counted
+from hpcinit.config import job_spec
 from hpcinit.config.request import Ended, Request
 from hpcinit.observe import state
 from hpcinit.records import results, run_folder, run_numbers
 from hpcinit.records.results import Value
-from hpcinit.submit import folder, job_environment, transaction
+from hpcinit.submit import folder, transaction
 from hpcinit.submit.messages import print_reliably
 
 LATE_S = 10.0  # until a compute node's file is visible here, because network file systems cache
@@ -44,7 +45,7 @@ class Trials:
             raise Ended(status)
         if self._folder is None:
             transaction.require_sbatch(config)
-            self._folder = folder.claim(job_environment.runs_dir_of(config), f"{config.name}-search", ())
+            self._folder = folder.claim(job_spec.runs_dir(config), f"{config.name}-search", ())
         runs: dict[int, Path] = {}
         try:
             status = self._submit(requests, runs)

@@ -17,7 +17,8 @@ from typing import Any
 
 from hpcinit.base import quoting
 from hpcinit.base.quoting import option_flags
-from hpcinit.config import environment_checks, hetjob
+from hpcinit.checks import environment
+from hpcinit.config import hetjob
 from hpcinit.config.job_spec import gpu_bind
 from hpcinit.config.resources import cpus_per_rank, mem_gb, ranks_per_node
 from hpcinit.config.schema import Config
@@ -90,7 +91,7 @@ def srun_step_line(
 
     more: further options. before: a command that starts what each task runs.
     """
-    python = environment_checks.python(config)
+    python = environment.python(config)
     here = sys.executable if config.container.image else python
     launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
     flags = {**options(config, run), **(more or {}), **container.container_options(config, run, workdir)}

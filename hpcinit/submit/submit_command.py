@@ -14,7 +14,8 @@ from pathlib import Path
 from hpcinit.base import console, json_output, quoting
 from hpcinit.base.errors import INTERRUPTED, ConfigError, Interrupted, MaybeSubmitted, RequestError, SubmitError
 from hpcinit.base.text import counted
-from hpcinit.config import checks, compose, keys, spellings
+from hpcinit.checks import all_checks
+from hpcinit.config import compose, keys, spellings
 from hpcinit.config.overrides import sbatchs_quality
 from hpcinit.config.request import Request, Search
 from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     def prepare(request: Request) -> None:
         if program:
             set_program(program, request, ["hpcinit", "submit", *arguments])
-        submission.check(request.config, request.document)
+        all_checks.check(request.config, request.document)
 
     def submit(requests: Sequence[Request]) -> int:
         if not program and requests[0].config.job.module == SMOKE and not requests[0].config.dry_run:
@@ -109,7 +110,7 @@ def announced(requests: Sequence[Request]) -> Sequence[Request]:
     warnings = (
         text
         for request in requests
-        for text in (*request.warnings, *request.unread.values(), *checks.warnings(request.config))
+        for text in (*request.warnings, *request.unread.values(), *all_checks.warnings(request.config))
     )
     for warning in dict.fromkeys(warnings):
         console.warning(warning)

@@ -13,10 +13,12 @@ import yaml
 
 from hpcinit.base.errors import MaybeSubmitted, SubmitError
 from hpcinit.base.text import counted, ranges
+from hpcinit.checks import duplicates, validate
+from hpcinit.config import job_spec
 from hpcinit.config.request import Request
 from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import slurm_client
-from hpcinit.submit import array, duplicates, folder, job_environment, script, transaction, validate
+from hpcinit.submit import array, folder, job_environment, script, transaction
 from hpcinit.submit.provenance import Provenance
 from hpcinit.submit.transaction import Transaction
 
@@ -61,7 +63,7 @@ def sweep_jobs(requests: Sequence[Request], path: Path, argv: Sequence[str]) -> 
         config = request.config
         size = array.block(config.cluster.max_array_size)
         own = (repr(config.secrets), repr(config.secret_names), size, request.number // size)
-        alike.setdefault((array.shape(config, path, job_environment.workdir_of(config)), *own), []).append(request)
+        alike.setdefault((array.shape(config, path, job_spec.workdir(config)), *own), []).append(request)
     jobs = []
     names = itertools.chain([run_folder.SCRIPT], (f"job-{at}.sh" for at in itertools.count(2)))
     for (_, _, _, size, _), tasks in alike.items():  # type: ignore[misc]
@@ -71,7 +73,7 @@ def sweep_jobs(requests: Sequence[Request], path: Path, argv: Sequence[str]) -> 
 
 def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str], argv: Sequence[str]) -> Job:
     config, number = tasks[0].config, tasks[0].number
-    workdir = job_environment.workdir_of(config)
+    workdir = job_spec.workdir(config)
     if len(tasks) == 1:
         run = path / str(number)
         text = script.render(config, run, workdir, origin=script.origin(config, argv, run))
@@ -103,7 +105,7 @@ def fill_sweep_folder(
         for request in requests:
             task = f"{path}/{request.number}"
             folder.make(task)
-            spec = job_environment.make_spec(request.config, job_environment.workdir_of(request.config))
+            spec = job_environment.make_spec(request.config, job_spec.workdir(request.config))
             typed = secret_names.masked(request.given, request.config.secret_names)
             summaries[request.number] = {"program": spec.command(), "typed": typed}
             folder.write(f"{task}/{run_folder.SPEC}", spec.to_json())
@@ -172,7 +174,7 @@ def is_one(requests: Sequence[Request]) -> bool:
 def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield a description and the script of each job that submit_all() would submit now."""
     config = requests[0].config
-    path = folder.next_path(job_environment.runs_dir_of(config), config.name)
+    path = folder.next_path(job_spec.runs_dir(config), config.name)
     for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
         yield job.about, job.text
 
@@ -191,7 +193,7 @@ def submit_all(
     config = requests[0].config
     tasks = [request.combination for request in requests]
     document = {**requests[0].document, "combinations": tasks}
-    request = duplicates.request_hash(document, job_environment.workdir_of(config), job_environment.runs_dir_of(config))
+    request = duplicates.request_hash(document, job_spec.workdir(config), job_spec.runs_dir(config))
     ids: dict[int, str] = {}
     records: list[dict[str, Any]] = []
     refused = ""

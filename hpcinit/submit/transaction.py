@@ -23,30 +23,18 @@ from typing import Any
 
 import yaml
 
-from hpcinit.base import signals
-from hpcinit.base.errors import ConfigError, MaybeSubmitted, RequestError, SubmitError
-from hpcinit.config import checks, hetjob, secret_files
+from hpcinit.base import console, signals
+from hpcinit.base.errors import MaybeSubmitted, RequestError, SubmitError
+from hpcinit.checks import checkout, duplicates, validate
+from hpcinit.config import hetjob, job_spec
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder, secret_names
 from hpcinit.slurm import exactly_once, scontrol, slurm_client, tokens
 from hpcinit.slurm.queue import QueueQuery
-from hpcinit.submit import (
-    code_snapshot,
-    dependencies,
-    duplicates,
-    folder,
-    job_environment,
-    restart,
-    script,
-    shell_syntax,
-    shell_variables,
-    validate,
-)
-from hpcinit.submit.duplicates import Waiting
-from hpcinit.submit.job_environment import make_spec, runs_dir_of, workdir_of
+from hpcinit.submit import code_snapshot, folder, job_environment, restart, script, shell_variables
+from hpcinit.submit.job_environment import make_spec
 from hpcinit.submit.provenance import Provenance
-from hpcinit.submit.shell_script_checks import shell_script_problems
 
 
 class Transaction:
@@ -134,7 +122,7 @@ class Transaction:
     def _sbatch(self, script: Path, options: Sequence[str]) -> tuple[str, Sequence[str]]:
         from hpcinit.submit.executor import Executor  # noqa: PLC0415 - submitit takes 0.06 s
 
-        waiting = Waiting()
+        waiting = console.ProgressLine()
         try:
             return Executor(script.parent, program=True).submit_script(
                 script,
@@ -178,7 +166,7 @@ def begin(
     argv: the command line, for the record. Raise RequestError, SubmitError.
     """
     require_sbatch(config)
-    provenance = Provenance(workdir_of(config), secret_names.masked(argv, config.secret_names))
+    provenance = Provenance(job_spec.workdir(config), secret_names.masked(argv, config.secret_names))
     slurm = config.cluster.engine == "slurm"
     env, dropped = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
     provenance.variables = shell_variables.names(env)
@@ -187,7 +175,7 @@ def begin(
         ExitStack() as claims,
         slurm_client.on_cluster(config.cluster.clusters),
     ):
-        path = folder.claim(runs_dir_of(config), config.name, below)
+        path = folder.claim(job_spec.runs_dir(config), config.name, below)
         transaction = Transaction(config, path, env, dropped, provenance, received, claims)
         try:
             yield transaction
@@ -250,9 +238,7 @@ def _started_by(script: Path) -> Callable[[], str]:
     return started
 
 
-# Check, render and submit one run.
-
-LONGEST_NAME = 240  # file systems allow 255 bytes, and -0001 and the suffix of a temporary file must fit
+# Render and submit one run.
 
 
 @dataclass(frozen=True)
@@ -272,68 +258,32 @@ class Submitted:
     expected: str = ""
 
 
-def check(config: Config, document: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError with all problems of the request.
-
-    document: the config as it will be written, with the user's own keys.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise RequestError("the current folder was deleted: cd to an existing one") from None
-    problems = [
-        *checks.problems(config),
-        *shell_script_problems(config),
-        *secret_files.in_document(document or {}, config.secret_names),
-    ]
-    if len(config.name) > LONGEST_NAME:
-        problems.append(
-            f"name has {len(config.name)} characters, expected at most {LONGEST_NAME}, because the run folder has this "
-            "name"
-        )
-    if not problems and config.cluster.engine == "local":
-        from hpcinit.local.engine import problem  # noqa: PLC0415 - psutil, for this engine only
-
-        world_size = config.nodes * checks.ranks_per_node(config)
-        problems.extend(problem(config.nodes, world_size, config.cluster.mem_gb_per_rank))
-    if not problems:
-        problems.extend(
-            (*dependencies.dependency_problems(config), *code_snapshot.snapshot_problems(config, workdir_of(config)))
-        )
-    setup = config.cluster.setup
-    if not problems and setup:
-        # The run has no number yet, but the syntax does not depend on it.
-        text = script.render(config, runs_dir_of(config) / config.name, workdir_of(config))
-        if syntax_problem := shell_syntax.syntax_problem(text, setup):
-            problems.append(syntax_problem)
-    if problems:
-        raise ConfigError(*problems)
-
-
 def dry_run(config: Config, argv: Sequence[str]) -> str:
-    """Return the script that submit() would submit now. The config passed check()."""
-    path, workdir = folder.next_path(runs_dir_of(config), config.name), workdir_of(config)
+    """Return the script that submit() would submit now. The config passed its checks."""
+    path, workdir = folder.next_path(job_spec.runs_dir(config), config.name), job_spec.workdir(config)
     origin = script.origin(config, secret_names.masked(argv, config.secret_names), path)
-    return script.render(config, path, workdir, code_snapshot.plan_snapshot(config, workdir), origin)
+    return script.render(config, path, workdir, checkout.plan_snapshot(config, workdir), origin)
 
 
 def submit(
     asked: Request, argv: Sequence[str], write_more: Callable[[Path, int], None] = lambda path, number: None
 ) -> Submitted:
-    """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed check().
+    """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed its checks.
 
     argv: the command line, for the record. write_more: writes further files into the run folder of the request with
     this number. Raise RequestError if the same request is already queued, or SubmitError. Then there is no job and no
     folder, except with MaybeSubmitted.
     """
     config, document = asked.config, asked.document
-    workdir = workdir_of(config)
-    code = code_snapshot.plan_snapshot(config, workdir)
+    workdir = job_spec.workdir(config)
+    code = checkout.plan_snapshot(config, workdir)
     records: list[dict[str, Any]] = []
     with begin(config, argv) as one:
         path = one.path
         taken = code_snapshot.take_snapshot(code, path) if code else None
-        request = duplicates.request_hash(document, workdir, runs_dir_of(config), taken["sha256"] if taken else "")
+        request = duplicates.request_hash(
+            document, workdir, job_spec.runs_dir(config), taken["sha256"] if taken else ""
+        )
         one.refuse_duplicates(request, config.chain)
         text = script.render(config, path, workdir, code, script.origin(config, one.provenance.argv, path))
         first, *others = hetjob.worlds(config)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcinit.base import versions
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.config.folders import folder
 from hpcinit.deepspeed.deepspeed_config import options
@@ -20,7 +20,7 @@ ACROSS = ("parallel.tp_across_nodes=true", "parallel.dp_replicate=-1")
 
 
 def found(*overrides: str) -> list[str]:
-    return checks.problems(compose(overrides))
+    return all_checks.problems(compose(overrides))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_the_shipped_choices_are_valid() -> None:
 def test_every_shipped_parallelism_is_valid(choice: str) -> None:
     """Each choice of `parallel` has no problems or warnings on two nodes of eight ranks, and uses all sixteen ranks."""
     config = compose(["cluster=mini", "nodes=2", f"parallel={choice}"])
-    assert checks.problems(config) == [] and checks.warnings(config) == []
+    assert all_checks.problems(config) == [] and all_checks.warnings(config) == []
     spec = make_spec(config, Path.cwd())
     assert math.prod(spec.layout.degrees().values()) == spec.world_size == 16
     assert spec.comm.deepspeed == (spec.training.wrap == "deepspeed") == choice.startswith("zero")
@@ -311,11 +311,11 @@ def test_a_deepspeed_that_is_too_old_in_the_ranks_environment(
         (packages / f"deepspeed-{version}.dist-info").mkdir()
     given = tmp_path / "env" if key == "venv" else tmp_path / "env/bin/python"
     config = compose([f"cluster.{key}={given}", "check_paths=false", "parallel=zero3"])
-    assert any(f"DeepSpeed {version} is installed" in one for one in checks.problems(config)) == wrong
+    assert any(f"DeepSpeed {version} is installed" in one for one in all_checks.problems(config)) == wrong
 
 
 def warned(*overrides: str) -> list[str]:
-    return checks.warnings(compose(overrides))
+    return all_checks.warnings(compose(overrides))
 
 
 def test_warnings() -> None:
@@ -369,7 +369,7 @@ def test_what_fits_the_partition_exactly() -> None:
 def test_a_partition_that_is_not_in_the_cluster_file(name: str, warnings: list[str]) -> None:
     """An unknown partition is a warning with a suggestion, because Slurm validates the request next."""
     config = compose(["cluster=mini", f"partition='{name}'"])
-    assert (checks.problems(config), checks.warnings(config)) == ([], warnings)
+    assert (all_checks.problems(config), all_checks.warnings(config)) == ([], warnings)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from tests.conftest import Run
 
@@ -16,7 +16,7 @@ RUNTIME = "cluster.container.runtime=apptainer"
 
 
 def found(*overrides: str) -> list[str]:
-    return checks.problems(compose(overrides))
+    return all_checks.problems(compose(overrides))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_paths_of_the_cluster_are_not_checked_elsewhere(monkeypatch: pytest.Monk
     """Without sbatch on PATH, a dry run for a cluster does not check that cluster's paths; with sbatch it does."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert found("cluster=mini", "cluster.venv=/nowhere") == []
-    monkeypatch.setattr("hpcinit.config.environment_checks.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("hpcinit.config.environment.shutil.which", lambda name: f"/bin/{name}")
     assert len(found("cluster=mini", "cluster.venv=/nowhere")) == 1
 
 
@@ -87,8 +87,8 @@ def test_a_full_disk(hpcinit: Run, tmp_path: Path) -> None:
 
 def test_a_home_folder_of_an_unknown_user() -> None:
     """~name of an unknown user gives its own message, and neither it nor a NUL gives a traceback."""
-    problems = checks.problems(compose(["runs_dir='~nosuchuser/runs'"]))
+    problems = all_checks.problems(compose(["runs_dir='~nosuchuser/runs'"]))
     assert (
         "runs_dir is '~nosuchuser/runs', and there is no user 'nosuchuser'; expected a folder, or ~/..." in problems[0]
     )
-    assert [each for each in checks.problems(compose(['runs_dir="~x\0y"'])) if "'~x\\x00y'" in each]
+    assert [each for each in all_checks.problems(compose(['runs_dir="~x\0y"'])) if "'~x\\x00y'" in each]

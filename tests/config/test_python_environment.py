@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks, python_environment
+from hpcinit.checks import all_checks, python_environment
 from hpcinit.config.compose import compose
 from tests import environments
 from tests.conftest import Run
@@ -30,7 +30,7 @@ def _in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(*overrides: str, script: str = "train.py") -> list[str]:
-    return checks.problems(compose([*overrides, "job=program", f"job.script={script}"]))
+    return all_checks.problems(compose([*overrides, "job=program", f"job.script={script}"]))
 
 
 def venv(folder: Path, *options: str) -> Path:
@@ -50,7 +50,7 @@ def test_a_virtual_environment_without_the_packages(tmp_path: Path) -> None:
     [message] = found(f"cluster.venv={tmp_path}/v", script="plain.py")
     assert "but hpcinit is not installed there" in message
     module = [f"cluster.venv={tmp_path}/v", "job=program", "job.module=train"]
-    assert "but hpcinit and torch are not installed there" in checks.problems(compose(module))[0]
+    assert "but hpcinit and torch are not installed there" in all_checks.problems(compose(module))[0]
     (place / "hpcinit-1.0.dist-info").mkdir()  # as an editable install leaves it
     [message] = found(f"cluster.venv={tmp_path}/v")
     assert "but torch is not installed there" in message

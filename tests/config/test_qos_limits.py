@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcinit.config import partition
+from hpcinit.checks import partition
 from hpcinit.config.compose import compose
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from hpcinit.config import checks, resources
+from hpcinit.checks import all_checks
+from hpcinit.config import resources
 from hpcinit.config.compose import compose
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -55,7 +56,7 @@ WHOLE = [*MINI, "cluster.whole_nodes=true"]
 def test_the_request_per_node(overrides: list[str], expected: tuple[int, int, int | None, float | None]) -> None:
     """Ranks, GPUs, cores per rank and memory follow the ranks, gpus, gpus_per_node and whole nodes."""
     config = compose(overrides)
-    assert checks.problems(config) == []
+    assert all_checks.problems(config) == []
     found = (resources.ranks_per_node(config), resources.gpus_per_node(config))
     assert (*found, resources.cpus_per_rank(config), resources.mem_gb(config)) == expected
 
@@ -76,7 +77,7 @@ def test_the_request_per_node(overrides: list[str], expected: tuple[int, int, in
 )  # fmt: skip
 def test_impossible_requests(overrides: list[str], message: str) -> None:
     """A request for GPUs that a node does not have gives one message with what to type."""
-    assert checks.problems(compose([*MINI, *overrides])) == [message]
+    assert all_checks.problems(compose([*MINI, *overrides])) == [message]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
 from tests import sites
@@ -51,10 +51,10 @@ def test_a_guess_is_found() -> None:
 def test_a_plain_request_has_no_problem(name: str) -> None:
     """A request for two nodes with an account and a QOS has no problem at any site, and one line about the file."""
     config = compose(sites.asked(name))
-    assert checks.problems(config) == []
-    [line] = checks.warnings(config)
+    assert all_checks.problems(config) == []
+    [line] = all_checks.warnings(config)
     assert line.startswith(f"the file of cluster {name} was made from the site's documentation and never tested there")
-    assert checks.warnings(compose([*sites.asked(name), "cluster.untested=false"])) == []
+    assert all_checks.warnings(compose([*sites.asked(name), "cluster.untested=false"])) == []
     assert config.cluster.gpus_per_node and config.cluster.gpu_mem_gb and config.cluster.cpus_per_node
 
 
@@ -63,7 +63,7 @@ def test_advice_in_comments_can_be_typed(path: Path) -> None:
     """The overrides in comments are valid on the command line."""
     words = sites.asked(path.stem)
     for word in sites.advice(path.read_text()):
-        assert checks.problems(compose([*words, word])) == [], word
+        assert all_checks.problems(compose([*words, word])) == [], word
 
 
 def test_advice_is_found() -> None:
@@ -77,7 +77,7 @@ def test_advice_is_found() -> None:
 def test_required_keys_are_checked(name: str) -> None:
     """A request without the keys that a site requires gives one message per missing key."""
     config = compose([f"cluster={name}"])
-    found = checks.problems(config)
+    found = all_checks.problems(config)
     assert len(found) == len(config.cluster.needs)
     for key, message in zip(config.cluster.needs, found, strict=True):
         if key == "modules":
@@ -92,15 +92,15 @@ def test_required_keys_are_checked(name: str) -> None:
 def test_where_the_plugin_comes_from(way: str) -> None:
     """A site whose NCCL needs a plugin accepts a module, a setup line, an image, and TCP if the user asks for it."""
     words = ["cluster=perlmutter", "validate=false", "check_paths=false"]
-    assert any("plugin" in one for one in checks.problems(compose(words)))
-    assert not any("plugin" in one for one in checks.problems(compose([*words, way])))
+    assert any("plugin" in one for one in all_checks.problems(compose(words)))
+    assert not any("plugin" in one for one in all_checks.problems(compose([*words, way])))
 
 
 def test_needs_must_be_known_keys() -> None:
     """An unknown key in cluster.needs gives a message with the known ones."""
-    (message,) = checks.problems(compose(["cluster.needs=[budget]"]))
+    (message,) = all_checks.problems(compose(["cluster.needs=[budget]"]))
     assert message == "cluster.needs has 'budget', expected keys from: account, qos, partition, modules"
-    assert len(checks.problems(compose(["cluster.needs=[account,qos,partition,account]"]))) == 3
+    assert len(all_checks.problems(compose(["cluster.needs=[account,qos,partition,account]"]))) == 3
 
 
 def test_the_users_file_extends_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_the_users_file_extends_a_shipped_one(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.chdir(tmp_path)
     config = compose(["cluster=ours", "nodes=2"])
-    assert checks.problems(config) == []
+    assert all_checks.problems(config) == []
     assert (config.cluster.name, config.account, config.partition) == ("ours", "project_465000000", "dev-g")
     assert (config.cluster.gpus_per_node, config.launch.cpu_bind) == (8, compose(["cluster=lumi_g"]).cluster.cpu_bind)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 
 APPTAINER = "cluster.container.runtime=apptainer"
@@ -36,11 +36,11 @@ APPTAINER = "cluster.container.runtime=apptainer"
 )
 def test_contradictions(words: list[str], message: str) -> None:
     """Each message names the key, its value and what is expected."""
-    found = checks.problems(compose(words))
+    found = all_checks.problems(compose(words))
     assert [text for text in found if message in text], found
 
 
 def test_a_consistent_environment() -> None:
     """An image with a runtime and mounts of two and three parts is accepted."""
     mounts = "container.mounts=['/a:/a','/b:/c:ro']"
-    assert checks.problems(compose(["container.image=docker://x", APPTAINER, mounts])) == []
+    assert all_checks.problems(compose(["container.image=docker://x", APPTAINER, mounts])) == []

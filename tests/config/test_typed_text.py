@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks, compose, hydra_compose, request
+from hpcinit.checks import all_checks
+from hpcinit.config import compose, hydra_compose, request
 from hpcinit.submit import program_arguments
 
 TEXTS = (
@@ -132,7 +133,7 @@ def listed(values: Mapping[str, str]) -> str:
 
 
 def problems(one: request.Request) -> list[str]:
-    return [problem for problem in checks.problems(one.config) if "expected text" in problem]
+    return [problem for problem in all_checks.problems(one.config) if "expected text" in problem]
 
 
 # where a file may be, how its path is shown, what is above `env` in it, and what selects it

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import hpcinit
-from hpcinit.config import checks, compose
+from hpcinit.checks import all_checks
+from hpcinit.config import compose
 from hpcinit.records import wrappers
 from hpcinit.records.memory import Demand, Part
 from hpcinit.records.spec import Training
@@ -62,8 +63,8 @@ class Copies(Wrapper):
 def test_a_wrapper_that_is_added_to_the_table_is_accepted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The config's checks, the spec and the memory estimate take their wrappers from the table."""
     config = compose.compose(["parallel.wrap=copies"])
-    assert any("parallel.wrap is 'copies'" in problem for problem in checks.problems(config, to_submit=False))
+    assert any("parallel.wrap is 'copies'" in problem for problem in all_checks.problems(config, to_submit=False))
     monkeypatch.setitem(WRAPPERS, "copies", Copies())
-    assert checks.problems(config, to_submit=False) == []
+    assert all_checks.problems(config, to_submit=False) == []
     assert not Training("copies").wrapper.needs_deepspeed
     assert [part.bytes for part in wrappers.get("copies").memory(Demand(7))] == [21]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.config.overrides import with_quoted_lists
 from hpcinit.records import run_folder
@@ -79,7 +79,7 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
 )
 def test_invalid_values_are_refused(overrides: list[str], message: str) -> None:
     """Each message names the key, the value and the expected value."""
-    problems = checks.problems(compose(overrides))
+    problems = all_checks.problems(compose(overrides))
     assert len(problems) == 1 and message in problems[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.records import components, job_log, spec
 from hpcinit.records.components import Component
@@ -25,7 +25,7 @@ FIRST = ["cluster=mini", "nodes=2", "ranks_per_node=1", "gpus_per_node=2", "cpus
 def test_all_problems_are_reported_in_one_pass() -> None:
     """Each message names the component, the value and the expected value."""
     wrong = "hetjob=[{nods: 1, nodes: 0, mem_gb: all, partition: 1, gpus_per_node: -1}]"
-    found = checks.problems(compose(["cluster=mini", wrong, "launch=fork", "spare_nodes=1", "chain=2"]))
+    found = all_checks.problems(compose(["cluster=mini", wrong, "launch=fork", "spare_nodes=1", "chain=2"]))
     assert found == [
         "hetjob is set and launch.kind is fork, expected srun: a heterogeneous job cannot have it",
         "hetjob is set and spare_nodes is 1, expected 0: a heterogeneous job cannot have it",
@@ -50,7 +50,7 @@ def test_all_problems_are_reported_in_one_pass() -> None:
 )
 def test_a_component_is_checked_like_a_request(words: list[str], message: str) -> None:
     """A component cannot request more than its partition has, and features without components are refused."""
-    assert any(message in problem for problem in checks.problems(compose(["cluster=mini", *words])))
+    assert any(message in problem for problem in all_checks.problems(compose(["cluster=mini", *words])))
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,16 @@ def test_the_layout_covers_all_components(tmp_path: Path) -> None:
     """The spec has the components of the world, and tensor parallel groups fit the nodes of each component."""
     words = [*FIRST, "ranks_per_node=4", "gpus_per_node=4", "hetjob=[{nodes: 1, ranks_per_node: 2}]"]
     config = compose([*words, "parallel.tp=2"])
-    assert checks.problems(config, to_submit=False) == []
+    assert all_checks.problems(config, to_submit=False) == []
     made = job_environment.make_spec(config, Path("/w"))
     assert (made.nodes, made.world_size, made.layout.dp_replicate) == (3, 10, 5)
     (tmp_path / "spec.json").write_text(made.to_json())
     assert spec.load(tmp_path / "spec.json") == made
-    (problem,) = checks.problems(compose([*words, "parallel.tp=4"]), to_submit=False)
+    (problem,) = all_checks.problems(compose([*words, "parallel.tp=4"]), to_submit=False)
     assert "which does not divide 10 ranks" in problem
-    (problem,) = checks.problems(compose([*words, "parallel.tp=4", "nodes=1", TWO]), to_submit=False)
+    (problem,) = all_checks.problems(compose([*words, "parallel.tp=4", "nodes=1", TWO]), to_submit=False)
     assert "tp 4 does not divide the 2 ranks of a node" in problem
-    (problem,) = checks.problems(compose([*words, "parallel.tp=4", "worlds=each"]), to_submit=False)
+    (problem,) = all_checks.problems(compose([*words, "parallel.tp=4", "worlds=each"]), to_submit=False)
     assert "which does not divide 1 node x 2 ranks" in problem, "the second component is a world of 2 ranks"
 
 

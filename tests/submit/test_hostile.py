@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
 from hpcinit.submit import script
@@ -74,7 +74,7 @@ def with_text(key: str, how: str, text: str) -> Config:
 
 def rendered(config: Config, folder: Path) -> str | None:
     """Return the script, or None if the request is refused, on the same path as `hpcinit submit`."""
-    return None if checks.problems(config) else script.render(config, folder, folder)
+    return None if all_checks.problems(config) else script.render(config, folder, folder)
 
 
 def test_every_text_of_the_schema_is_tried() -> None:

@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 
 from hpcinit.base import console
+from hpcinit.base.console import ProgressLine
 from hpcinit.base.errors import MaybeSubmitted, NotReached, SubmitError
 from hpcinit.observe import state
 from hpcinit.slurm import exactly_once, tokens
 from hpcinit.slurm.sbatch import sbatch
-from hpcinit.submit.duplicates import Waiting
 from hpcinit.submit.executor import Executor
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -64,7 +64,7 @@ def hand_over(
     script: Path, env: Mapping[str, str], token: str, options: Sequence[str] = (), **more: Any
 ) -> tuple[str, Sequence[str]]:
     """Submit as the command line does, with progress on stderr."""
-    waiting = Waiting()
+    waiting = ProgressLine()
     try:
         return exactly_once.submit(script, env, token, options, show=waiting.show, **more)
     finally:
@@ -439,7 +439,7 @@ def test_with_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_progress_line(tmp_path: Path) -> None:
     """Without a terminal each new message is a new line. In a terminal one line is updated."""
     code = (
-        "from hpcinit.submit.duplicates import Waiting; w = Waiting()\n"
+        "from hpcinit.base.console import ProgressLine; w = ProgressLine()\n"
         "for text in ('one', 'one', 'two'): w.show(text)\n"
         "w.end()\n"
     )
@@ -456,7 +456,7 @@ def test_the_progress_line(tmp_path: Path) -> None:
 def test_a_closed_terminal_ends_no_submission(sink: str) -> None:
     """If stderr fails, the submission continues, and stdout contains only its own output."""
     code = (
-        "import time; from hpcinit.submit.duplicates import Waiting; w = Waiting(); time.sleep(0.3)\n"
+        "import time; from hpcinit.base.console import ProgressLine; w = ProgressLine(); time.sleep(0.3)\n"
         "for text in ('one', 'two'): w.show(text)\n"
         "w.end(); print('job 4242')"
     )

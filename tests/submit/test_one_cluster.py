@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.checks import validate
 from hpcinit.slurm.queue import QueueQuery
-from hpcinit.submit import job_environment, validate
+from hpcinit.submit import job_environment
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.slurm_lines import squeue_line

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import program_source
+from hpcinit.checks import program_source
 from tests.conftest import Run
 from tests.submit.test_submit import fake_sbatch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks, unused_settings
+from hpcinit.checks import all_checks, program_source
 from hpcinit.config.compose import compose
 from hpcinit.records import program_use
 from tests.conftest import Run
@@ -59,8 +59,8 @@ def test_the_submission_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     words = ["job=program", "job.script=train.py", "parallel=zero3", "seed=7"]
 
     def found(*more: str) -> list[str]:
-        unused_settings._may_use_hpcinit.cache_clear()
-        return [one for one in checks.warnings(compose([*words, *more])) if "no effect" in one]
+        program_source._may_use_hpcinit.cache_clear()
+        return [one for one in all_checks.warnings(compose([*words, *more])) if "no effect" in one]
 
     [text] = found()
     assert text.startswith(

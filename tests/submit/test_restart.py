@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.slurm import scontrol
 from tests.conftest import Run
@@ -84,7 +84,7 @@ def begin_now(slurm: MiniSlurm, job: str) -> None:
 )
 def test_invalid_values_are_refused(overrides: list[str], message: str) -> None:
     """Each message names the key, the value and the expected value."""
-    problems = checks.problems(compose(overrides))
+    problems = all_checks.problems(compose(overrides))
     assert len(problems) == 1 and message in problems[0]
 
 

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+from hpcinit.submit.validate import key_of
 
 from hpcinit.base.errors import SubmitError
 from hpcinit.config.compose import compose
 from hpcinit.slurm import sbatch_errors
 from hpcinit.slurm.sbatch import sbatch
 from hpcinit.submit import script
-from hpcinit.submit.validate import key_of
 from tests.minislurm import MiniSlurm
 
 ANY_SIZE = "cluster.partitions={}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.submit import script
 from tests import sites
@@ -25,7 +25,7 @@ IMAGES = {
 
 def render(name: str) -> str:
     config = compose([*sites.asked(name), *REQUEST, *IMAGES.get(name, [])])
-    assert checks.problems(config) == []
+    assert all_checks.problems(config) == []
     return script.render(config, FOLDER, WORKDIR)
 
 

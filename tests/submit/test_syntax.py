@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import ConfigError
+from hpcinit.checks import all_checks, environment
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
-from hpcinit.submit import script, shell_syntax, transaction
+from hpcinit.submit import transaction
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +34,13 @@ def with_setup(*lines: str) -> Config:
     ],
 )
 def test_invalid_shell_is_refused(lines: list[str], said: str) -> None:
-    """Submission and dry run print bash's error and the lines with their numbers in the script."""
+    """Submission and dry run print bash's error and the lines of cluster.setup with their numbers."""
     config = with_setup(*lines)
     with pytest.raises(ConfigError) as caught:
-        transaction.check(config)
+        all_checks.check(config, {})
     (problem,) = caught.value.problems
     assert problem.startswith("bash cannot parse cluster.setup") and said in problem
-    number, _, first = problem.partition("lines of the script:\n")[2].partition("\n")[0].strip().partition(": ")
-    whole = script.render(config, Path("/shared/runs/x"), Path("/shared")).splitlines()
-    assert whole[int(number) - 1] == first == lines[0]
+    assert problem.endswith("\n".join(f"  {number}: {line}" for number, line in enumerate(lines, 1)))
     assert list(Path().iterdir()) == []
 
 
@@ -65,17 +64,17 @@ def test_bash_runs_only_for_setup_lines(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "bash").write_text("#!/bin/bash\nprintf '%s|' ${!HPCINIT_*} x >> env\n")
     (tmp_path / "bash").chmod(0o755)
     monkeypatch.setenv("HPCINIT_SEEN", "1")
-    monkeypatch.setattr(shell_syntax, "COMMAND", (str(tmp_path / "bash"),))
-    transaction.check(with_setup())
+    monkeypatch.setattr(environment, "COMMAND", (str(tmp_path / "bash"),))
+    all_checks.check(with_setup(), {})
     assert not (tmp_path / "env").exists()
-    transaction.check(with_setup("true"))
+    all_checks.check(with_setup("true"), {})
     assert (tmp_path / "env").read_text() == "x|"
 
 
 def test_without_bash_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bash, or if it does not end, nothing is refused."""
-    monkeypatch.setattr(shell_syntax, "COMMAND", ("no-such-bash",))
-    transaction.check(with_setup("echo 'open"))
-    monkeypatch.setattr(shell_syntax, "COMMAND", ("sleep", "60"))
-    monkeypatch.setattr(shell_syntax, "BASH_S", 0.1)
-    transaction.check(with_setup("echo 'open"))
+    monkeypatch.setattr(environment, "COMMAND", ("no-such-bash",))
+    all_checks.check(with_setup("echo 'open"), {})
+    monkeypatch.setattr(environment, "COMMAND", ("sleep", "60"))
+    monkeypatch.setattr(environment, "BASH_S", 0.1)
+    all_checks.check(with_setup("echo 'open"), {})

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import SubmitError
+from hpcinit.checks import validate
 from hpcinit.config.compose import compose
 from hpcinit.slurm.sbatch import sbatch
-from hpcinit.submit import script, validate
+from hpcinit.submit import script
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submit.test_sbatch_errors import REFUSED

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import BringUpError, WorldError
-from hpcinit.config import checks
+from hpcinit.checks import all_checks
 from hpcinit.config.compose import compose
 from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.world import World, launchers, ports, rank_0
@@ -39,15 +39,15 @@ STEP = {
 )  # fmt: skip
 def test_values_are_checked_before_submission(value: str, reason: str) -> None:
     """A port, a range of three or more, or env; a value of another form is an error on the login node."""
-    found = checks.problems(compose([f"comm.ports='{value}'"]), to_submit=False)
+    found = all_checks.problems(compose([f"comm.ports='{value}'"]), to_submit=False)
     assert [text.startswith(f"comm.ports {reason}") for text in found] == [True] * bool(reason)
 
 
 def test_torchrun_needs_a_range() -> None:
     """torchrun's agents have their own rendezvous and store, so three ports are too few."""
-    (found,) = checks.problems(compose(["comm.ports=29500", "launch=torchrun"]), to_submit=False)
+    (found,) = all_checks.problems(compose(["comm.ports=29500", "launch=torchrun"]), to_submit=False)
     assert found.startswith("comm.ports is '29500', expected a range") and "launch=torchrun" in found
-    assert not checks.problems(compose(["comm.ports=20000-20100", "launch=torchrun"]), to_submit=False)
+    assert not all_checks.problems(compose(["comm.ports=20000-20100", "launch=torchrun"]), to_submit=False)
 
 
 def test_all_ranks_compute_the_same_ports() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import SubmitError, WorldError
-from hpcinit.submit import validate
+from hpcinit.checks import validate
 from hpcinit.world import launchers
 
 STARTS = "sbatch: Job 1 to start at 2001-11-22T20:21:37 a using 2 processors on nodes n[1-2] in partition main\n"

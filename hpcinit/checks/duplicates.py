@@ -5,11 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import shutil
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +15,6 @@ from hpcinit.records import run_folder
 from hpcinit.slurm.queue import Job, QueueQuery
 from hpcinit.slurm.slurm_client import Unreachable
 from hpcinit.slurm.tokens import MARK
-
-# Progress of slow steps, on stderr.
-
-AGAIN_S = 60.0  # without a terminal, the same message is repeated after this time
-
-
-class Waiting:
-    """A progress line: updated in place in a terminal, else a new line for each new message."""
-
-    def __init__(self) -> None:
-        self._shown, self._at, self._started = "", 0.0, time.monotonic()
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
-
-    def show(self, message: str) -> None:
-        """Print `message` with the time since the start."""
-        clock = time.monotonic()
-        text = f"hpcinit: {message} ({clock - self._started:.0f} s)"
-        if self._terminal:
-            width = shutil.get_terminal_size().columns - 1
-            _write(f"\r\x1b[K{text[:width]}")
-        elif message != self._shown or clock - self._at >= AGAIN_S:
-            _write(f"{text}\n")
-            self._at = clock
-        self._shown = message
-
-    def end(self) -> None:
-        """End the line, so that other output starts on a new one."""
-        if self._terminal and self._shown:
-            _write("\n")
-        self._shown = ""
-
-
-def _write(text: str) -> None:
-    """Write to stderr. A closed terminal must not end a submission whose job exists."""
-    if sys.stderr is not None and not console.quiet():  # `2>&-`
-        with suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
 
 # These keys change how a job is submitted, not which job. Any other key makes a different request; runs_dir too,
 # because another place for the results means that the user wants both.
@@ -83,7 +40,7 @@ def find(jobs: Sequence[Job], request: str) -> Job | None:
 
 def refuse_duplicate(queued: QueueQuery, request: str) -> None:
     """Raise RequestError if the request is in the queue. Without a reply the submission waits for the controller."""
-    waiting = Waiting()
+    waiting = console.ProgressLine()
     try:
         jobs = queued.jobs(
             lambda: waiting.show("waiting for squeue, to check whether the same request is already queued")

@@ -1,5 +1,6 @@
-"""What the source of a Python program shows before the job is queued: syntax errors, and whether it reads key=value.
+"""What the source of a Python program shows before the job is queued.
 
+Syntax errors, whether it reads key=value, and whether it calls hpcinit, without which some settings have no effect.
 The program never runs here. A script that the Python of the ranks cannot compile is refused. If that Python cannot be
 started on this machine, another version may accept the script, so there is only a warning.
 """
@@ -7,28 +8,34 @@ started on this machine, another version may accept the script, so there is only
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from hpcinit.base.text import expanded
-from hpcinit.config import compile_script, environment_checks, python_environment
+from hpcinit.checks import environment, python_environment
+from hpcinit.config import job_spec
 from hpcinit.config.schema import Config
+from hpcinit.records import program_use
 
 PYTHON = re.compile(r"python[\d.]*")
 COMPILE_TIMEOUT_S = 5.0  # of the child process; a Python on a slow file system must not delay the submission
 WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python whose value is the next argument
+MOST_FILES = 500  # of the program's own modules; with more of them there is no warning about unused settings
 # Names in a script that reads arguments such as nodes=2 itself.
 READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
 
 
 def source(config: Config) -> Path | None:
     """Return the file of a Python program: a script, `python -u train.py`, or a module below the working folder."""
-    job, workdir = config.job, expanded(config.job.workdir or ".")
+    job, workdir = config.job, job_spec.workdir(config)
     name = job.script
     if job.module:
         name = _file_of(job.module)
@@ -79,14 +86,14 @@ def _reads(node: ast.AST) -> bool:
     return False
 
 
-def problems(config: Config) -> Iterator[str]:
+def cannot_compile(config: Config) -> Iterator[str]:
     """Yield a message for a script that the Python of the ranks cannot compile."""
     name, error, certain = _syntax(config)
     if error and certain:
         yield f"the program is {name!r}, which {_python(config)} cannot compile: {error}. Correct the script"
 
 
-def warnings(config: Config) -> Iterator[str]:
+def may_not_compile(config: Config) -> Iterator[str]:
     """Yield a warning for a script that this Python cannot compile, if the one of the ranks cannot be started here."""
     name, error, certain = _syntax(config)
     if error and not certain:
@@ -114,7 +121,7 @@ def _python(config: Config) -> str:
     """Return the Python that runs the program: `python` of `-- python train.py`, or that of the environment."""
     command = config.job.command
     if not command:
-        return environment_checks.python(config)
+        return environment.python(config)
     return str((expanded(config.job.workdir or ".") / command).absolute()) if "/" in command else command
 
 
@@ -126,9 +133,16 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
     """
     python = str(Path(python).expanduser()) if python else ""
     if python == sys.executable or (python and _is_our_version(python)):
-        return compile_script.syntax_error(str(path)), True
+        return _syntax_error(str(path)), True
     if python and os.access(python, os.X_OK):
-        command = [python, "-I", "-S", compile_script.__file__, str(path)]
+        command = [
+            python,
+            "-I",
+            "-S",
+            "-c",
+            f"import sys, warnings\n\n{inspect.getsource(_syntax_error)}\nprint(_syntax_error(sys.argv[1]))",
+            str(path),
+        ]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=True
@@ -136,10 +150,81 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
             return done.stdout.strip(), True
         except (OSError, ValueError, subprocess.SubprocessError):
             pass
-    return compile_script.syntax_error(str(path)), False
+    return _syntax_error(str(path)), False
+
+
+def _syntax_error(path: str) -> str:
+    """Return 'line 3: invalid syntax' for a script that this Python cannot compile, else ''. Raise OSError.
+
+    It is also the program of another Python 3, so it needs only these modules.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123 - no other import
+        text = file.read()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except ValueError as error:  # a NUL character, in Python 3.11
+        return str(error)
+    return ""
 
 
 def _is_our_version(python: str) -> bool:
     """Return whether the installation or environment of `python` has one version, the same as this one."""
     versions = {folder.name for folder in python_environment.prefix_of(Path(python)).glob("lib/python3.*")}
     return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
+
+
+def unused_settings(config: Config) -> Iterator[str]:
+    """Yield a warning that names the settings without effect.
+
+    The program may still call hpcinit through an installed package, so this is no error.
+    """
+    path = source(config)
+    workdir = job_spec.workdir(config)
+    if path is None or _may_use_hpcinit(path, workdir):
+        return
+    spec = job_spec.make(config, str(workdir), path.name)
+    settings = [*program_use.of_spec(spec, program_use.NOTHING).no_effect]
+    if "seed" in settings and str(config.seed) in config.job.args:  # -- train.py --seed '${seed}'
+        settings.remove("seed")
+    if settings:
+        yield (
+            f"{path.name} and the modules beside it do not import hpcinit: {', '.join(settings)} will have no effect. "
+            "Call hpcinit.init() and run.wrap() in the program (docs/your-script.md), or omit these settings"
+        )
+
+
+@cache
+def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
+    """Return whether the script, or a module beside it that it imports, mentions hpcinit; True if it cannot be read."""
+    seen, new = set[Path](), {script}
+    while new and len(seen) <= MOST_FILES:
+        path = new.pop()
+        seen.add(path)
+        try:
+            content = path.read_bytes()
+            if b"hpcinit" in content:
+                return True
+            names = _imported(ast.parse(content))
+        except (OSError, SyntaxError, ValueError):
+            return True
+        for folder in {script.parent, workdir, path.parent}:
+            for name in names:
+                new |= {folder / f"{name}.py", *islice((folder / name).rglob("*.py"), MOST_FILES)} - seen
+        new = {each for each in new if each.is_file()}
+    return bool(new)
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """Return the first part of the name of each imported module: 'a' for `import a.b` and `from .a import c`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {name.partition(".")[0] for name in names}
+    return found

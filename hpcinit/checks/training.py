@@ -10,17 +10,29 @@ from dataclasses import fields
 from hpcinit.base import versions
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
-from hpcinit.config import job_spec, python_environment
+from hpcinit.checks import python_environment
+from hpcinit.config import hetjob, job_spec
 from hpcinit.config.schema import Config
 from hpcinit.deepspeed import deepspeed_config, deepspeed_versions
 from hpcinit.deepspeed.deepspeed_config import options
 from hpcinit.deepspeed.deepspeed_keys import DeepSpeed
 from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout, divisors_around
+from hpcinit.world import network
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one message per problem."""
+    """Yield one message per problem: of the start-up timeout and host names, and of each world of ranks."""
+    for check in (
+        lambda: network.rename_host("node", config.cluster.host_template),
+        lambda: job_spec.startup_timeout(config),
+    ):
+        yield from _error(check)
+    for world in hetjob.worlds(config):
+        yield from _world(world)
+
+
+def _world(config: Config) -> Iterator[str]:
     try:
         layout = job_spec.full_layout(config)
     except RequestError as error:

@@ -1,4 +1,7 @@
-"""Checks of nodes, time, GPUs, cores and memory against the partition's limits, and of keys that a site requires."""
+"""Checks of nodes, time, GPUs, cores and memory against the partition's limits, and of keys that a site requires.
+
+They apply to each component of a heterogeneous job.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import difflib
 from collections.abc import Iterator
 
 from hpcinit.base.text import counted
-from hpcinit.config import resources
+from hpcinit.config import hetjob, resources
+from hpcinit.config.hetjob import COUNTS, KEYS, TEXTS
 from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config, Partition, Qos
 
@@ -175,3 +179,39 @@ def _cores(config: Config, has: Partition) -> Iterator[str]:
             f"{ranks} ranks x {each} cores = {ranks * each} cores per node, but a node of {_where(config)} has "
             f"{has.cpus_per_node} (cpus_per_node): set {advice}"
         )
+
+
+def hetjob_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of `hetjob`, and of the resources of each component after the first."""
+    if not config.hetjob:
+        if config.worlds != hetjob.ONE:
+            yield f"worlds is {config.worlds}, but hetjob is empty: remove worlds, or add components"
+        return
+    for key, value, usual in (
+        ("cluster.engine", config.cluster.engine, "slurm"),
+        ("launch.kind", config.launch.kind, "srun"),
+        ("spare_nodes", config.spare_nodes, 0),
+        ("chain", config.chain, 1),
+        ("restart.max_restarts", config.restart.max_restarts or 0, 0),
+    ):
+        if value != usual:
+            yield f"hetjob is set and {key} is {value}, expected {usual}: a heterogeneous job cannot have it"
+    wrong = [text for at, each in enumerate(config.hetjob) for text in _component(at, dict(each))]
+    yield from wrong
+    if not wrong:
+        for at, each in enumerate(hetjob.components(config)[1:]):
+            yield from (f"hetjob[{at}]: {text}" for text in problems(each))
+
+
+def _component(at: int, each: dict[str, object]) -> Iterator[str]:
+    for key, value in each.items():
+        name = f"hetjob[{at}].{key}"
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key not in KEYS:
+            yield f"{name} is not a key of a component, expected one of: {', '.join(KEYS)}"
+        elif key in COUNTS and (type(value) is not int or value < COUNTS[key]):
+            yield f"{name} is {value!r}, expected a whole number, {COUNTS[key]} or more"
+        elif key == "mem_gb" and not (number and value >= 0):  # type: ignore[operator]
+            yield f"{name} is {value!r}, expected a number, 0 or more"
+        elif key in TEXTS and (not isinstance(value, str) or not value):
+            yield f"{name} is {value!r}, expected a name"

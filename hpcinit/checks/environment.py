@@ -1,21 +1,29 @@
-"""Checks of the environment of the ranks: modules, Python or an image, and the run folder."""
+"""Checks of the environment of the ranks: a container, cluster.setup, the run folder, limits of the local machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from hpcinit.base import quoting, safe_files
-from hpcinit.base.text import expanded
-from hpcinit.config import keys, python_environment
+from hpcinit.base.text import counted, expanded
+from hpcinit.checks import python_environment
+from hpcinit.config import keys
+from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
 
 LEAST_MB = 16  # a run folder is about 20 kB at submission; logs and error records are added
 IMAGES = (".sif", ".sqsh", ".simg", ".img")
 INSTEAD = {"image": "container.image", "mounts": "container.mounts", "bind": "container.mounts", "pwd": "job.workdir"}
+BASH_S = 10  # parsing a script takes milliseconds
+# extglob: the user's lines may contain `shopt -s extglob`, which -n does not run, and then !(x) is valid.
+COMMAND = ("bash", "-O", "extglob", "-n")
+MOST_LOCAL_NODES = 254  # node i is 127.0.0.i
+MOST_RANKS_PER_CORE = 32
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -120,3 +128,54 @@ def python(config: Config) -> str:
     if cluster.conda:
         return f"{cluster.conda}/bin/python" if python_environment.is_folder(cluster.conda) else "python"
     return sys.executable
+
+
+def setup_syntax(config: Config) -> Iterator[str]:
+    """Yield bash's error and the lines of cluster.setup. Nothing if bash is missing or does not end."""
+    if not config.cluster.setup:
+        return
+    setup = "\n".join(config.cluster.setup)
+    try:
+        # The user's environment is not passed on: bash would print a line about a missing locale.
+        done = subprocess.run(
+            COMMAND,
+            input=f"{setup}\n".encode(errors="replace"),
+            capture_output=True,
+            timeout=BASH_S,
+            check=False,
+            env={"LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    # An unfinished here-document is only a warning, but it swallows the lines of the script that follow.
+    if output := done.stderr.decode(errors="replace").strip():
+        shown = [f"  {line}" for line in output.splitlines()]
+        numbered = [f"  {number}: {line}" for number, line in enumerate(setup.split("\n"), 1)]
+        lines = "\n".join(["expected complete commands:", *shown, "cluster.setup has these lines:", *numbered])
+        yield f"bash cannot parse cluster.setup, {lines}"
+
+
+def local_machine(config: Config) -> Iterator[str]:
+    """Yield a message for each limit of this machine that a request for cluster=local exceeds."""
+    if config.cluster.engine != "local":
+        return
+    import psutil  # noqa: PLC0415 - for this engine only
+
+    nodes, mem_gb_per_rank = config.nodes, config.cluster.mem_gb_per_rank
+    world_size = nodes * ranks_per_node(config)
+    if nodes > MOST_LOCAL_NODES:
+        yield f"nodes={nodes}, but cluster=local has at most {MOST_LOCAL_NODES} (addresses 127.0.0.1 to 127.0.0.254)"
+    # Not the free memory: another program may need less when the ranks start, and there is no queue to wait in.
+    total_gb = psutil.virtual_memory().total / 1e9
+    if world_size * mem_gb_per_rank > total_gb:
+        yield (
+            f"{counted(world_size, 'rank')} x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
+            f"{world_size * mem_gb_per_rank:g} GB, but this machine has {total_gb:.1f} GB: at most "
+            f"{counted(int(total_gb / mem_gb_per_rank), 'rank')} fit"
+        )
+    cores = psutil.cpu_count() or 1
+    if world_size > MOST_RANKS_PER_CORE * cores:
+        yield (
+            f"{counted(world_size, 'rank')} on {counted(cores, 'core')}: at most {MOST_RANKS_PER_CORE} ranks per core, "
+            f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
+        )

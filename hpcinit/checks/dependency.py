@@ -1,21 +1,94 @@
-"""Translate the key dependency to sbatch's --dependency: runs become job ids, and what is fulfilled is omitted."""
+"""The key dependency: Slurm's own text, as in afterok:4242,singleton, where runs may be named instead of job ids.
+
+For sbatch, runs become job ids, and what is fulfilled is omitted.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
-from hpcinit.config import dependency
-from hpcinit.config.dependency import SINGLETON, Condition
 from hpcinit.config.schema import Config
 from hpcinit.slurm import slurm_client
 
 if TYPE_CHECKING:
     from hpcinit.observe.state import State
+
+SINGLETON = "singleton"
+TYPES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")  # sbatch(1), --dependency
+EXPECTED = (
+    "expected Slurm's syntax, such as afterok:JOB, afterany:JOB or singleton, joined by ',' (all) or '?' (any); "
+    "JOB is a job id or the name of a run"
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One type with one job: `type:name+delay`. name: a job id or a run, '' for singleton. delay: '+MINUTES' or ''."""
+
+    type: str
+    name: str = ""
+    delay: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.name}{self.delay}" if self.name else self.type
+
+
+def separator(text: str) -> str:
+    """Return '?' if one fulfilled condition is enough, ',' if all are required."""
+    return "?" if "?" in text else ","
+
+
+def conditions(text: str | None) -> list[Condition]:
+    """Return the conditions in `text`, one for each job. It has passed problems()."""
+    found = []
+    for part in re.split("[,?]", text or ""):
+        kind, *names = part.split(":")
+        if not names and kind:
+            found.append(Condition(kind.lower()))
+        for each in names:
+            name, delay = re.fullmatch(r"(.*?)(\+\d+)?", each, re.DOTALL).groups()  # type: ignore[union-attr]
+            found.append(Condition(kind.lower(), name, delay or ""))
+    return found
+
+
+def syntax_problems(text: str | None) -> Iterator[str]:
+    """Yield a message for each part that is not in Slurm's form."""
+    if text is None:
+        return
+    if "," in text and "?" in text:
+        yield f"dependency is {text!r}: Slurm does not combine ',' (all) and '?' (any); use one of them"
+    for part in re.split("[,?]", text):
+        kind, *names = part.split(":")
+        kind = kind.lower()
+        if kind == SINGLETON and not names:
+            continue
+        if kind not in TYPES:
+            types = f"the types are {', '.join((*TYPES, SINGLETON))}"
+            near = f"; did you mean afterok:{part}?" if part and not names else f"; {types}"
+            yield f"dependency has {part!r}, {EXPECTED}{near}"
+        elif not names or not all(name.strip() for name in names):
+            yield f"dependency has {part!r} without a job, expected as in {kind}:4242 or {kind}:train-0001"
+        elif kind != "after" and (delayed := [name for name in names if re.search(r"\+\d+$", name)]):
+            yield f"dependency has {part!r}: only the type after has a delay; use {kind}:{delayed[0].partition('+')[0]}"
+
+
+def written(config: Config) -> Iterator[str]:
+    """Check dependency and chain."""
+    yield from syntax_problems(config.dependency or None)
+    requested = ["dependency"] * bool(config.dependency) + ["chain"] * (config.chain > 1)
+    if requested and config.cluster.engine == "local":
+        verb = "is" if len(requested) == 1 else "are"
+        yield (
+            f"{', '.join(requested)} {verb} set, but cluster {config.cluster.name} has no queue (engine: local), so "
+            "jobs start at once; run the first with wait=true, then the next, or choose a cluster with Slurm"
+        )
+
 
 NOT_SUBMITTED = "NOT_SUBMITTED"  # as in observe.find_runs, which a plain submission does not import
 JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
@@ -23,11 +96,11 @@ JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
 def dependency_option(config: Config) -> str | None:
     """Return 'afterany:41:42,afterok:40,singleton' or None. Raise RequestError if a condition is impossible."""
-    any_is_enough = dependency.separator(config.dependency or "") == "?"
+    any_is_enough = separator(config.dependency or "") == "?"
     waits: dict[str, list[str]] = {}  # type -> ids
     impossible: list[str] = []
     fulfilled = False
-    for condition in dependency.conditions(config.dependency):
+    for condition in conditions(config.dependency):
         if condition.type == SINGLETON:
             waits[SINGLETON] = []
             continue
@@ -46,18 +119,18 @@ def dependency_option(config: Config) -> str | None:
             return None
         if impossible and not waits:
             raise RequestError(impossible[0])
-    separator = "?" if any_is_enough else ","
-    return separator.join(":".join([kind, *ids]) for kind, ids in waits.items()) or None
+    between = "?" if any_is_enough else ","
+    return between.join(":".join([kind, *ids]) for kind, ids in waits.items()) or None
 
 
-def dependency_problems(config: Config) -> Iterator[str]:
+def problems(config: Config) -> Iterator[str]:
     """Yield a message for each condition that names no job, or that can never be fulfilled."""
     found = False
-    for condition in dependency.conditions(config.dependency):
+    for condition in conditions(config.dependency):
         try:
             for job_id, states in _targets(condition, config) if condition.name else ():
                 problem = _problem(condition, job_id, states)
-                if problem and dependency.separator(config.dependency or "") != "?":
+                if problem and separator(config.dependency or "") != "?":
                     found = True
                     yield problem
         except RequestError as error:
@@ -72,7 +145,7 @@ def dependency_problems(config: Config) -> Iterator[str]:
 
 def has_singleton(config: Config) -> bool:
     """Return whether the job starts only when no other job of its name is running."""
-    return Condition(SINGLETON) in dependency.conditions(config.dependency)
+    return Condition(SINGLETON) in conditions(config.dependency)
 
 
 def _problem(condition: Condition, job_id: str, states: list[State]) -> str:

@@ -1,0 +1,90 @@
+"""Every check of a request before the job is queued, in the order of the messages.
+
+A new check is a function in the file of its subject, and a line in CHECKS. The checks that need Slurm's answer run
+during the submission: duplicates.py and validate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcinit.base.errors import ConfigError
+from hpcinit.checks import (
+    checkout,
+    dependency,
+    environment,
+    partition,
+    program,
+    program_source,
+    secret_files,
+    start_options,
+    training,
+    values,
+)
+from hpcinit.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Check:
+    """find: returns one complete message per problem.
+
+    to_submit: only before a submission, because it needs an account, files and so on, which `hpcinit plan` does not.
+    if_valid: only if no check above it has found a problem, because another message would only add noise.
+    """
+
+    find: Callable[[Config], Iterable[str]]
+    to_submit: bool = False
+    if_valid: bool = False
+
+
+CHECKS = (
+    Check(values.declared),
+    Check(values.finite),
+    Check(values.names),
+    Check(values.texts),
+    Check(start_options.slurm_options),
+    Check(dependency.written),
+    Check(start_options.restarts),
+    Check(program.problems, to_submit=True),
+    Check(program_source.cannot_compile, to_submit=True),
+    Check(secret_files.problems, to_submit=True),
+    Check(partition.missing_keys, to_submit=True),
+    Check(environment.problems, to_submit=True),
+    Check(partition.problems),
+    Check(start_options.launch),
+    Check(partition.hetjob_problems),
+    Check(training.problems, if_valid=True),
+    Check(environment.local_machine, to_submit=True, if_valid=True),
+    Check(dependency.problems, to_submit=True, if_valid=True),
+    Check(checkout.problems, to_submit=True, if_valid=True),
+    Check(environment.setup_syntax, to_submit=True, if_valid=True),
+)
+# Each returns the warnings about a config that has no problems.
+WARNINGS = (
+    program_source.may_not_compile,
+    program_source.unused_settings,
+    partition.warnings,
+    training.warnings,
+)
+
+
+def problems(config: Config, *, to_submit: bool = True) -> list[str]:
+    """Return the messages of all checks. to_submit: also of those that only a submission needs."""
+    found: list[str] = []
+    for check in CHECKS:
+        if (to_submit or not check.to_submit) and not (check.if_valid and found):
+            found.extend(check.find(config))
+    return found
+
+
+def check(config: Config, document: Mapping[str, Any]) -> None:
+    """Raise ConfigError with all problems of a request. document: the config as written, with the user's own keys."""
+    if found := [*problems(config), *secret_files.in_document(document, config.secret_names)]:
+        raise ConfigError(*found)
+
+
+def warnings(config: Config) -> list[str]:
+    """Return the warnings about a config that has no problems."""
+    return [text for find in WARNINGS for text in find(config)]
