@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpcinit.base import quoting
 from hpcinit.config.schema import Config
-from hpcinit.config.slurm_options import full_name, instead
+from hpcinit.config.spellings import full_name, instead
 from hpcinit.records import run_folder
 from hpcinit.records.starts import STARTS
 from hpcinit.world import ports

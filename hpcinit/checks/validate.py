@@ -18,7 +18,7 @@ from pathlib import Path
 from hpcinit.base import console
 from hpcinit.base.errors import NOTHING_SUBMITTED, SubmitError
 from hpcinit.base.text import counted
-from hpcinit.config.slurm_options import OWNED
+from hpcinit.config.spellings import OWNED
 from hpcinit.slurm import sbatch_errors, slurm_client
 from hpcinit.slurm.sbatch import LOST_CONTROLLER, NOT_SENT
 

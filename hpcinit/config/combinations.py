@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from hpcinit.base.errors import ConfigError, HpcinitError
-from hpcinit.config import explain, search_path, variations
+from hpcinit.config import hydra_errors, search_path, variations
 from hpcinit.config.request import Composer, Prepare, Request
 from hpcinit.config.typed_text import Typed
 
@@ -58,7 +58,7 @@ def of(
             for problem in getattr(error, "problems", [str(error)]):
                 found.setdefault(problem, []).append(label)
     if found:
-        raise ConfigError(*explain.of_combinations(found, len(combinations)))
+        raise ConfigError(*hydra_errors.once_each(found, len(combinations)))
     return made
 
 
@@ -99,7 +99,7 @@ def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[typ
         try:
             parsed += parser.parse_overrides([override])
         except unusable as error:
-            wrong.append(explain.sentence(error, override))
+            wrong.append(hydra_errors.sentence(error, override))
     if wrong:
         raise ConfigError(*wrong)
     return parsed

@@ -86,6 +86,11 @@ def find(config: str) -> str:
     """Return the path of the file for 'cluster/mini', relative if possible; 'cluster/mini.yaml' if there is none."""
     for place in [*user_folders(), folder()]:
         if (path := place / f"{config}.yaml").is_file():
-            here = Path.cwd()
-            return str(path.relative_to(here) if path.is_relative_to(here) else path)
+            return shown(path)
     return f"{config}.yaml"
+
+
+def shown(path: str | Path) -> str:
+    """Return a path relative to the current folder, if it is below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)

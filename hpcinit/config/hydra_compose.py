@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import default_cluster, explain, hydra_state, search_path, spellings
+from hpcinit.config import default_cluster, hydra_errors, hydra_state, search_path, spellings
 from hpcinit.config import overrides as command_line
 from hpcinit.config.folders import folder
 from hpcinit.config.hydra_versions import VERSION_BASE, register_resolver
@@ -85,6 +85,7 @@ def flags() -> list[str]:
 def compose(overrides: Sequence[str]) -> Config:
     """Return the Config for these overrides. Raise ConfigError with every problem at once."""
     search_path.register()
+    overrides = spellings.translate(overrides, ())
     return _request(_compose(overrides, NAME), overrides).config
 
 
@@ -95,14 +96,14 @@ def _compose(overrides: Sequence[str], name: str) -> DictConfig:
         return _compose_once(overrides, name)
     except UNUSABLE as error:
         problems = list(_every_problem(overrides, name))
-        raise ConfigError(*(problems or [explain.sentence(error)])) from None
+        raise ConfigError(*(problems or [hydra_errors.sentence(error)])) from None
 
 
 def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
     with search_path.initialized(NAME):
         config = hydra.compose(name, list(overrides), return_hydra_config=True)
     if OmegaConf.get_type(config) is not Config:
-        raise ConfigError(explain.not_ours(name))
+        raise ConfigError(hydra_errors.not_ours(name))
     HydraConfig.instance().set_config(config)  # for ${hydra:...} interpolations
     return config
 
@@ -116,7 +117,7 @@ def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
     try:
         _compose_once(usual, name)
     except UNUSABLE as error:
-        yield explain.sentence(error)
+        yield hydra_errors.sentence(error)
         try:
             _compose_once(usual := local, name)
         except UNUSABLE:
@@ -128,7 +129,7 @@ def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
             _compose_once([*first, *good, override], name)
             good.append(override)
         except UNUSABLE as error:
-            yield explain.sentence(error, override)
+            yield hydra_errors.sentence(error, override)
 
 
 def _is_cluster(override: str) -> bool:
@@ -160,14 +161,14 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
     document = OmegaConf.to_container(config)
     if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
         # name is ${job.name} and missing only because that is
-        return explain.unset([key for key in missing if "." in key] or missing, choices)
+        return hydra_errors.unset([key for key in missing if "." in key] or missing, choices)
     found: dict[str, str] = {}  # by Hydra's message, because further keys may refer to the first wrong one
     for key, raw in command_line.references(document):
         try:
             OmegaConf.select(config, key)
         except OmegaConfBaseException as wrong:
-            found.setdefault(str(wrong).partition("\n")[0], explain.reference(key, raw, wrong))
-    return list(found.values()) or [explain.sentence(error)]
+            found.setdefault(str(wrong).partition("\n")[0], hydra_errors.reference(key, raw, wrong))
+    return list(found.values()) or [hydra_errors.sentence(error)]
 
 
 def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
@@ -206,7 +207,7 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
         with search_path.used(), _hydra_command_line([*flags, *overrides]):
             hydra.main(config_path=str(folder()), config_name=NAME, **VERSION_BASE)(job)()
     except UNUSABLE as error:
-        raise ConfigError(*(list(_every_problem(overrides, name)) or [explain.sentence(error)])) from None
+        raise ConfigError(*(list(_every_problem(overrides, name)) or [hydra_errors.sentence(error)])) from None
     if isinstance(statuses[-1], Exception):
         raise statuses[-1]
     return statuses[-1]

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import keys, spellings
-from hpcinit.config.slurm_options import ELSEWHERE, OWNED, REASONS, SAME_VALUE
+from hpcinit.config import keys
 
-SHORT = {**spellings.SHORT, "p": "partition", "q": "qos", "n": "ntasks", "D": "chdir", "o": "output", "e": "error",
-         "a": "array"}  # fmt: skip
 FREE = ("deepspeed.ds_config.", "deepspeed.optimizer_params.")  # tables that are passed to DeepSpeed unchecked
 SLURM_TEXT = "dependency"  # the key whose value is Slurm's own text, with commas, colons and ids such as 4242_7
 
@@ -29,7 +26,7 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
     parser.error = refuse  # type: ignore[method-assign]
     args, unknown = parser.parse_known_intermixed_args(list(line))
     args.overrides = with_quoted_lists(args.overrides)
-    if found := mistakes(line, unknown, args.overrides):
+    if found := list(mistakes(line, unknown, args.overrides)):
         raise ConfigError(*found)
     if (args.package or args.resolve) and not (args.cfg or args.help):
         flag = f"-p {args.package}" if args.package else "--resolve"
@@ -44,49 +41,30 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
     return args
 
 
-def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return a message for each flag that does not exist and each pair of arguments such as `nodes 4`.
+def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each flag that does not exist, and one for the arguments that are not key=value.
 
     arguments: the whole command line. unknown, overrides: the unknown flags in it, and the arguments without dashes.
     """
-    found: list[str] = []
-    at = 0
-    while at < len(arguments):
-        argument, value = arguments[at], arguments[at + 1] if at + 1 < len(arguments) else ""
-        value = value if value in {*overrides, *unknown} and _is_bare(value) else ""
-        if spaced := _with_spaces(arguments[at : at + 3], overrides):
-            found.append(f"{' '.join(spaced)}: expected no spaces around =, as in {''.join(spaced)}")
-            at += len(spaced)
-            continue
-        if argument in unknown and argument.startswith("-"):
-            found.append(_flag(argument, value))
-        elif value and argument in overrides and _is_bare(argument) and (key := keys.nearest(argument)):
-            found.append(f"{argument} {value}: expected key=value, as in {key}={value}")
-        else:
-            value = ""
-        at += 2 if value else 1
-    return found
-
-
-def _with_spaces(arguments: Sequence[str], overrides: Sequence[str]) -> Sequence[str]:
-    """Return the first two or three arguments if they are `nodes = 2`, `nodes= 2` or `nodes =2`; else none."""
-    for known in (arguments[:3], arguments[:2]):
-        text = "".join(known)
-        key, _, value = text.partition("=")
-        apart = text.count("=") == 1 and known[0] != text and (known[0].endswith("=") or known[1].startswith("="))
-        if apart and value and keys.kind(key) is not None and set(known) <= set(overrides):
-            return known
-    return ()
+    bare = not_overrides(overrides)
+    for flag, following in pairwise([*arguments, ""]):
+        if flag in unknown and flag.startswith("-"):
+            value = following if following in bare else ""
+            bare = [word for word in bare if word != value]
+            yield _flag(flag, value)
+    if bare:
+        key = next(filter(None, map(keys.nearest, bare)), "nodes")
+        example = f"{key}={'true' if keys.kind(key) is bool else '...'}"
+        yield (
+            f"{' '.join(bare)}: expected key=value without spaces, as in {example}; the program goes after --: "
+            "hpcinit submit -- train.py"
+        )
 
 
 def sbatchs_quality(arguments: Sequence[str]) -> list[str]:
     """Return a message for `-q NAME`: sbatch's -q is the QOS, but hpcinit's is quiet and takes no value."""
-    return [
-        message
-        for flag, name in pairwise(arguments)
-        if flag == "-q" and _is_bare(name)
-        for message in mistakes([flag, name], [flag], [name])
-    ]
+    after = [name for flag, name in pairwise(arguments) if flag == "-q" and not_overrides([name])]
+    return [f"-q {name}: did you mean qos={name}? -q prints only the job id" for name in after if name[0] != "-"]
 
 
 def removals(overrides: Sequence[str]) -> Iterator[str]:
@@ -167,29 +145,14 @@ def not_overrides(given: Sequence[str]) -> list[str]:
     return [argument for argument in given if "=" not in argument and not argument.startswith("~")]
 
 
-def _is_bare(argument: str) -> bool:
-    return "=" not in argument and not argument.startswith(("-", "~"))
-
-
 def _flag(flag: str, value: str) -> str:
-    """Return the message for a flag such as `--wait`, `--nodes 4`, `--nodes=4`, `-N4` or `--constraint=x`."""
+    """Return the message for an unknown flag such as `--lr 3`. spellings.py has translated the known ones."""
     name, _, inline = flag.lstrip("-").partition("=")
-    if not flag.startswith("--") and name[:1] in SHORT:
-        name, inline = SHORT[name[:1]], name[1:] or inline
-    wrong, value = f"{flag} {value}".rstrip() + ": no such option, expected key=value", inline or value
-    key = name.replace("-", "_")
-    if keys.kind(key) is not None:
-        return f"{wrong}: {key}={value or ('true' if keys.kind(key) is bool else '...')}"
-    if (own := OWNED.get(name)) and name != "gres":
-        return f"{wrong}: {own}={value if value and name in SAME_VALUE else '...'}"
-    if why := REASONS.get(name) or ELSEWHERE.get(name):
-        return f"{wrong}; {why}"
-    if (near := keys.nearest(key)) and not keys.is_group(near):
-        return f"{wrong}; did you mean {near}={value or '...'}"
-    if value and re.fullmatch(r"[a-z][a-z-]+", name):
-        return f"{wrong}; if it is sbatch's: +cluster.sbatch.{name}={value}; {_after_dashes(flag, value)}"
-    return f"{wrong}, as in nodes=4 ({keys.ALL}); {_after_dashes(flag, value)}"
-
-
-def _after_dashes(flag: str, value: str) -> str:
-    return f"if it is your program's: -- train.py {flag}{f' {value}' * (bool(value) and '=' not in flag)}"
+    wrong = f"{flag} {value}".rstrip() + ": no such option, expected key=value"
+    if (near := keys.nearest(name.replace("-", "_"))) and not keys.is_group(near):
+        return f"{wrong}; did you mean {near}={value or inline or '...'}?"
+    given = f" {value}" if value and not inline else ""
+    return (
+        f"{wrong}; if it is sbatch's: +cluster.sbatch.{name}={value or inline or '...'}; if it is your program's: "
+        f"-- train.py {flag}{given}"
+    )

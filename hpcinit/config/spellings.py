@@ -1,41 +1,118 @@
-"""Translates unambiguous options of Slurm, torchrun and PBS on the command line into hpcinit's keys.
+"""What users type for an option of Slurm, torchrun or PBS: one table to the key with that meaning, or to a sentence.
 
 time=24:00:00  ->  time_min=1440        --nodes=8, --nodes 8, -N 8  ->  nodes=8
 mem=32G        ->  mem_gb=32            reservation=x               ->  ++cluster.sbatch.reservation=x
+
+The same table has what to use instead of an option in cluster.sbatch and cluster.srun.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hpcinit.base.errors import ConfigError
 from hpcinit.config import keys
-from hpcinit.config.slurm_options import OWN_OF_SBATCH, SAME_VALUE
 
 # Short options of sbatch with one meaning. -q (quiet) and -p (--package) are options of hpcinit and Hydra.
 SHORT = {"N": "nodes", "A": "account", "t": "time", "J": "job-name", "G": "gpus", "C": "constraint", "w": "nodelist",
-         "x": "exclude", "d": "dependency", "c": "cpus-per-task"}  # fmt: skip
-CORES = re.compile(r"-c=?\d*")  # -c 2, -c2; `-c job` is Hydra's --cfg
-# Options that mean the same as a key.
-SAME = {
-    **SAME_VALUE,  # those of sbatch, by the schema
+         "x": "exclude", "d": "dependency", "c": "cpus-per-task", "n": "ntasks", "a": "array", "D": "chdir",
+         "o": "output", "e": "error"}  # fmt: skip
+ENVIRONMENT = (
+    "the job needs its whole environment; set a variable with job.env or cluster.env, drop one with "
+    "`env -u NAME hpcinit`"
+)
+GPUS = "use gpus_per_node=4 or gpus=8"
+RANKS = "set the number of ranks with nodes=2 ranks_per_node=8"
+ITSELF = "hpcinit sets it itself"
+# Options of sbatch and srun that hpcinit sets, with the key that determines the value.
+OWNED = {**keys.options("sbatch"), **keys.options("owns")}
+# Common options of sbatch without a key.
+PASSED = "constraint reservation exclude nodelist mail-type mail-user licenses begin nice hint"
+# An option's name -> the key with the same meaning, or a sentence, which has spaces.
+TABLE = {
+    **{option: f"use {key} instead" for option, key in keys.options("owns").items()},
+    **keys.options("sbatch"),
+    **{name: OWNED[name] for name in ("gpus", "gpus-per-node", "dependency", "exclusive", "time", "mem")},
     "tasks-per-node": "ranks_per_node",
     "nproc-per-node": "ranks_per_node",
     "nnodes": "nodes",
     "num-nodes": "nodes",
+    "walltime": "time_min",
     # Names without their table. env.X=1 is job.env.X, and env={X: 1} is job.env.
-    **{name: f"cluster.{name}" for name in ("venv", "conda", "python", "modules", "setup", "exclusive")},
+    **{name: f"cluster.{name}" for name in ("venv", "conda", "python", "modules", "setup")},
     "image": "container.image",
     "container": "container.image",
     "cpus": "cpus_per_rank",
+    **{name: f"++cluster.sbatch.{name}" for name in PASSED.split()},
+    **dict.fromkeys(("gpus-per-task", "gres", "num-gpus"), GPUS),
+    "ntasks": RANKS,
+    "queue": "use partition=NAME",
+    "project": "use account=NAME",
+    **dict.fromkeys(("after", "afterany"), "did you mean dependency=afterany:JOB?"),
+    **dict.fromkeys(("after-ok", "afterok"), "did you mean dependency=afterok:JOB?"),
+    "singleton": "did you mean dependency=singleton?",
+    "requeue": "use restart.max_restarts=3, which requeues the job up to 3 times after the failures in restart.on",
+    "open-mode": f"{ITSELF}, so that a requeued job appends to its logs",
+    **dict.fromkeys(("unbuffered", "parsable"), ITSELF),
+    "array": "hpcinit submits sweeps as arrays: give a key several values and --multirun; sweep.at_once is the limit",
+    **dict.fromkeys(("export", "export-file"), ENVIRONMENT),
+    "wrap": "hpcinit writes the script; the program goes after --",
+    "test-only": (
+        "did you mean validate=...? validate=true does this before each submission; dry_run=true prints the script"
+    ),
 }
+ALLOWED = {"requeue", "gpus-per-task"}  # in cluster.sbatch and cluster.srun, besides those that TABLE writes there
+PRINTS = dict.fromkeys(("help", "usage", "version"), "with it, Slurm prints text instead of starting a job")
 # [days-]hours:minutes:seconds, and the shorter forms of sbatch --time.
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])B?", re.IGNORECASE)
 UNITS = {"K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}
 PLAIN = re.compile(r"[\w./:@+-]+")
+
+# The options of Slurm 22.05.8: `sbatch --a`, `sbatch --b` and so on print those with that first letter.
+BOTH = """
+account acctg-freq bb bbf begin chdir cluster cluster-constraint clusters comment constraint container context
+contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution
+error exclude exclusive export extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task
+gres gres-flags help hint hold input job-name licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
+mem-per-gpu mincpus network nice no-kill nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket ntasks-per-tres open-mode output overcommit oversubscribe partition power prefer priority profile
+propagate qos quiet reboot reservation signal sockets-per-node spread-job switches tasks-per-node test-only thread-spec
+threads-per-core time time-min tmp uid usage use-min-nodes verbose version wait wckey
+"""
+OF_SBATCH = """
+array batch export-file get-user-env ignore-pbs kill-on-invalid-dep no-requeue parsable requeue wait-all-nodes wrap
+"""
+OF_SRUN = """
+accel-bind bcast bcast-exclude compress cpu-bind cpu_bind debugger-test disable-status epilog exact het-group immediate
+interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog no-allocate overlap pack-group preserve-env prolog
+pty quit-on-interrupt relative resv-ports send-libs slurmd-debug task-epilog task-prolog threads unbuffered whole x11
+"""
+OF_PYXIS = "container-image container-mounts"  # the options of the plugin that hpcinit sets
+KNOWN = {
+    "sbatch": frozenset(f"{BOTH} {OF_SBATCH} {OF_PYXIS}".split()),
+    "srun": frozenset(f"{BOTH} {OF_SRUN} {OF_PYXIS}".split()),
+}
+SAME = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node", "cpu_bind": "cpu-bind"}  # synonyms in slurm_opt.c
+
+
+def full_name(name: str, command: str) -> str:
+    """Return the option that `command` (sbatch or srun) takes an abbreviation for; `name` if unknown or ambiguous."""
+    known = KNOWN[command]
+    found = [name] if name in known else [option for option in known if option.startswith(name)]
+    return SAME.get(found[0], found[0]) if len(found) == 1 else name
+
+
+def instead(option: str, command: str) -> str:
+    """Return what to use instead of `option` in cluster.sbatch or cluster.srun; '' if it is allowed there."""
+    if (option, command) == ("wait", "sbatch"):  # srun's --wait has another meaning
+        return "use wait=true, which waits for the job's end"
+    found = TABLE.get(option, PRINTS.get(option, ""))
+    if option in ALLOWED or found.startswith("++"):
+        return ""
+    return found if " " in found or not found else f"use {found} instead"
 
 
 def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
@@ -61,51 +138,45 @@ def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
 
 def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple[str, str, bool]:
     """Return the option's name with dashes, its value, and whether that is the next argument; '' if it is none."""
+    name, equals, value = argument.partition("=")
     if not argument.startswith("-"):
-        key, equals, value = argument.partition("=")
-        own = keys.kind(key) is not None and key not in SAME  # container is a table, which has no value
-        return ("", "", False) if own or not equals else (key.replace("_", "-"), value, False)
-    cores = CORES.fullmatch(argument) and (argument != "-c" or "".join(rest[:1]).isdigit())
-    if argument.partition("=")[0] in flags and not cores:
+        own = keys.kind(name) is not None and name not in TABLE  # container is a table, which has no value
+        return ("", "", False) if own or not equals else (name.replace("_", "-"), value, False)
+    following = rest[0] if rest and not re.match(r"[-~+]|\w+=", rest[0]) else ""
+    cores = re.fullmatch(r"-c=?\d+", argument) or (argument == "-c" and following.isdigit())  # -c job is Hydra's --cfg
+    if name in flags and not cores:
         return "", "", False
-    short = re.fullmatch(rf"-([{''.join(SHORT)}])=?(.*)", argument)
-    name, equals, value = argument.removeprefix("--").partition("=")
-    if short:
-        name, value, equals = SHORT[short[1]], short[2], short[2]
+    if short := re.fullmatch(rf"-([{''.join(SHORT)}])=?(.*)", argument):
+        name, value = SHORT[short[1]], short[2]
     elif not argument.startswith("--"):
         return "", "", False
-    if equals:
-        return name, value, False
-    following = rest[0] if rest else ""
-    return (name, following, True) if following and not re.match(r"[-~+]|\w+=", following) else ("", "", False)
+    return (name.removeprefix("--"), value or following, not value and bool(following))
 
 
 def _key(name: str, value: str) -> str:
-    """Return KEY=VALUE for an option of another tool; '' for an unknown one. Raise ValueError for a wrong value."""
-    if name == "walltime" and value.isdigit():  # seconds for PBS, minutes for LSF
-        raise ValueError("expected a time as in 24:00:00, or time_min=... in minutes")
-    if name in ("time", "walltime"):
-        return f"time_min={','.join(str(minutes(each)) for each in value.split(','))}"
-    if name == "mem":
-        return f"mem_gb={','.join(f'{gigabytes(each):g}' for each in value.split(','))}"
-    if name in OWN_OF_SBATCH:
-        return f"++cluster.sbatch.{name}={_quoted(value)}"
+    """Return KEY=VALUE for an option of another tool; '' for an unknown one. Raise ValueError with what to type."""
     key = name.replace("-", "_")
     if (key == "env" and value.startswith("{")) or (key.startswith("env.") and "." not in key[4:]):
         return f"++job.{key}={value}"
-    if keys.kind(key) is not None and not keys.is_group(key):  # --gpus=2, --dry-run=true
-        return f"{key}={value}"
-    return f"{SAME[name]}={value}" if name in SAME else ""
+    key = key if keys.kind(key) is not None and not keys.is_group(key) else TABLE.get(name, "")  # --gpus=2, --dry-run
+    if " " in key:
+        raise ValueError(key)
+    if not value:
+        return f"{key}=true" if keys.kind(key) is bool else ""
+    if name == "walltime" and value.isdigit():  # seconds for PBS, minutes for LSF
+        raise ValueError("expected a time as in 24:00:00, or time_min=... in minutes")
+    if convert := CONVERT.get(name):
+        value = ",".join(convert(each) for each in value.split(","))
+    return f"{key}={_quoted(value) if key.startswith('++') else value}" if key else ""
 
 
 def key_of(name: str) -> str:
     """Return the key that is meant by the name of an option or key: cluster.venv for venv; `name` if it is unknown."""
-    option = name.replace("_", "-")
-    converted = {"time": "time_min", "walltime": "time_min", "mem": "mem_gb"}
-    return name if keys.kind(name) is not None else SAME.get(option, converted.get(option, name))
+    key = TABLE.get(name.replace("_", "-"), name)
+    return name if keys.kind(name) is not None or " " in key else key
 
 
-def minutes(text: str) -> int:
+def minutes(text: str) -> str:
     """Return the minutes of a time limit as sbatch reads it: 90, 90:00, 1:30:00, 1-12, 1-12:30 and 1-12:30:00."""
     found = TIME.fullmatch(text)
     if not found:
@@ -116,17 +187,20 @@ def minutes(text: str) -> int:
         hours += 24 * int(found["days"])
     else:  # minutes, minutes:seconds, or hours:minutes:seconds
         hours, mins, seconds = parts if len(parts) == 3 else (0, *parts, 0)[:3]
-    return 60 * hours + mins + math.ceil(seconds / 60)
+    return str(60 * hours + mins + math.ceil(seconds / 60))
 
 
-def gigabytes(text: str) -> float:
+def gigabytes(text: str) -> str:
     """Return the GB (2^30 bytes) of 32G or 500M; 0 for all memory. A number alone would be MB for sbatch."""
     found = SIZE.fullmatch(text)
     if found:
-        return float(found["number"]) * UNITS[found["unit"].upper()]
+        return f"{float(found['number']) * UNITS[found['unit'].upper()]:g}"
     if text == "0":
-        return 0
+        return text
     raise ValueError(f"expected a size with a unit, as in {text if text.isdigit() else 32}G")
+
+
+CONVERT: dict[str, Callable[[str], str]] = {"time": minutes, "walltime": minutes, "mem": gigabytes}
 
 
 def _quoted(value: str) -> str:

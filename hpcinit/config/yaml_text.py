@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from hpcinit.config import folders
 from hpcinit.config.hydra_versions import yaml_loader
 from hpcinit.config.request import Place, Rewritten, as_text
 
@@ -69,9 +70,7 @@ class Files:
                 if at != place[-len(at) :] or repr(scalar.value) != repr(value):
                     continue
                 if value is None or scalar.text != as_text(value):
-                    here = Path.cwd()
-                    shown = Path(path).relative_to(here) if Path(path).is_relative_to(here) else path
-                    return Rewritten.at(f"{shown}, line {scalar.line}", scalar.text, value)
+                    return Rewritten.at(f"{folders.shown(path)}, line {scalar.line}", scalar.text, value)
                 return scalar.text
         return None
 

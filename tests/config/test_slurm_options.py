@@ -9,8 +9,7 @@ import subprocess
 
 import pytest
 
-from hpcinit.config import slurm_options
-from hpcinit.config.slurm_options import OWNED, REASONS
+from hpcinit.config import spellings
 from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import skip_or_fail
 
@@ -43,7 +42,7 @@ def test_the_list_is_that_of_slurm(idle_slurm: MiniSlurm, command: str) -> None:
     """The list contains exactly the options of Slurm 22.05."""
     if not idle_slurm.version().startswith(VERSION):
         skip_or_fail(f"the list is that of Slurm {VERSION}, and this is {idle_slurm.version()}")
-    ours = slurm_options.KNOWN[command] - set(slurm_options.OF_PYXIS.split())
+    ours = spellings.KNOWN[command] - set(spellings.OF_PYXIS.split())
     alone = {name for name in ours if not any(other[0] == name[0] for other in ours - {name})}
     assert options(idle_slurm, command) == ours - alone
     assert not [
@@ -56,18 +55,18 @@ def test_abbreviations_mean_what_sbatch_takes_them_for(idle_slurm: MiniSlurm) ->
     """Every abbreviation that sbatch accepts for an option that hpcinit sets is recognized."""
     if not idle_slurm.version().startswith(VERSION):
         skip_or_fail(f"the list is that of Slurm {VERSION}, and this is {idle_slurm.version()}")
-    ours = slurm_options.KNOWN["sbatch"] - set(slurm_options.OF_PYXIS.split())
-    for option in sorted((OWNED.keys() | REASONS.keys()) & ours):
+    ours = spellings.KNOWN["sbatch"] - set(spellings.OF_PYXIS.split())
+    for option in sorted(option for option in ours if spellings.instead(option, "sbatch")):
         for end in range(1, len(option)):
             name = option[:end]
             text = getopt_message(idle_slurm, "sbatch", name)
-            if f"'--{name}' is ambiguous" not in text and name not in slurm_options.KNOWN["sbatch"]:
-                assert slurm_options.full_name(name, "sbatch") == slurm_options.SAME.get(option, option), (name, text)
+            if f"'--{name}' is ambiguous" not in text and name not in spellings.KNOWN["sbatch"]:
+                assert spellings.full_name(name, "sbatch") == spellings.SAME.get(option, option), (name, text)
 
 
 def test_an_unknown_option() -> None:
     """An unknown name and an ambiguous abbreviation are returned unchanged: sbatch refuses them."""
-    assert [slurm_options.full_name(name, "sbatch") for name in ("frobnicate", "clus", "time")] == [
+    assert [spellings.full_name(name, "sbatch") for name in ("frobnicate", "clus", "time")] == [
         "frobnicate",
         "clus",
         "time",

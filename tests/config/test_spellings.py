@@ -49,6 +49,7 @@ FLAGS = hydra_compose.flags()
         ("-c 2", "cpus_per_rank=2"),
         ("-c2 -d afterok:7", "cpus_per_rank=2 dependency=afterok:7"),
         ("-c job", "-c job"),
+        ("--wait --dry-run name=x", "wait=true dry_run=true name=x"),
         ("--hint=nomultithread", "++cluster.sbatch.hint=nomultithread"),
         ("venv=/v conda=e python=p", "cluster.venv=/v cluster.conda=e cluster.python=p"),
         ("modules=[a] setup=[b] exclusive=true", "cluster.modules=[a] cluster.setup=[b] cluster.exclusive=true"),
@@ -58,7 +59,7 @@ FLAGS = hydra_compose.flags()
         # These stay: hpcinit's own keys and Hydra's flags, and options that mean something else or nothing.
         ("nodes=8 +time=3 a.time=3 ~nodes", "nodes=8 +time=3 a.time=3 ~nodes"),
         ("-m --cfg job -p high --config-name x", "-m --cfg job -p high --config-name x"),
-        ("--lr 3 --wait --ntasks 4 --export=NONE -n 4", "--lr 3 --wait --ntasks 4 --export=NONE -n 4"),
+        ("--lr 3 -p high", "--lr 3 -p high"),
         ("--nodes", "--nodes"),
         ("--nodes name=x", "--nodes name=x"),
     ],
@@ -71,10 +72,11 @@ def test_translations(line: str, translated: str) -> None:
 def test_all_problems_in_one_pass() -> None:
     """Values without a clear meaning are reported together."""
     with pytest.raises(ConfigError) as caught:
-        spellings.translate(["mem=32", "--time", "soon"], FLAGS)
+        spellings.translate(["mem=32", "--time", "soon", "-n", "4"], FLAGS)
     assert caught.value.problems == (
         "mem=32: expected a size with a unit, as in 32G",
         "--time soon: expected a time as in 24:00:00, 1-12:00:00 or 90 (minutes)",
+        "-n 4: set the number of ranks with nodes=2 ranks_per_node=8",
     )
 
 

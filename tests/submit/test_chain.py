@@ -110,7 +110,7 @@ def test_slurms_text_is_not_read_by_hydra(written: str, read: str) -> None:
 )
 def test_old_keys_are_refused(key: str, advice: str) -> None:
     """A key of an earlier version is an error that names the new one."""
-    with pytest.raises(ConfigError, match=re.escape(f"{key}: no such key '{key.partition('=')[0]}'; {advice}")):
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: {advice}")):
         compose(["cluster=mini", key])
 
 
