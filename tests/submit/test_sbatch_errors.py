@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hpcinit.submit.validate import key_of
 
 from hpcinit.base.errors import SubmitError
+from hpcinit.checks.validate import key_of
 from hpcinit.config.compose import compose
 from hpcinit.slurm import sbatch_errors
 from hpcinit.slurm.sbatch import sbatch
