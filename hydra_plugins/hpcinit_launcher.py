@@ -96,13 +96,13 @@ class HpcinitLauncher(Launcher):
 
     def _run(self, configs: Sequence[DictConfig], runs: list[Path]) -> "dict[Path, State]":
         """Submit the jobs and return the ends of their runs: all together, or without a queue one after the other."""
-        from hpcinit.config import default_cluster  # noqa: PLC0415
+        from hpcinit.config import folders  # noqa: PLC0415
         from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
 
         words = [*self._overrides, *(f"{key}={override_value(value)}" for key, value in self._keys.items())]
-        cluster = default_cluster.chosen(words)
-        local = cluster == default_cluster.LOCAL
+        cluster = folders.chosen_cluster(words)
+        local = cluster == folders.LOCAL_CLUSTER
         ends: dict[Path, State] = {}
         for batch in [[config] for config in configs] if local else [configs]:
             new = self._submit_functions(batch, cluster, words) or self._submit_programs(batch, words)

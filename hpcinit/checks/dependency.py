@@ -180,13 +180,13 @@ def _targets(condition: Condition, config: Config) -> list[tuple[str, list[State
     """Return the jobs of a condition, each with its state or the states of its array tasks."""
     try:
         with slurm_client.on_cluster(name := config.cluster.clusters or ""):
-            return _jobs_of(condition.name, config.runs_dir, condition.type == "after", name)
+            return _jobs_named(condition.name, config.runs_dir, condition.type == "after", name)
     except RequestError as error:
         raise RequestError(f"dependency={condition}: {error}") from None
 
 
 @cache
-def _jobs_of(name: str, runs_dir: str, first: bool, clusters: str) -> list[tuple[str, list[State]]]:
+def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tuple[str, list[State]]]:
     """Return the jobs that `name` means, with their states: all of a sweep, and the last of a chain, or its first.
 
     clusters: cluster.clusters of the job that waits. Queried only once.

@@ -38,14 +38,14 @@ def source(config: Config) -> Path | None:
     job, workdir = config.job, job_spec.workdir(config)
     name = job.script
     if job.module:
-        name = _file_of(job.module)
+        name = _module_file(job.module)
     elif job.command and PYTHON.fullmatch(Path(job.command).name):
         name = _run_by_python(job.args)
     path = (workdir / (name or "")).absolute()
     return path if path.suffix == ".py" and path.is_file() else None
 
 
-def _file_of(module: str) -> str:
+def _module_file(module: str) -> str:
     return f"{module.replace('.', '/')}.py"
 
 
@@ -56,7 +56,7 @@ def _run_by_python(arguments: Sequence[str]) -> str:
         if argument in WITH_VALUE:
             next(rest, "")
         elif argument == "-m":
-            return _file_of(next(rest, ""))
+            return _module_file(next(rest, ""))
         elif argument in ("-c", "-"):
             return ""
         elif not argument.startswith("-"):
@@ -173,7 +173,7 @@ def _syntax_error(path: str) -> str:
 
 def _is_our_version(python: str) -> bool:
     """Return whether the installation or environment of `python` has one version, the same as this one."""
-    versions = {folder.name for folder in python_environment.prefix_of(Path(python)).glob("lib/python3.*")}
+    versions = {folder.name for folder in python_environment.prefix_from(Path(python)).glob("lib/python3.*")}
     return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
 
 

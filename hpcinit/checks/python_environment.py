@@ -36,11 +36,11 @@ def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
         yield from found
         return
     if cluster.python and "/" in cluster.python:
-        place = prefix_of(Path(cluster.python))
+        place = prefix_from(Path(cluster.python))
         yield from _packages(config, env, f"cluster.python is {cluster.python!r}", place, cluster.python)
     elif cluster.venv:
         yield from _packages(config, env, f"cluster.venv is {cluster.venv!r}", expanded(cluster.venv))
-    elif cluster.conda and (prefix := condaprefix_of(cluster.conda, env)):
+    elif cluster.conda and (prefix := conda_prefix(cluster.conda, env)):
         yield from _packages(config, env, f"cluster.conda is {cluster.conda!r}", prefix)
     elif not cluster.conda and not cluster.python:
         yield from _own_torch(config, env)
@@ -51,7 +51,7 @@ def is_folder(environment: str) -> bool:
     return "/" in environment
 
 
-def condaprefix_of(environment: str, env: Mapping[str, str]) -> Path | None:
+def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
     """Return the folder of a conda environment; None for a name whose folder is unknown."""
     if is_folder(environment):
         return expanded(environment)
@@ -82,7 +82,7 @@ def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
         yield from _no_python("cluster.conda", cluster.conda, "the folder of a conda environment")
         places = [expanded(cluster.conda) / "bin"]
     elif cluster.conda and not cluster.modules and not shutil.which("conda", path=env.get("PATH")):
-        prefix = condaprefix_of(cluster.conda, env) or f"/path/of/{cluster.conda}"
+        prefix = conda_prefix(cluster.conda, env) or f"/path/of/{cluster.conda}"
         yield (
             f"cluster.conda is {cluster.conda!r}, but there is no command conda on PATH: give the environment's "
             f"folder, cluster.conda={prefix}, or load conda's module with cluster.modules, or instead of "
@@ -214,7 +214,7 @@ def installed(package: str, folders: Sequence[Path]) -> bool:
     return any(next(folder.glob(form.format(package)), None) for folder in folders for form in INSTALLED)
 
 
-def prefix_of(python: Path) -> Path:
+def prefix_from(python: Path) -> Path:
     """Return the folder of the environment or installation that a Python belongs to."""
     if (python.parent.parent / "pyvenv.cfg").is_file():
         return python.parent.parent

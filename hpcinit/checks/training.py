@@ -124,7 +124,7 @@ def _deepspeed_of_ranks(config: Config) -> str:
         return ""
     folder = cluster.venv or (cluster.conda if "/" in (cluster.conda or "") else None)
     if _elsewhere(config) and cluster.python and "/" in cluster.python:
-        prefix = python_environment.prefix_of(expanded(cluster.python))
+        prefix = python_environment.prefix_from(expanded(cluster.python))
     elif folder:
         prefix = expanded(folder)
     else:

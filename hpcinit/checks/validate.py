@@ -32,14 +32,14 @@ KEYS = {
 }
 
 
-def key_of(option: str) -> str:
+def key_for(option: str) -> str:
     """Return the config key that sets `option` of sbatch."""
     return KEYS.get(option) or OWNED.get(option) or f"cluster.sbatch.{option}"
 
 
 def refused(message: str, script: str, advice: str = "") -> SubmitError:
     """Return the error for a `script` that sbatch refused with `message`, with the lines, their keys and advice."""
-    problem = f"{message}\n{sbatch_errors.explain(message, script, key_of)}{advice}".rstrip("\n")
+    problem = f"{message}\n{sbatch_errors.explain(message, script, key_for)}{advice}".rstrip("\n")
     return SubmitError(problem, NOTHING_SUBMITTED, separator="; " if advice else "\n")
 
 

@@ -1,21 +1,34 @@
-"""Splits a sweep into combinations, with Hydra's own sweeper, and makes a request for each."""
+"""Splits a sweep into combinations, with Hydra's own sweeper, and makes a request for each.
+
+Hydra would need tens of milliseconds to compose each combination. Those that choose the same groups differ in values
+only. The first one is composed; for the others, only what depends on a swept value is evaluated again. If it is not
+certain that this gives Hydra's result, the combination is composed in full. tests/config/test_combinations.py compares
+the two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import ConfigError, HpcinitError
-from hpcinit.config import hydra_errors, search_path, variations
-from hpcinit.config.request import Composer, Prepare, Request
-from hpcinit.config.typed_text import Typed
+from hpcinit.config import hydra_errors, hydra_setup
+from hpcinit.config.overrides import references
+from hpcinit.config.request import PLAIN, Composer, Place, Prepare, Request
+from hpcinit.config.typed_text import Texts, Typed, put
 
 
 class Searches(Exception):
@@ -24,10 +37,10 @@ class Searches(Exception):
 
 def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
     """Return one request per combination, composed and prepared. Raise ConfigError with the problems of all."""
-    return of(split(overrides, composer), overrides, composer, prepare)
+    return make(split(overrides, composer), overrides, composer, prepare)
 
 
-def of(
+def make(
     combinations: Sequence[Sequence[str]],
     overrides: Sequence[str],
     composer: Composer,
@@ -45,7 +58,7 @@ def of(
         parameters = [[word for word in chosen if word not in overrides] for chosen in combinations]
     else:
         swept = [at for at, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
-        quick = variations.Quick(combinations, swept, composer)
+        quick = Quick(combinations, swept, composer)
         parameters = [[chosen[at] for at in swept] for chosen in combinations]
         labels = [" ".join(words) for words in parameters]
     for number, (chosen, label, words) in enumerate(zip(combinations, labels, parameters, strict=True), first):
@@ -67,7 +80,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
     Raise Searches if the config names another sweeper. Raise ConfigError for an invalid sweep.
     """
-    with search_path.initialized(composer.name):
+    with hydra_setup.initialized(composer.name):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         parsed = parse(parser, overrides, composer.unusable)
         with suppress(*composer.unusable):  # an error here occurs in every combination, and is reported there
@@ -85,7 +98,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
                 raise ConfigError(f"{override.input_line}: expected a list of values, as in 1,2, for a key of hpcinit")
-        typed: list[Override] = [Typed.of(override) for override in parsed]
+        typed: list[Override] = [Typed.from_override(override) for override in parsed]
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(typed, None)[0]]
     if not combinations:
         raise ConfigError(f"{' '.join(overrides)}: the sweep has no combinations, because a range() or glob() is empty")
@@ -107,5 +120,201 @@ def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[typ
 
 def _full(chosen: Sequence[str], overrides: Sequence[str], number: int, label: str, composer: Composer) -> Request:
     composed = composer.compose(chosen)
-    variations.number(composed, number)
+    set_number(composed, number)
     return composer.request(composed, overrides, label)
+
+
+REFERENCE = re.compile(
+    r"\$\{([A-Za-z_][\w.]*)\}"
+)  # ${job.name}; anything more complex is assumed to depend on every key
+NUMBERED = re.compile(r"\$\{hydra:job\.(num|id)\}")  # set by Hydra, and known to us
+NUMBER = re.compile(r"0|-?[1-9]\d*")
+
+
+def set_number(composed: DictConfig, at: int) -> None:
+    """Set Hydra's ${hydra:job.num} to `at`, and its other settings to those of `composed`."""
+    with read_write(composed.hydra), open_dict(composed.hydra):
+        composed.hydra.job.num, composed.hydra.job.id = at, str(at)
+    HydraConfig.instance().set_config(composed)
+
+
+class Quick:
+    """Makes requests from a base that is composed once for each choice of groups."""
+
+    def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
+        self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
+        self._parsed: dict[str, Override] = {}
+        self._values, self._groups = self._places(combinations, swept)
+        self._few = len(combinations) < 3  # a base costs as much as a composition
+
+    def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the swept positions that are independent values, and the other swept positions."""
+        with hydra_setup.initialized(self._composer.name):
+            loader = GlobalHydra.instance().config_loader()
+            parser = OverridesParser.create(config_loader=loader)
+            try:
+                keys = [parser.parse_override(word).key_or_group for word in combinations[0]]
+                for at in swept:
+                    self._parsed |= _read({chosen[at] for chosen in combinations}, parser.parse_override)
+            except self._composer.unusable:
+                return [], list(swept)  # composed in full, which reports the error
+            group = loader.repository.group_exists  # type: ignore[attr-defined]
+            values = [at for at in swept if not group(keys[at]) and _alone(keys, at)]
+            values = [at for at in values if _alike([self._parsed[chosen[at]] for chosen in combinations])]
+        return values, [at for at in swept if at not in values]
+
+    def request(self, chosen: Sequence[str], overrides: Sequence[str], at: int, label: str) -> Request | None:
+        """Return the request; None if the combination must be composed in full."""
+        if self._few or not self._values:
+            return None
+        choice = tuple(chosen[place] for place in self._groups)
+        if choice not in self._bases:
+            swept = [self._parsed[chosen[place]] for place in self._values]
+            self._bases[choice] = _Base.compose(chosen, overrides, swept, self._composer)
+        base = self._bases[choice]
+        return base.varied([self._parsed[chosen[place]] for place in self._values], at, label) if base else None
+
+
+def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
+    """Return each override as Hydra parses it, which takes half a millisecond: of key=1, key=2, ... only the first."""
+    found: dict[str, Override] = {}
+    first: dict[str, Override] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if NUMBER.fullmatch(value) and key in first:
+            found[override] = replace(first[key], _value=int(value), input_line=override)
+            continue
+        found[override] = parse(override)
+        if NUMBER.fullmatch(value):
+            first[key] = found[override]
+    return found
+
+
+def _alone(keys: Sequence[str], at: int) -> bool:
+    """Return whether no other override sets the key at `at`, one of its children or one of its parents."""
+    mine = f"{keys[at]}."
+    others = [f"{key}." for place, key in enumerate(keys) if place != at]
+    return not any(mine.startswith(other) or other.startswith(mine) for other in others)
+
+
+def _alike(overrides: Sequence[Override]) -> bool:
+    """Return whether all set the same key in the same way, to plain values or lists of them, without references."""
+    if len({(o.type, o.key_or_group, o.package) for o in overrides}) > 1:
+        return False
+    if overrides[0].package is not None or overrides[0].is_delete() or overrides[0].is_hydra_override():
+        return False
+    values = [override.value() for override in overrides]
+    if all(isinstance(value, list) for value in values):
+        return all(_plain(item) for value in values for item in value)  # type: ignore[union-attr]
+    return all(_plain(value) for value in values)
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, PLAIN) and not (isinstance(value, str) and ("${" in value or value == "???"))
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A composed combination. written: with its interpolations. changing: the keys that depend on a swept value.
+
+    numbered: whether a key refers to Hydra's number of the combination.
+    """
+
+    written: DictConfig
+    hydras: DictConfig
+    made: Request
+    swept: Mapping[str, Place]
+    changing: Mapping[str, Place]
+    numbered: bool
+    typed: Texts
+
+    @classmethod
+    def compose(
+        cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
+    ) -> _Base | None:
+        """Return the base; None if its combinations must be composed in full."""
+        try:
+            composed = composer.compose(chosen)
+            hydras = composed.copy()
+            made = composer.request(composed.copy(), overrides, "")
+        except HpcinitError:
+            return None  # the combination itself, composed in full, reports it
+        with open_dict(composed):
+            del composed["hydra"]
+        typed = Texts(composed, hydras.hydra)
+        raw = OmegaConf.to_container(composed)
+        texts = dict(references(raw))
+        if any("${hydra:" in NUMBERED.sub("", text) for text in texts.values()):
+            return None
+        keys = [override.key_or_group for override in swept]
+        changing = {key: _path(key) for key in _depending(texts, keys)}
+        paths = {key: _path(key) for key in keys}
+        if any(_at(raw, path) != texts[key] for key, path in changing.items()):  # a name with a dot in it
+            return None
+        if any(not _leaf(_at(made.document, path)) for path in changing.values()):
+            return None
+        numbered = any(NUMBERED.search(text) for text in texts.values())
+        return cls(composed, hydras, made, paths, changing, numbered, typed)
+
+    def varied(self, swept: Sequence[Override], at: int, label: str) -> Request | None:
+        config, document = copy.copy(self.made.config), dict(self.made.document)
+        config.job, document["job"] = copy.copy(config.job), dict(document["job"])
+        try:
+            for override in swept:
+                add = override.is_add() or override.is_force_add()
+                OmegaConf.update(self.written, override.key_or_group, override.value(), merge=True, force_add=add)
+                self.typed.set(override)
+            if self.numbered:
+                set_number(self.hydras, at)
+            for key, path in (*self.swept.items(), *self.changing.items()):
+                value = OmegaConf.select(self.written, key, throw_on_missing=True)
+                value = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
+                if not _leaf(value) and not (key in self.swept and isinstance(value, list)):
+                    return None
+                config, document = put(config, path, value), put(document, path, value)
+            places = {**self.swept, **self.changing}
+            for path, text in self.typed.texts_at(places.values()).items():
+                config, document = put(config, path, text), put(document, path, text)
+        except OmegaConfBaseException:
+            return None
+        unread = dict(self.made.unread)
+        typed = {**self.made.typed, **self.typed.typed(places)}
+        return Request(config, document, label, list(self.made.warnings), typed=typed, unread=unread)
+
+
+def _depending(texts: Mapping[str, str], swept: Sequence[str]) -> list[str]:
+    """Return the keys whose text may refer to a swept key, directly or through other keys."""
+    found = {key for key, text in texts.items() if "${" in REFERENCE.sub("", text)}
+    while True:
+        more = {
+            key
+            for key, text in texts.items()
+            if key not in found and any(_touches(name, other) for name in REFERENCE.findall(text)
+                                        for other in (*swept, *found))
+        }  # fmt: skip
+        if not more:
+            return sorted(found - set(swept))
+        found |= more
+
+
+def _touches(one: str, other: str) -> bool:
+    other = other.partition("[")[0]
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _path(key: str) -> Place:
+    """Return ('job', 'args', 1) for 'job.args[1]'."""
+    parts = re.findall(r"[^.\[\]]+|\[\d+\]", key)
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+
+
+def _leaf(value: object) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _at(container: Any, path: Place) -> Any:
+    for part in path:
+        if not (isinstance(container, dict) and part in container) and not isinstance(part, int):
+            return ...
+        container = container[part]
+    return container

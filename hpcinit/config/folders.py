@@ -1,9 +1,14 @@
-"""The folders with YAML, first match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own."""
+"""The folders with YAML, and the default cluster, which a file there or a variable sets.
+
+First match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own. The default cluster is $HPCINIT_CLUSTER,
+else that of settings.yaml in one of the user's folders, else this machine.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -11,9 +16,10 @@ from pathlib import Path
 from hpcinit.base import quoting, safe_files
 from hpcinit.base.errors import ConfigError
 from hpcinit.base.text import home
+from hpcinit.config.schema import MISSING
 
 MOST_PROBLEMS = 3  # further ones are counted
-SETTINGS = "settings"  # settings.yaml, which is no config: default_cluster.py
+SETTINGS = "settings"  # settings.yaml, which is no config, but has the default cluster
 
 
 def folder() -> Path:
@@ -94,3 +100,73 @@ def shown(path: str | Path) -> str:
     """Return a path relative to the current folder, if it is below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
+
+
+CLUSTER_VARIABLE = "HPCINIT_CLUSTER"
+LOCAL_CLUSTER = "local"
+
+
+def default_cluster() -> tuple[str, str]:
+    """Return the default cluster, and the variable or file that sets it; ('', '') if none does. Raise ConfigError."""
+    if name := os.environ.get(CLUSTER_VARIABLE):
+        return name, CLUSTER_VARIABLE
+    for place in user_folders():
+        path = place / f"{SETTINGS}.yaml"
+        if path.is_file():
+            return _read(path), str(path)
+    return "", ""
+
+
+def settings_file() -> Path:
+    """Return the user's own settings file."""
+    return home() / ".config/hpcinit" / f"{SETTINGS}.yaml"
+
+
+def write_default_cluster(name: str) -> Path:
+    """Write `name` as the default cluster to the user's settings file, and return the file. Raise OSError."""
+    path = settings_file()
+    safe_files.make_folders(path.parent)
+    safe_files.write_atomically(path, f"# The cluster of `hpcinit submit` without cluster=...\ncluster: {name}\n")
+    return path
+
+
+def no_cluster_refusal() -> str:
+    """Return why a job without a cluster is not run on this machine; '' if it may be: there is no sbatch on PATH."""
+    if shutil.which("sbatch") is None:
+        return ""
+    known = ", ".join(choices("cluster"))
+    return (
+        f"no cluster is chosen, and sbatch is on PATH: add cluster=NAME, one of: {known}; cluster=local runs the job "
+        f"on this machine. To set a default: export {CLUSTER_VARIABLE}=NAME, or `cluster: NAME` in {settings_file()}; "
+        "hpcinit discover writes the file of a new cluster"
+    )
+
+
+def _read(path: Path) -> str:
+    import yaml  # noqa: PLC0415 - completion lists the choices without it
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if isinstance(content, dict) and content.keys() == {"cluster"} and isinstance(content["cluster"], str):
+        return content["cluster"]
+    raise ConfigError(f"{path} contains {content!r}, expected one line: cluster: NAME")
+
+
+def chosen_cluster(overrides: Sequence[str]) -> str:
+    """Return the cluster that the overrides choose, else the default. Raise ConfigError if there is none."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("cluster=")]
+    name = given[-1] if given else cluster_choice(required=True)
+    if name == MISSING:
+        raise ConfigError(no_cluster_refusal())
+    return name
+
+
+def cluster_choice(required: bool) -> str:
+    """Return the cluster of a request that does not choose one.
+
+    required: if there is no default and this machine has Slurm, return '???', for which Hydra requires a choice.
+    """
+    name, _ = default_cluster()
+    return name or (MISSING if required and no_cluster_refusal() else LOCAL_CLUSTER)

@@ -18,10 +18,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import default_cluster, hydra_errors, hydra_state, search_path, spellings
+from hpcinit.config import folders, hydra_errors, hydra_setup, spellings
 from hpcinit.config import overrides as command_line
-from hpcinit.config.folders import folder
-from hpcinit.config.hydra_versions import VERSION_BASE, register_resolver
+from hpcinit.config.hydra_setup import VERSION_BASE, register_resolver
 from hpcinit.config.request import NAME, Composer, Prepare, Request, Search, Task
 from hpcinit.config.schema import Config
 from hpcinit.config.typed_text import Texts, put
@@ -37,7 +36,7 @@ UNUSABLE = (
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and exit
 
 
-@hydra_state.kept()
+@hydra_setup.state_kept()
 def main(
     line: Sequence[str],
     prepare: Prepare,
@@ -49,7 +48,7 @@ def main(
     line, every_key = _without_all(spellings.translate(line, flags()))
     args = command_line.parse(get_args_parser(), line)
     shows = any(getattr(args, flag) for flag in SHOW)
-    search_path.register(args.config_dir, cluster_required and not shows)
+    hydra_setup.register(args.config_dir, cluster_required and not shows)
     name = args.config_name or NAME
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     if shows or (any("hydra." in o for o in args.overrides) and not multirun):
@@ -81,10 +80,10 @@ def flags() -> list[str]:
     return [word for action in get_args_parser()._actions for word in action.option_strings]
 
 
-@hydra_state.kept()
+@hydra_setup.state_kept()
 def compose(overrides: Sequence[str]) -> Config:
     """Return the Config for these overrides. Raise ConfigError with every problem at once."""
-    search_path.register()
+    hydra_setup.register()
     overrides = spellings.translate(overrides, ())
     return _request(_compose(overrides, NAME), overrides).config
 
@@ -100,7 +99,7 @@ def _compose(overrides: Sequence[str], name: str) -> DictConfig:
 
 
 def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
-    with search_path.initialized(NAME):
+    with hydra_setup.initialized(NAME):
         config = hydra.compose(name, list(overrides), return_hydra_config=True)
     if OmegaConf.get_type(config) is not Config:
         raise ConfigError(hydra_errors.not_ours(name))
@@ -112,7 +111,7 @@ def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
     """Yield every problem. Hydra stops at the first one, so add the overrides one by one and report each that fails."""
     # Choices first, because whether cluster.x exists depends on the cluster; and then a wrong default does not matter.
     ordered = sorted(overrides, key=lambda text: (not _is_cluster(text), "." in text.partition("=")[0]))
-    local = [f"cluster={default_cluster.LOCAL}"]
+    local = [f"cluster={folders.LOCAL_CLUSTER}"]
     usual = local if ordered[:1] and _is_cluster(ordered[0]) else []
     try:
         _compose_once(usual, name)
@@ -204,8 +203,8 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
     # Hydra uses the help's text as a string.Template, in which $$ is a dollar sign.
     register_resolver("hpcinit_keys", lambda: keys.help_text(every_key).replace("$", "$$"))
     try:
-        with search_path.used(), _hydra_command_line([*flags, *overrides]):
-            hydra.main(config_path=str(folder()), config_name=NAME, **VERSION_BASE)(job)()
+        with hydra_setup.used(), _hydra_command_line([*flags, *overrides]):
+            hydra.main(config_path=str(folders.folder()), config_name=NAME, **VERSION_BASE)(job)()
     except UNUSABLE as error:
         raise ConfigError(*(list(_every_problem(overrides, name)) or [hydra_errors.sentence(error)])) from None
     if isinstance(statuses[-1], Exception):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcinit.config import default_cluster, folders, keys, search_path
+from hpcinit.config import folders, hydra_setup, keys
 
 NOT_READABLE = (
     "expected key=value; a value with spaces, commas, quotes, brackets or letters such as ü needs quotes inside the "
@@ -42,17 +42,17 @@ def sentence(error: Exception, override: str = "") -> str:
     parsed, key = _take_apart(error), override.lstrip("+~").partition("=")[0]
     if parsed.kind == "OverrideParseException" or (override and not key):
         return f"{_shown(override or parsed.text)}: {NOT_READABLE}"
-    if "must specify 'cluster'" in parsed.text and (refusal := default_cluster.refusal()):
+    if "must specify 'cluster'" in parsed.text and (refusal := folders.no_cluster_refusal()):
         return refusal
     if override and not parsed.file and (what := _about_override(override, key, parsed)):
         return f"{_shown(override)}: {_shown(what)}"
     where = [_shown(override)] if override else []
     if isinstance(error, RecursionError):
-        where.append(folders.shown(search_path.Files.read[-1]))
+        where.append(folders.shown(hydra_setup.ReadFiles.read[-1]))
         text = f"includes itself, directly or through another file: its defaults list has {Path(where[-1]).stem!r}"
         return f"{': '.join(where)} {text}. Give one of the files another name"
     if isinstance(error, UnicodeDecodeError):
-        where.append(folders.shown(search_path.Files.read[-1]))
+        where.append(folders.shown(hydra_setup.ReadFiles.read[-1]))
     elif parsed.file:
         where.append(folders.find(parsed.file))
     return ": ".join([*where, _what(parsed, key, override)])
@@ -119,7 +119,7 @@ def _no_such_choice(missing: str, override: str) -> str:
     near = keys.guess(Path(value).name.removesuffix(".yaml"), known)  # cluster=conf/cluster/mine.yaml
     if not key:
         return f"--config-name {value}: no file {value}.yaml, {expected}{near}"
-    name, source = default_cluster.choose()
+    name, source = folders.default_cluster()
     if key == "cluster" and not override and value == name:
         return f"{source} sets the default cluster {name!r}, {expected}{near}"
     return f"{key}={_shown(value)}: no such {key}, {expected}{_further_up(key, value) or near}"

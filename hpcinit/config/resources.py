@@ -102,7 +102,7 @@ class Resources:
         return f"{text} per node{' (whole nodes)' * self.whole_nodes}" if text else ""
 
 
-def of(config: Config) -> Resources:
+def requested(config: Config) -> Resources:
     """Return the resources that the job requests."""
     cores, local = cpus_per_rank(config), config.cluster.engine == "local"
     return Resources(

@@ -21,7 +21,7 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hpcinit.base.errors import ConfigError, Failure, HpcinitError
-from hpcinit.config import combinations, search_path
+from hpcinit.config import combinations, hydra_setup
 from hpcinit.config.request import Composer, Ended, Prepare, Search
 
 Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
@@ -39,7 +39,7 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
 
     Raise ConfigError before a batch with an invalid request, and Failure if the sweeper fails.
     """
-    with search_path.initialized(composer.name):
+    with hydra_setup.initialized(composer.name):
         loader = GlobalHydra.instance().config_loader()
         config = GlobalHydra.instance().hydra.compose_config(  # type: ignore[union-attr]
             composer.name, list(overrides), RunMode.MULTIRUN, with_log_configuration=False
@@ -88,7 +88,7 @@ def _launch(
             for at, trial in enumerate(batch, first)
         ]
         chosen = [[*trial, *common] for trial in batch]
-        requests = combinations.of(chosen, overrides, composer, prepare, first, labels)
+        requests = combinations.make(chosen, overrides, composer, prepare, first, labels)
         return [_return(trial, result) for trial, result in zip(batch, search.batch(requests), strict=True)]
 
     return launch

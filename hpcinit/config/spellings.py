@@ -170,7 +170,7 @@ def _key(name: str, value: str) -> str:
     return f"{key}={_quoted(value) if key.startswith('++') else value}" if key else ""
 
 
-def key_of(name: str) -> str:
+def key_meant(name: str) -> str:
     """Return the key that is meant by the name of an option or key: cluster.venv for venv; `name` if it is unknown."""
     key = TABLE.get(name.replace("_", "-"), name)
     return name if keys.kind(name) is not None or " " in key else key

@@ -1,16 +1,20 @@
-"""What the user typed for a value, character by character: 1.10 and 1_000, where Hydra's values are 1.1 and 1000.
+"""What the user typed for a value, character by character: 1.10 and 010, where Hydra's and YAML's values are 1.1 and 8.
 
-A program's arguments and environment variables are text, so they get this text instead of Hydra's value. It is read
-from the tokens of Hydra's own parser.
+A program's arguments and environment variables are text, so they get this text instead of Hydra's value. On the command
+line, it is read from the tokens of Hydra's own parser. Hydra's config has no text and no lines of files, so a YAML file
+with an environment variable or an argument that is not text is parsed again.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # antlr4's, which each version has elsewhere
@@ -21,8 +25,8 @@ from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # a
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from hpcinit.config import search_path, yaml_text
-from hpcinit.config.request import PLAIN, Place, as_text
+from hpcinit.config import folders, hydra_setup
+from hpcinit.config.request import PLAIN, Place, Rewritten, as_text
 
 # The keys whose values are text: of the program, and of lines in the script.
 TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modules"), ("cluster", "setup"))
@@ -32,7 +36,7 @@ class Typed(Override):
     """An override that Hydra's sweeper splits into the texts that the user typed, instead of into Hydra's spelling."""
 
     @classmethod
-    def of(cls, override: Override) -> Typed:
+    def from_override(cls, override: Override) -> Typed:
         return cls(**{item.name: getattr(override, item.name) for item in fields(override)})
 
     def sweep_string_iterator(self) -> Iterator[str]:
@@ -64,7 +68,7 @@ def _elements(line: str) -> list[str]:
     return [line[one.start.start : one.stop.stop + 1] for one in found.element()] if found else []
 
 
-def of(override: Override) -> str | list[Any] | dict[Any, Any] | None:
+def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
     """Return the text of an override's value; of a list or a table, of each element. None if it has none.
 
     A string is without its quotes, and with its interpolations.
@@ -105,7 +109,7 @@ class Texts:
 
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
         """config: as Hydra has just composed it, with its interpolations. hydra: its table of that name."""
-        self._files = yaml_text.Files(tuple(search_path.Files.read))
+        self._files = YamlTexts(tuple(hydra_setup.ReadFiles.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         self._config = config
         self._has_texts = False  # then it is a copy of the config without types
@@ -116,7 +120,7 @@ class Texts:
 
     def set(self, override: Override) -> None:
         """Set the value of an override. Ignore the choice of a group, which is a table in the config."""
-        key, text = override.key_or_group, of(override)
+        key, text = override.key_or_group, text_from(override)
         value = OmegaConf.select(self._config, key)
         if text is None or (isinstance(value, DictConfig) and not isinstance(text, dict)):
             return
@@ -139,7 +143,7 @@ class Texts:
         """Return the texts by their places in the config: variables and arguments of the program, lines of the script.
 
         A value that has no text, such as a list, stays what it is, and a text that YAML has changed is Rewritten:
-        config/checks.py reports both.
+        checks/values.py reports both.
         only: of these places.
         """
         found: dict[Place, Any] = {}
@@ -174,3 +178,68 @@ def put(container: Any, path: Place, value: Any) -> Any:
     else:
         changed[name] = put(container.get(name), path[1:], value)
     return changed
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value that is not text, what its file has for it, and the line, from 1."""
+
+    value: object
+    text: str
+    line: int
+
+
+@cache
+def _loader() -> Any:
+    loader: Any = hydra_setup.yaml_loader()
+
+    class Loader(loader):  # type: ignore[misc]
+        """OmegaConf's own loader, which keeps the text of what is not text."""
+
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            value = super().construct_object(node, deep)
+            is_text = isinstance(value, str) or not isinstance(node, yaml.ScalarNode)
+            return value if is_text else Scalar(value, node.value, node.start_mark.line + 1)
+
+    return Loader
+
+
+def _scalars(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Scalar]]:
+    if isinstance(tree, Scalar):
+        yield place, tree
+    elif isinstance(tree, (dict, list)):
+        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _scalars(value, (*place, name))
+
+
+class YamlTexts:
+    """The YAML files of a config."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._contents: dict[str, str] = {}
+        self._scalars: dict[str, list[tuple[Place, Scalar]]] = {}
+
+    def text(self, place: Place, value: object) -> str | None:
+        """Return the text of a value that is not text; Rewritten if it is not what a file has; None if no file has it.
+
+        A file may be below any key of the config, so its own keys must be the last ones of `place`.
+        """
+        name = next(part for part in reversed(place) if isinstance(part, str))
+        for path in self._paths:
+            for at, scalar in self._found(path, name):
+                if at != place[-len(at) :] or repr(scalar.value) != repr(value):
+                    continue
+                if value is None or scalar.text != as_text(value):
+                    return Rewritten.at(f"{folders.shown(path)}, line {scalar.line}", scalar.text, value)
+                return scalar.text
+        return None
+
+    def _found(self, path: str, name: str) -> list[tuple[Place, Scalar]]:
+        if path not in self._contents:
+            self._contents[path] = Path(path).read_text(encoding="utf-8")
+        if name not in self._contents[path]:
+            return []
+        if path not in self._scalars:
+            self._scalars[path] = list(_scalars(yaml.load(self._contents[path], Loader=_loader())))
+        return self._scalars[path]

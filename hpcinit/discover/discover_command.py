@@ -15,7 +15,7 @@ from pathlib import Path
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
-from hpcinit.config import default_cluster, folders
+from hpcinit.config import folders
 from hpcinit.discover import cluster_file, live_site
 from hpcinit.discover.cluster_file import Document
 from hpcinit.discover.live_site import Site, User
@@ -69,17 +69,17 @@ def parser() -> argparse.ArgumentParser:
 
 def _default(name: str, wanted: bool, new: bool) -> None:
     """Make the cluster the user's default if --default is given, or if the user agrees in a terminal."""
-    chosen, source = default_cluster.choose()
+    chosen, source = folders.default_cluster()
     if not wanted:
         if not new or chosen or console.quiet():
             return
         if not sys.stdin.isatty() or not sys.stdout.isatty():
-            print(f"make it the default with:  export {default_cluster.VARIABLE}={name}")
+            print(f"make it the default with:  export {folders.CLUSTER_VARIABLE}={name}")
             return
         print(f"use cluster={name} whenever `hpcinit submit` gets no cluster=...? [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return
-    path = default_cluster.write(name)
+    path = folders.write_default_cluster(name)
     console.note(f"{path}: the default cluster is {name}")
     if source and source != str(path) and chosen != name:
         console.warning(f"{source} sets the default cluster {chosen}, and takes precedence over {path}")

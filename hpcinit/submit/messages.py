@@ -79,7 +79,7 @@ def _summary(request: Request, done: Submitted) -> list[str]:
     chain = [f"chain: jobs {', '.join(done.jobs)}, each starts after the previous one"] if config.chain > 1 else []
     expected = [done.expected] if done.expected else []
     job = f"job {done.job_id} on {config.cluster.name}: {config.name}, {components.shape(hetjob.parts(config))}"
-    request_line = [f"request: {text}"] if (text := resources.of(config).described()) else []
+    request_line = [f"request: {text}"] if (text := resources.requested(config).described()) else []
     return [job, *request_line, *chain, f"run folder: {done.path}", *expected]
 
 
@@ -102,7 +102,7 @@ def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task
         "name": config.name,
         "nodes": config.nodes,
         "ranks_per_node": resources.ranks_per_node(config),
-        "request": asdict(resources.of(config)),
+        "request": asdict(resources.requested(config)),
         "expected": expected,
     }
     return json_output.line("submit", fields)
@@ -128,7 +128,7 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
             f"{counted(len(done.ids), 'task')} on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, on up to "
             f"{counted(nodes, 'node')} at once"
         )
-        found = {resources.of(request.config).described() for request in requests}
+        found = {resources.requested(request.config).described() for request in requests}
         same = [f"request of each task: {text}" for text in found if text and len(found) == 1]
         print_reliably(*_table(requests, done.ids), tasks, *same, f"run folder: {done.path}", *done.expected)
     left = [request.combination for request in requests if request.number not in done.ids]

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     match arguments:
         case ["--help" | "-h", key] if key != "all" and not key.startswith("-"):
-            print(keys.explained(spellings.key_of(key.partition("=")[0].lstrip("+"))))
+            print(keys.explained(spellings.key_meant(key.partition("=")[0].lstrip("+"))))
             return 0
     if program and not any(argument.startswith("job=") for argument in arguments):
         arguments.append("job=program")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.config import combinations, hydra_compose, search_path, variations
+from hpcinit.config import combinations, hydra_compose, hydra_setup
 from hpcinit.config.request import Request
 
 FILES = {
@@ -80,7 +80,7 @@ def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sweep(words: Sequence[str]) -> list[Request] | list[str]:
     """Return the requests, or the problems."""
-    search_path.register()
+    hydra_setup.register()
     try:
         return combinations.requests(words, hydra_compose._composer("hpcinit"), lambda request: None)
     except ConfigError as error:
@@ -89,7 +89,7 @@ def sweep(words: Sequence[str]) -> list[Request] | list[str]:
 
 def in_full(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[Request] | list[str]:
     with monkeypatch.context() as patch:
-        patch.setattr(variations.Quick, "request", lambda *_: None)
+        patch.setattr(combinations.Quick, "request", lambda *_: None)
         return sweep(words)
 
 

@@ -16,7 +16,7 @@ from hydra.version import VersionBase
 from hpcinit.base.errors import ConfigError
 from hpcinit.config.compose import compose, main
 from hpcinit.config.folders import folder
-from hpcinit.config.hydra_versions import VERSION_BASE
+from hpcinit.config.hydra_setup import VERSION_BASE
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Cluster, Partition
 

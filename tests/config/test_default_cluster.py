@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.config import default_cluster
+from hpcinit.config import folders
 from hpcinit.config.compose import compose
 from tests.conftest import Run
 
@@ -114,6 +114,6 @@ def test_settings_are_no_primary_config(hpcinit: Run) -> None:
 
 def test_write(tmp_path: Path) -> None:
     """write() creates the user's file, which is the default from then on."""
-    path = default_cluster.write("mini")
+    path = folders.write_default_cluster("mini")
     assert path == tmp_path / "home/.config/hpcinit/settings.yaml"
-    assert default_cluster.choose() == ("mini", str(path))
+    assert folders.default_cluster() == ("mini", str(path))

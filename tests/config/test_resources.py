@@ -92,7 +92,7 @@ def test_impossible_requests(overrides: list[str], message: str) -> None:
 )
 def test_the_request_as_text(overrides: list[str], text: str) -> None:
     """The submission summary describes the request per node."""
-    assert resources.of(compose([*MINI, *overrides])).described() == text
+    assert resources.requested(compose([*MINI, *overrides])).described() == text
 
 
 @pytest.mark.slurm

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import SubmitError
-from hpcinit.checks.validate import key_of
+from hpcinit.checks.validate import key_for
 from hpcinit.config.compose import compose
 from hpcinit.slurm import sbatch_errors
 from hpcinit.slurm.sbatch import sbatch
@@ -49,7 +49,7 @@ def render(words: list[str], folder: Path) -> str:
 
 
 def explain(message: str, text: str) -> str:
-    return sbatch_errors.explain(message, text, key_of)
+    return sbatch_errors.explain(message, text, key_for)
 
 
 def shown(said: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.cli.main import main
-from hpcinit.config import combinations, hydra_compose, search_path
+from hpcinit.config import combinations, hydra_compose, hydra_setup
 from hpcinit.submit import array, sweep
 from tests import json_documents, waiting
 from tests.conftest import Run
@@ -26,7 +26,7 @@ TASK = 'echo "$HPCINIT_RUN $LR $(grep ^seed: $HPCINIT_RUN/config.yaml)"; exit $(
 
 
 def requests(*words: str) -> list:  # type: ignore[type-arg]
-    search_path.register()
+    hydra_setup.register()
     return combinations.requests(words, hydra_compose._composer("hpcinit"), lambda request: None)
 
 

@@ -1,7 +1,10 @@
-"""Where Hydra finds configs: the user's folders, then the package's own, and two configs that are made here.
+"""Prepares Hydra: what differs between its versions, its state in a user's process, and where it finds configs.
 
-`hpcinit_schema` is the schema, `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. The
-source Made makes them when Hydra reads them: Hydra's ConfigStore would copy the schema several times.
+Hydra 1.3 needs OmegaConf 2.3, and Hydra 1.4 needs OmegaConf 2.4.
+
+Hydra finds configs in the user's folders, then in the package's own; and two are made here. `hpcinit_schema` is the
+schema, `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. The source Made makes them
+when Hydra reads them: Hydra's ConfigStore would copy the schema several times.
 """
 
 from __future__ import annotations
@@ -9,22 +12,63 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobRuntime
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.version import VersionBase
 from omegaconf import Container, OmegaConf
 
-from hpcinit.config import default_cluster
-from hpcinit.config.folders import folder, user_folders
-from hpcinit.config.hydra_versions import VERSION_BASE
+from hpcinit.config import folders
 from hpcinit.config.schema import Config
+
+try:
+    from omegaconf._yaml import get_yaml_loader  # type: ignore[import-not-found]
+except ImportError:
+    from omegaconf._utils import get_yaml_loader
+
+IS_1_3 = hydra.__version__.startswith("1.3.")
+# For hydra.main and initialize_config_dir. 1.3 warns without version_base, and 1.4 warns with it.
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if IS_1_3 else {}
+
+yaml_loader: Callable[[], Any] = get_yaml_loader  # returns OmegaConf's class
+
+
+def register_resolver(name: str, resolver: Callable[[], str]) -> None:
+    """Make ${name:} the result of `resolver`, also if there is such a resolver already."""
+    register: Any = OmegaConf.register_new_resolver if IS_1_3 else OmegaConf.register_resolver
+    register(name, resolver, replace=True)
+
+
+@contextmanager
+def state_kept() -> Iterator[None]:
+    """Restore what composing changes for the whole process.
+
+    That is Hydra itself, which can be initialized only once, the config of ${hydra:...}, the job's name, and
+    version_base.
+    """
+    hydra, ours, base, job = (
+        GlobalHydra.instance(),
+        HydraConfig.instance(),
+        VersionBase.instance(),
+        JobRuntime.instance(),
+    )
+    before = (hydra.hydra, ours.cfg, base.version_base, job.get("name"))
+    hydra.hydra = None
+    try:
+        yield
+    finally:
+        hydra.hydra, ours.cfg, base.version_base, name = before
+        job.set("name", name)
 
 
 class Folders(SearchPathPlugin):
@@ -36,14 +80,14 @@ class Folders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if not self.used:
             return
-        for place in reversed([p for p in user_folders() if p != folder().absolute()]):
+        for place in reversed([p for p in folders.user_folders() if p != folders.folder().absolute()]):
             search_path.prepend("user", f"file://{place}")
         if self.last is not None:
             search_path.append("command-line", f"file://{self.last}")
         search_path.append("hpcinit", f"{Made.scheme()}://")
 
 
-class Files(FileConfigSource):
+class ReadFiles(FileConfigSource):
     """Reads YAML files as Hydra does. read: the files of the last composition."""
 
     read: ClassVar[list[str]] = []
@@ -85,7 +129,7 @@ def _schema() -> Container:
 
 
 def _default_cluster() -> Container:
-    return OmegaConf.create({"defaults": [{"cluster": default_cluster.choice(Made.cluster_required)}]})
+    return OmegaConf.create({"defaults": [{"cluster": folders.cluster_choice(Made.cluster_required)}]})
 
 
 CONFIGS: dict[str, Callable[[], Container]] = {
@@ -106,17 +150,17 @@ def register(config_dir: str | None = None, cluster_required: bool = False) -> N
 def used() -> Iterator[None]:
     """Make Hydra use this search path for what it initializes in the context."""
     sources = SourcesRegistry.instance().types
-    hydras = sources[Files.scheme()]
-    Folders.used, sources[Files.scheme()] = True, Files
-    Files.read.clear()
+    hydras = sources[ReadFiles.scheme()]
+    Folders.used, sources[ReadFiles.scheme()] = True, ReadFiles
+    ReadFiles.read.clear()
     try:
         yield
     finally:
-        Folders.used, sources[Files.scheme()] = False, hydras
+        Folders.used, sources[ReadFiles.scheme()] = False, hydras
 
 
 @contextmanager
 def initialized(job_name: str) -> Iterator[None]:
     """Initialize Hydra with this search path. job_name: for ${hydra:job.name}."""
-    with used(), hydra.initialize_config_dir(str(folder()), job_name, **VERSION_BASE):
+    with used(), hydra.initialize_config_dir(str(folders.folder()), job_name, **VERSION_BASE):
         yield
