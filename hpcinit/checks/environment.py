@@ -42,11 +42,8 @@ def _image(config: Config) -> Iterator[str]:
     if not image or "://" in image or "#" in image:
         return
     if (image.startswith(("/", "./", "../")) or image.endswith(IMAGES)) and not Path(image).exists():
-        yield f"container.image is {image!r}, expected a file that exists, or a registry's URL{_elsewhere(Path(image))}"
-
-
-def _elsewhere(path: Path) -> str:
-    return f"; if {path} exists only on the compute nodes: check_paths=false"
+        hint = python_environment.elsewhere(Path(image))
+        yield f"container.image is {image!r}, expected a file that exists, or a registry's URL{hint}"
 
 
 def _runs_dir(place: Path) -> Iterator[str]:

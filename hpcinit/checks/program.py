@@ -34,9 +34,8 @@ START = (
     r"(?:\w+=\S*\s+)*[\"']?(?:[\w.${}~/-]*/)?"
 )
 LAUNCHER = re.compile(
-    START + r"(?:(?P<name>srun|torchrun|mpirun|mpiexec(?:\.hydra)?|horovodrun|deepspeed|accelerate\s+launch)"
-    r"|python[\d.]*\s+(?:-\w\s+)*-m\s+(?P<module>torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch"
-    r"|deepspeed\.launcher\.runner))[\"']?(?=\s|$)"
+    START + rf"(?:(?P<name>srun|torchrun|deepspeed|accelerate\s+launch|{'|'.join(map(re.escape, OF_MPI))})"
+    rf"|python[\d.]*\s+(?:-\w\s+)*-m\s+(?P<module>{'|'.join(map(re.escape, MODULES))}))[\"']?(?=\s|$)"
 )
 # With these options a launcher knows about the other nodes, and one launcher per node makes one training run.
 OF_SEVERAL_NODES = re.compile(r"--(nnodes|num[-_]machines|num[-_]nodes|hostfile|node[-_]rank)\b")
@@ -105,8 +104,7 @@ def _nested_launcher(config: Config) -> Iterator[str]:
     job = config.job
     given, starter, args = _starter(job.command, job.module, list(job.args))
     ranks = ranks_per_node(config)
-    alone = config.nodes * ranks == 1 or (ranks == 1 and any(map(OF_SEVERAL_NODES.match, args)))
-    if not starter or (alone and starter not in OF_SLURM):
+    if not starter or (starter not in OF_SLURM and _fits(config, " ".join(args))):
         return
     agents = "" if starter in OF_SLURM + OF_MPI else "; to use torchrun's agents: launch=torchrun"
     what = (
@@ -114,7 +112,8 @@ def _nested_launcher(config: Config) -> Iterator[str]:
     )
     yield (
         f"{given}: it starts its own ranks, but hpcinit already starts one process per rank "
-        f"({config.nodes} node{'s' * (config.nodes != 1)} x {ranks}), so every rank {what}. {_alone(args)}{agents}"
+        f"({config.nodes} node{'s' * (config.nodes != 1)} x {ranks}), so every rank {what}. "
+        f"Submit the program itself: {_program(args)}{agents}"
     )
 
 
@@ -131,11 +130,24 @@ def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tu
     return f"job.command is {name!r}", name if known else "", args
 
 
-def _alone(args: Sequence[str]) -> str:
-    """Return 'Submit the program itself: -- train.py --lr 3' for the arguments of a launcher."""
-    at = next((at for at, argument in enumerate(args) if argument.endswith(".py")), None)
-    program = ["train.py"] if at is None else args[at:]
-    return f"Submit the program itself: -- {shlex.join(program)}"
+def _fits(config: Config, command: str) -> bool:
+    """Return whether a launcher may be the program: of a single rank, or one per node that knows the other nodes."""
+    ranks = ranks_per_node(config)
+    return config.nodes * ranks == 1 or (ranks == 1 and OF_SEVERAL_NODES.search(command) is not None)
+
+
+def _program(*commands: Sequence[str]) -> str:
+    """Return '-- train.py --lr 3', with the script that the first of these commands starts."""
+    for arguments in commands:
+        at = next((at for at, argument in enumerate(arguments) if argument.endswith(".py")), None)
+        if at is not None:
+            program = [part for part in arguments[at:] if part not in {"&", "||", "&&", ";"}]
+            return f"-- {' '.join(map(_quoted, program))}"
+    return "-- train.py"
+
+
+def _quoted(argument: str) -> str:
+    return argument if "$" in argument and " " not in argument else shlex.quote(argument)
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,14 @@ class ScriptLine:
     number: int
     text: str
     launcher: str
+
+    @property
+    def words(self) -> Sequence[str]:
+        """The arguments; none if they cannot be read."""
+        try:
+            return shlex.split(self.text)
+        except ValueError:
+            return ()
 
 
 def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
@@ -158,7 +178,8 @@ def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
         yield (
             f"{name} is a batch script: line {directive.number} is '{directive.text}'. Expected the program that runs "
             "on every rank: hpcinit starts the whole file once per rank, and Slurm ignores its #SBATCH lines. "
-            f"Submit the program itself, {_program(launches)}, and set nodes, time_min and so on before --"
+            f"Submit the program itself, as in: {_program(*(one.words for one in launches))}, and set nodes, time_min "
+            "and so on before --"
         )
         return
     ranks = ranks_per_node(config)
@@ -166,7 +187,7 @@ def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
         of_slurm = found.launcher == "srun"
         if of_slurm and "--overlap" in found.text:
             continue
-        if not of_slurm and (config.nodes * ranks == 1 or (ranks == 1 and OF_SEVERAL_NODES.search(found.text))):
+        if not of_slurm and _fits(config, found.text):
             continue
         effect = (
             "would wait forever for resources that the step already uses"
@@ -177,7 +198,8 @@ def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
             f"{name} starts ranks itself, with {found.launcher} in line {found.number}: '{_short(found.text)}'. "
             f"hpcinit already starts the script once per rank, {config.nodes} "
             f"node{'s' * (config.nodes != 1)} x {ranks}, and each copy {effect}. "
-            f"Submit the program itself, {_program([found])}. If the job does not run this line: job.check_script=false"
+            f"Submit the program itself, as in: {_program(found.words)}. If the job does not run this line: "
+            "job.check_script=false"
         )
         return
 
@@ -233,25 +255,6 @@ def _read(path: Path) -> bytes | None:
     except OSError:
         return None
     return None if b"\0" in text else text
-
-
-def _program(launches: Sequence[ScriptLine]) -> str:
-    """Return 'as in: -- train.py --lr 3', with the program that the first of these lines starts."""
-    for found in launches:
-        try:
-            arguments = shlex.split(found.text)
-        except ValueError:
-            continue
-        at = next((at for at, argument in enumerate(arguments) if argument.endswith(".py")), None)
-        if at is not None:
-            rest = (part for part in arguments[at:])
-            program = [part for part in rest if part not in {"&", "||", "&&", ";"}]
-            return f"as in: -- {' '.join(_shown(part) for part in program)}"
-    return "as in: -- train.py"
-
-
-def _shown(argument: str) -> str:
-    return argument if "$" in argument and " " not in argument else shlex.quote(argument)
 
 
 def _short(text: str) -> str:

@@ -94,20 +94,20 @@ def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
         return
     if "/" in name:
         if not (Path(name).is_file() and os.access(name, os.X_OK)):
-            yield f"cluster.python is {name!r}, expected a program that you can execute{_elsewhere(Path(name))}"
+            yield f"cluster.python is {name!r}, expected a program that you can execute{elsewhere(Path(name))}"
     elif not loads and not (cluster.conda and not places):
         path = os.pathsep.join([*map(str, places), env.get("PATH", "")])
         if not shutil.which(name, path=path):
-            yield f"cluster.python is {name!r}, which is not on PATH{_similar(name, path)}{_elsewhere(Path(name))}"
+            yield f"cluster.python is {name!r}, which is not on PATH{_similar(name, path)}{elsewhere(Path(name))}"
 
 
 def _no_python(key: str, folder: str, expected: str) -> Iterator[str]:
     python = expanded(folder) / "bin/python"
     if not os.access(python, os.X_OK):
-        yield f"{key} is {folder!r}, expected {expected}: no {python}{_elsewhere(python)}"
+        yield f"{key} is {folder!r}, expected {expected}: no {python}{elsewhere(python)}"
 
 
-def _elsewhere(path: Path) -> str:
+def elsewhere(path: Path) -> str:
     return f"; if {path} exists only on the compute nodes: check_paths=false"
 
 
