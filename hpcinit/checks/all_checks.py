@@ -27,7 +27,7 @@ from hpcinit.config.schema import Config
 
 
 @dataclass(frozen=True)
-class Check:
+class RequestCheck:
     """find: returns one complete message per problem.
 
     to_submit: only before a submission, because it needs an account, files and so on, which `hpcinit plan` does not.
@@ -40,26 +40,26 @@ class Check:
 
 
 CHECKS = (
-    Check(values.declared),
-    Check(values.finite),
-    Check(values.names),
-    Check(values.texts),
-    Check(start_options.slurm_options),
-    Check(dependency.written),
-    Check(start_options.restarts),
-    Check(program.problems, to_submit=True),
-    Check(program_source.cannot_compile, to_submit=True),
-    Check(secret_files.problems, to_submit=True),
-    Check(partition.missing_keys, to_submit=True),
-    Check(environment.problems, to_submit=True),
-    Check(partition.problems),
-    Check(start_options.launch),
-    Check(partition.hetjob_problems),
-    Check(training.problems, if_valid=True),
-    Check(environment.local_machine, to_submit=True, if_valid=True),
-    Check(dependency.problems, to_submit=True, if_valid=True),
-    Check(checkout.problems, to_submit=True, if_valid=True),
-    Check(environment.setup_syntax, to_submit=True, if_valid=True),
+    RequestCheck(values.declared),
+    RequestCheck(values.finite),
+    RequestCheck(values.names),
+    RequestCheck(values.texts),
+    RequestCheck(start_options.slurm_options),
+    RequestCheck(dependency.written),
+    RequestCheck(start_options.restarts),
+    RequestCheck(program.problems, to_submit=True),
+    RequestCheck(program_source.cannot_compile, to_submit=True),
+    RequestCheck(secret_files.problems, to_submit=True),
+    RequestCheck(partition.missing_keys, to_submit=True),
+    RequestCheck(environment.problems, to_submit=True),
+    RequestCheck(partition.problems),
+    RequestCheck(start_options.launch),
+    RequestCheck(partition.hetjob_problems),
+    RequestCheck(training.problems, if_valid=True),
+    RequestCheck(environment.local_machine, to_submit=True, if_valid=True),
+    RequestCheck(dependency.problems, to_submit=True, if_valid=True),
+    RequestCheck(checkout.problems, to_submit=True, if_valid=True),
+    RequestCheck(environment.setup_syntax, to_submit=True, if_valid=True),
 )
 # Each returns the warnings about a config that has no problems.
 WARNINGS = (

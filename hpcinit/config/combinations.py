@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpcinit.base.errors import ConfigError, HpcinitError
 from hpcinit.config import hydra_errors, hydra_setup
 from hpcinit.config.overrides import references
-from hpcinit.config.request import PLAIN, Composer, Place, Prepare, Request
+from hpcinit.config.request import PLAIN, Composer, KeyPath, Prepare, Request
 from hpcinit.config.typed_text import Texts, Typed, put
 
 
@@ -223,8 +223,8 @@ class _Base:
     written: DictConfig
     hydras: DictConfig
     made: Request
-    swept: Mapping[str, Place]
-    changing: Mapping[str, Place]
+    swept: Mapping[str, KeyPath]
+    changing: Mapping[str, KeyPath]
     numbered: bool
     typed: Texts
 
@@ -302,7 +302,7 @@ def _touches(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def _path(key: str) -> Place:
+def _path(key: str) -> KeyPath:
     """Return ('job', 'args', 1) for 'job.args[1]'."""
     parts = re.findall(r"[^.\[\]]+|\[\d+\]", key)
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
@@ -312,7 +312,7 @@ def _leaf(value: object) -> bool:
     return isinstance(value, PLAIN)
 
 
-def _at(container: Any, path: Place) -> Any:
+def _at(container: Any, path: KeyPath) -> Any:
     for part in path:
         if not (isinstance(container, dict) and part in container) and not isinstance(part, int):
             return ...

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
 PLAIN = (bool, int, float, str, type(None))
-Place = tuple[str | int, ...]  # ("job", "args", 1)
+KeyPath = tuple[str | int, ...]  # ("job", "args", 1)
 
 
 def as_text(value: object) -> str:

@@ -26,7 +26,7 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from hpcinit.config import folders, hydra_setup
-from hpcinit.config.request import PLAIN, Place, Rewritten, as_text
+from hpcinit.config.request import PLAIN, KeyPath, Rewritten, as_text
 
 # The keys whose values are text: of the program, and of lines in the script.
 TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modules"), ("cluster", "setup"))
@@ -139,14 +139,14 @@ class Texts:
         values = {key: OmegaConf.select(self._config, key) for key in keys}
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
-    def texts_at(self, only: Collection[Place] | None = None) -> dict[Place, Any]:
+    def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
         """Return the texts by their places in the config: variables and arguments of the program, lines of the script.
 
         A value that has no text, such as a list, stays what it is, and a text that YAML has changed is Rewritten:
         checks/values.py reports both.
         only: of these places.
         """
-        found: dict[Place, Any] = {}
+        found: dict[KeyPath, Any] = {}
         for parent in TEXTS:
             if only is not None and not any(place[:2] == parent for place in only):
                 continue
@@ -156,7 +156,7 @@ class Texts:
             items: Any = written.items() if isinstance(written, dict) else enumerate(written)
             for name, value in items:
                 known = container[name] if _refers(value) else value
-                place: Place = (*parent, name)
+                place: KeyPath = (*parent, name)
                 if isinstance(known, PLAIN) and not isinstance(known, str):
                     in_file = None if _refers(value) else self._files.text((*inside, name), known)
                     has_text = _refers(value) or isinstance(known, (bool, int))  # a float of a table
@@ -165,7 +165,7 @@ class Texts:
         return found
 
 
-def put(container: Any, path: Place, value: Any) -> Any:
+def put(container: Any, path: KeyPath, value: Any) -> Any:
     """Return `container` with another value at `path`; copy what changes."""
     if not path:
         return copy.copy(value)
@@ -204,7 +204,7 @@ def _loader() -> Any:
     return Loader
 
 
-def _scalars(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Scalar]]:
+def _scalars(tree: Any, place: KeyPath = ()) -> Iterator[tuple[KeyPath, Scalar]]:
     if isinstance(tree, Scalar):
         yield place, tree
     elif isinstance(tree, (dict, list)):
@@ -218,9 +218,9 @@ class YamlTexts:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._contents: dict[str, str] = {}
-        self._scalars: dict[str, list[tuple[Place, Scalar]]] = {}
+        self._scalars: dict[str, list[tuple[KeyPath, Scalar]]] = {}
 
-    def text(self, place: Place, value: object) -> str | None:
+    def text(self, place: KeyPath, value: object) -> str | None:
         """Return the text of a value that is not text; Rewritten if it is not what a file has; None if no file has it.
 
         A file may be below any key of the config, so its own keys must be the last ones of `place`.
@@ -235,7 +235,7 @@ class YamlTexts:
                 return scalar.text
         return None
 
-    def _found(self, path: str, name: str) -> list[tuple[Place, Scalar]]:
+    def _found(self, path: str, name: str) -> list[tuple[KeyPath, Scalar]]:
         if path not in self._contents:
             self._contents[path] = Path(path).read_text(encoding="utf-8")
         if name not in self._contents[path]:
