@@ -29,6 +29,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)")
 # Title of the messages of a package.
 PACKAGE_TITLES = {
     "config": "Config and overrides",
+    "checks": "Checks before the queue",
     "submit": "Submitting",
     "slurm": "Slurm's commands and host names",
     "discover": "Describing a cluster",
