@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.checks.program import first_directive, launchers
+from hpcinit.checks.started_program import first_directive, launchers
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, printed, submit
