@@ -59,7 +59,7 @@ def test_paths_of_the_cluster_are_not_checked_elsewhere(monkeypatch: pytest.Monk
     """Without sbatch on PATH, a dry run for a cluster does not check that cluster's paths; with sbatch it does."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert found("cluster=mini", "cluster.venv=/nowhere") == []
-    monkeypatch.setattr("hpcinit.config.environment.shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr("hpcinit.checks.environment.shutil.which", lambda name: f"/bin/{name}")
     assert len(found("cluster=mini", "cluster.venv=/nowhere")) == 1
 
 
