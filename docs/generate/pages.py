@@ -243,7 +243,7 @@ def _from_docs(target: str) -> str:
 def linked(text: str, page: str) -> tuple[str, list[str]]:
     """Return a page's text with its links out of docs/ replaced by links into SOURCE, and the files that SOURCE needs.
 
-    page: its path in docs/, such as decisions/0001-packages-and-a-run-folder.md. A link to a folder becomes plain text.
+    page: its path in docs/, such as decisions/0017-chains.md. A link to a folder becomes plain text.
     """
     wanted = []
 

@@ -203,8 +203,7 @@ def _threads(kind: Kind) -> str:
 
 # The file: discover owns the part between its two marks; every other byte is the user's and never changes.
 #
-# A key that the user sets outside the part overrides it, and is omitted from the part:
-# docs/decisions/0014-generated-part-of-a-cluster-file.md
+# A key that the user sets outside the part overrides it, and is omitted from the part.
 
 BEGIN, END = "# >>> hpcinit discover", "# <<< hpcinit discover"
 EXPLAINED = "# `hpcinit discover` rewrites this part. To set a value yourself, move its line out of this part.\n"

@@ -149,7 +149,7 @@ def cannot_write(path: Path, error: OSError) -> SubmitError:
 # The claim: one submission of a request at a time, on all login nodes.
 #
 # Two processes that search the queue in the same second both find no job, so a file in runs_dir decides, which only one
-# process can create. The reasons and limits are in docs/decisions/0037-one-submission-at-a-time.md.
+# process can create.
 
 TRIES = 20  # a failed try means that another process has just taken or released the claim
 UNREADABLE_S = 60.0  # a claim without complete content counts for this time
