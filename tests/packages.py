@@ -102,7 +102,8 @@ PACKAGES = {
     ),
 }
 # A program that calls run.wrap() or run.save() needs the package train, and others never import it.
-IN_FUNCTIONS = {"runtime/runtime.py": ("train",)}
+# Only in a hang, with hang.action=end, a rank needs the verdict on dumps.
+IN_FUNCTIONS = {"runtime/runtime.py": ("train",), "runtime/lifecycle/flight_dump.py": ("why",)}
 
 
 def table() -> str:

@@ -175,8 +175,12 @@ KINDS = (
     # fairseq; DeepSpeed
     Message(failure_kinds.NOT_A_NUMBER, r"Minimum loss scale reached|loss scale already at minimum", _DIVERGED),
     Message(failure_kinds.FILE, r"^(?:\w+: )?(FileNotFoundError|PermissionError|IsADirectoryError)"
-     r"|: can't open file |[Ss]tale (?:NFS )?file handle|transport endpoint|error: execve\(\): ",
+     r"|: can't open file |[Ss]tale (?:NFS )?file handle|transport endpoint|error: execve\(\): "
+     r"|(?i:\b(?:fatal|error|failed)\b.*: (?:no such file or directory|permission denied)$)",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
+    Message(failure_kinds.NETWORK, r"^ssh could not connect|not reachable via ssh|^ssh: |Host key verification failed"
+     r"|Permission denied \((?:publickey|keyboard|password|gssapi)",
+     "the launcher uses ssh: ssh HOST hostname must work without a password, from the first node to each other node"),
     # torch.multiprocessing.spawn; its process 3 is rank 3 of a node's ranks
     Message(failure_kinds.SIGNAL, r"ProcessExitedException: process (?P<ranks>\d+) terminated with signal",
      "the message does not show who sent the signal: for SIGKILL, dmesg on the node shows whether its memory was full"),

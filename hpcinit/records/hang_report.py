@@ -24,6 +24,7 @@ STACK = "rank-{rank}.txt"
 # silent_s and complete, by rank 0: for how long no rank has printed anything, and whether each rank that can
 # write its stack has had the time for it.
 SILENT = "silent.json"
+ENDS = "ends.txt"  # exists after the rank that wrote the report has decided that all ranks end
 NO_STEPS = "no-steps.txt"  # exists while a rank that reports its steps takes none: the others write their stacks then
 RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same as text
@@ -238,6 +239,12 @@ class HangReport:
         for a GPU looks like this too; only the flight recorder's dumps show it."""
         shown = self.waiting or self.silent_nodes or self.unheard or self.text
         return not shown and all(one.state == ELSEWHERE and not one.loader for one in self.stuck)
+
+    @property
+    def shows_who_is_late(self) -> bool:
+        """Whether some ranks wait in a collective, and the report names a rank or a node for which they wait."""
+        late = self.rank is not None or self.silent_nodes or self.unheard or different_call(self.waiting)
+        return bool(self.waiting and late)
 
     @property
     def headline(self) -> str:

@@ -42,7 +42,7 @@ class Watched:
 
     rank: -1 if unknown. group: '' for the group of all ranks, None if unknown. position: the call
     that timed out, None if none did. enqueued: the number of the last call that the rank made, None if unknown. stuck:
-    whether the watchdog itself is blocked.
+    whether the watchdog itself is blocked. place: the rank in the group, -1 if unknown.
     """
 
     rank: int
@@ -50,6 +50,7 @@ class Watched:
     position: Position | None = None
     enqueued: int | None = None
     stuck: bool = False
+    place: int = -1
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -44,6 +45,7 @@ WRITTEN_NS = "written_ns"  # key added to a document: when its file was written,
 # The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
 # 'ALLGATHER_coalesced'.
 COALESCED = "coalesced"
+MOST_PENDING = 64  # groups and peers in which a rank can wait: a dump of another program may list thousands
 SMALLEST = 3  # no recorder keeps fewer calls
 FEW = 64  # finished calls after which a recorder that overwrites entries has hardly lost an unfinished one
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
@@ -307,14 +309,20 @@ def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
         try:
             numbers = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
             order = tuple(map(int, numbers or ()))
-            if not all(0 <= rank < MOST_RANKS for rank in order):
-                raise ValueError("such ranks do not exist")
+            members = _members(order)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
             continue
         if order:
             words = one.get("desc") if isinstance(one, dict) else ""
-            found[str(name)] = Group(str(name), words if isinstance(words, str) else "", frozenset(order), order)
+            found[str(name)] = Group(str(name), words if isinstance(words, str) else "", members, order)
     return found
+
+
+@functools.lru_cache(maxsize=4096)  # all ranks of a group list the same
+def _members(order: tuple[int, ...]) -> frozenset[int]:
+    if not all(0 <= rank < MOST_RANKS for rank in order):
+        raise ValueError("such ranks do not exist")
+    return frozenset(order)
 
 
 def _recording(
@@ -373,7 +381,8 @@ def _recording(
         first = 0 if complete else -sum(_state(batch) == DONE for batch in sent)
         batches |= {(group, Message(src, dst, number)): batch for number, batch in enumerate(sent, first)}
     backends = frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries)
-    unused = {group for name, group in config.items() if name not in {group.name for group in groups.values()}}
+    used = {group.name for group in groups.values()}
+    unused = {group for name, group in config.items() if name not in used}
     counted = _last_by_status(dump, ids, unused)
     for group, number in counted.items():
         if group not in with_messages and backends != {"gloo"}:  # torch counts messages too, and gloo lists none
@@ -406,7 +415,7 @@ def _pending(batches: Mapping[Operation, Batch]) -> list[Operation]:
             order = _order(*batch[0])
             if channel not in found or order < found[channel][0]:
                 found[channel] = (order, operation)
-    return [operation for _, operation in sorted(found.values(), key=lambda one: one[0])]
+    return [operation for _, operation in sorted(found.values(), key=lambda one: one[0])[:MOST_PENDING]]
 
 
 def _group_name(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -573,6 +582,9 @@ def _written(paths: Iterable[Path]) -> float:
     return max(times)
 
 
+_newest: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}  # the files read last: --replay needs them again
+
+
 def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int, Mapping[str, Any]]:
     """Return the document of each dump, or one with the reason why the file cannot be read. Small files are first, so
     that a large one does not use up the time for them."""
@@ -580,6 +592,9 @@ def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int
     for rank, path in paths.items():
         with contextlib.suppress(OSError):
             states[rank] = path.stat()
+    unchanged = tuple((rank, str(paths[rank]), one.st_mtime_ns, one.st_size) for rank, one in states.items())
+    if unchanged in _newest:
+        return _newest[unchanged]
     found: dict[int, Mapping[str, Any]] = {}
     for rank in sorted(paths, key=lambda rank: states[rank].st_size if rank in states else 0):
         written = {WRITTEN_NS: states[rank].st_mtime_ns} if rank in states else {}
@@ -588,4 +603,6 @@ def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             found[rank] = {**written, UNREADABLE: f"{paths[rank].name}: {reason}"}
-    return dict(sorted(found.items()))
+    _newest.clear()
+    _newest[unchanged] = dict(sorted(found.items()))
+    return _newest[unchanged]

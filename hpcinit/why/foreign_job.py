@@ -37,7 +37,8 @@ _STATE = re.compile(
 _ALARM = re.compile(
     r"(?i)\b(?:error|exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
     r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable|"
-    r"no module named|signal \d+|lost communication|times out|can't|low on resource)\b"
+    r"no module named|signal \d+|lost communication|times out|can't|low on resource|not enough|insufficient|invalid|"
+    r"no such file)\b"
 )
 # The ends of jobs of other schedulers: PBS and LSF.
 _OTHER_ENDS = (
@@ -84,10 +85,13 @@ def gather(
     slurm = job_log.read("\n".join(line.text for line in lines))
     ends = [end for _, _, end in sorted(read_launchers.table(lines), key=lambda one: one[:2])]
     of_ranks = known.task and not ends  # srun's tasks are the agents of torchrun otherwise
+    agents = {end.host for end in slurm.ends if end.how.startswith("Exited with") and not end.after_abort}
     every_end = of_ranks and bool(slurm.ends)
     slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
     watched, errors = read_watchdog.read(lines)
-    every = _in_order([*read_tracebacks.read(lines), *errors], by_log)
+    every = _in_order(
+        [*read_tracebacks.read(lines), *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log
+    )
     ended = bool(slurm.cancelled or preempted_at or state in ENDED_BY_SLURM)
     failed = any(not end.succeeded for end in (*slurm.ends, *read_launchers.ends(lines, (), listed=bool(slurm.ends))))
     # Of several processes that print without a rank, one may fail while others train on.
@@ -101,14 +105,16 @@ def gather(
     with_error = {one.rank for one in errors if one.rank != NO_RANK}
     by_others = read_launchers.ends(lines, with_error, listed=bool(slurm.ends))
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
+    errors = _assigned(errors, slurm)
     if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists
-        errors = [replace(one, rank=LAUNCHER) for one in sorted(of_launcher, key=read_launchers.is_report)]
+        host = agents.pop() if len(agents) == 1 else ""
+        errors = [replace(one, rank=LAUNCHER, host=host) for one in sorted(of_launcher, key=read_launchers.is_report)]
     hosts = {rank: end.host for end in slurm.ends for rank in end.ranks if end.host}
     seen = {line.rank for line in lines if line.rank != NO_RANK}
     ranks = {*seen, *hosts, *(one.rank for one in errors if one.rank >= 0)}
     order = {id(one): float(at) for at, one in enumerate(errors)}
     records = tuple(
-        Found(ErrorRecord(order[id(one)], one.rank, hosts.get(one.rank, one.host), one.text, one.traceback), 0.0)
+        Found(ErrorRecord(order[id(one)], one.rank, hosts.get(one.rank, one.host), one.whole, one.traceback), 0.0)
         for one in _first_of_each(errors)
     )
     trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
@@ -205,6 +211,8 @@ def _first_of_each(errors: Sequence[Error]) -> Iterator[Error]:
     for found in by_rank.values():
         worker = [one for one in found if WORKER_KILLED.search(one.text)]
         cause = [one for one in found if not causes.is_secondary_text(one.text, one.traceback)]
+        # Threads of torch and of loggers fail when the process ends, before its own traceback is printed.
+        cause.sort(key=lambda one: one.in_thread and causes.message(one.text) is None)
         yield (worker or cause or found)[0]
 
 

@@ -54,7 +54,7 @@ _TABLE = re.compile(r"\brank\s*: (\d+) \(local_rank: (\d+)\)")  # of torchrun's 
 # Any other prefix: a host of pdsh, a pod, a logger that prefixes each line. These start a line otherwise.
 _OTHER = re.compile(
     r"^(?P<prefix>\S.{0,120}?)"
-    r"(?:Traceback \(most recent call last\):|srun: |slurmstepd: |\[rank\d+\]: |Fatal Python error: )"
+    r"(?:Traceback \(most recent call last\):|srun: |slurmstepd: |\[rank\d+\]: |Fatal Python error: |╭─)"
 )
 # A label after another prefix; what starts a line that has no label; what all lines start with
 _INNER = re.compile(r"(?:(?<!\S)\d{1,6}: |(?<!\S)\[\d{1,6}\] |\[rank\d+\]: ?|\[default\d+\]:)$")
@@ -204,7 +204,7 @@ class _Prefixes:
             if 10 * sum(1 for line in used if re.match(shape, line)) > 9 * len(used):
                 shapes[shape] = None
         for before, line, after in zip(["", *every], every, [*every[1:], ""], strict=False):
-            if len(shapes) < MOST_PREFIXES and (found := _OTHER.match(line)) and "─" not in line:
+            if len(shapes) < MOST_PREFIXES and (found := _OTHER.match(line)) and "─" not in found["prefix"]:
                 prefix = _INNER.sub("", _SRUN.sub("", found["prefix"], count=1))
                 shape = _shape(prefix)
                 is_known = not prefix.strip() or any(one.fullmatch(prefix) for one in (_SRUN, _LOCAL, *_PREFIXES))

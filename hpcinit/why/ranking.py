@@ -7,7 +7,7 @@ A finding that another one explains does not count. The first one with the highe
 | PROVEN     | dumps of torch's flight recorder name ranks that others wait for            | a failure of that rank|
 | WAITING    | stacks: some ranks wait in a collective, and others do not                  | a failure of that rank|
 | STATED     | a message of torch, NCCL or gloo names the rank that others wait for        | a failure of that rank|
-| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: any of those|
+| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: those, NODE |
 | RAISED     | an error that no other rank causes, after which its rank printed no step    |                       |
 | NODE       | Slurm reports the loss of a node                                            |                       |
 | MEMORY     | Slurm reports the kernel's OOM killer                                       |                       |
@@ -76,19 +76,21 @@ class Finding:
 
     verdict: the text and the fields of the answer if this is the first cause. ranks: those at fault; () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
+    shown: False if the failure only follows from a line that is missing. It then explains nothing.
     """
 
     grade: Grade
     verdict: Verdict
     ranks: tuple[int, ...] = ()
     abort: bool = False
+    shown: bool = True
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
     """Return whether `cause` is why `effect` happened."""
     if effect.abort:
-        return cause.grade in HANGS or cause.grade is Grade.RAISED
-    if effect.grade not in HANGS or cause.abort:
+        return cause.grade in (*HANGS, Grade.RAISED, Grade.NODE)
+    if effect.grade not in HANGS or cause.abort or not cause.shown:
         return False
     if effect.verdict.kind == failure_kinds.START_UP and cause.grade in (Grade.KILLED, Grade.RAISED):
         return True

@@ -24,7 +24,7 @@ UNSEEN = (
     "where that rank was is unknown: its stack is written after hang.after_s, which must be below the timeout of "
     "collectives (comm.collective_timeout_s, or the program's own)"
 )
-_INFINIBAND = re.compile(r"from peer \S+ with status=\d+")  # NCCL's net_ib.cc
+_INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
 SHELL = 128  # a shell adds it to the number of a signal
 READ_LOGS = "read the job's log, and the logs of ranks without an error record"
 
@@ -66,6 +66,8 @@ def _sigterm(evidence: Evidence) -> Iterator[Finding]:
     """Yield ranks that SIGTERM ended before Slurm ended the step."""
     recorded = {one.record.rank for one in evidence.found}
     for end in evidence.log.ends:
+        if not (end.succeeded or end.how.startswith("Terminated")):
+            return  # the launcher ends the others after the first failure
         known = bool(end.ranks) and recorded.issuperset(end.ranks)
         if not end.after_abort and end.how.startswith("Terminated") and not known:
             yield Finding(Grade.TERMINATED, _of_signal(end, evidence), end.ranks)
@@ -109,6 +111,7 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
     listed = any(len(each.ranks) > 1 for each, _ in first or bad)
     if len(together) > 1 and listed and len({each.how for each, _ in first or bad}) == 1:
         head, rank = f"the first cause is unknown: {named(together)} ended with the same status: {end.how.lower()}", -1
+        kind = failure_kinds.UNKNOWN if kind == failure_kinds.PROGRAM else kind
     do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
     code = int((re.findall(r"\d{1,3}", end.how) or ["1"])[0])
     signal = job_log.how(SHELL - code) if code > SHELL else ""  # as a shell and a container report it
@@ -121,7 +124,7 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
 
 def _ended_early(evidence: Evidence) -> tuple[int, ...]:
     """Return the ranks that ended with status 0 although others failed with secondary errors."""
-    known = {rank for end in evidence.log.ends if end.succeeded for rank in end.ranks} | evidence.returned
+    known = _succeeded(evidence)
     # srun prints nothing about a task that ended with status 0. While a node is unreachable it prints nothing either.
     # A rank that hangs is not listed either.
     listed = evidence.every_end_is_logged and not evidence.watched
@@ -132,6 +135,10 @@ def _ended_early(evidence: Evidence) -> tuple[int, ...]:
     return ranks if 2 * len(ranks) < evidence.size else ()
 
 
+def _succeeded(evidence: Evidence) -> set[int]:
+    return {rank for end in evidence.log.ends if end.succeeded for rank in end.ranks} | evidence.returned
+
+
 def _early(evidence: Evidence) -> Iterator[Finding]:
     ranks = _ended_early(evidence)
     if not ranks:
@@ -140,7 +147,7 @@ def _early(evidence: Evidence) -> Iterator[Finding]:
     waiting = tuple(f"{call} when {'they' if len(ranks) > 1 else 'it'} ended" for call in _calls(evidence))
     verdict = _of_ranks(head, failure_kinds.EARLY_END, EARLY, ranks, evidence)
     lines = (*waiting, *read_hang.in_dumps(evidence))
-    yield Finding(Grade.EARLY, replace(verdict, evidence=lines), ranks)
+    yield Finding(Grade.EARLY, replace(verdict, evidence=lines), ranks, shown=_succeeded(evidence).issuperset(ranks))
 
 
 def _unlisted(evidence: Evidence) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from hpcinit.records import job_log
 from hpcinit.records.job_log import End
-from hpcinit.why.evidence import NO_RANK
+from hpcinit.why.evidence import LAUNCHER, NO_RANK
 from hpcinit.why.log_lines import Line
 from hpcinit.why.read_tracebacks import Error
 
@@ -59,6 +59,8 @@ _CHILD = re.compile(r"Child process with PID \d+ terminated with code (\d{1,3})\
 _PADDLE = re.compile(r"Container rank (\d{1,6}) status failed .* code (-?\d{1,3})\b")
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
+# pdsh; ssh itself exits with 255
+_SSH = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255$")
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
 
 
@@ -69,6 +71,15 @@ def is_of_launcher(error: Error) -> bool:
 def is_report(error: Error) -> bool:
     """Return whether a launcher only reports with this error that something else failed."""
     return bool(_LAUNCHER.search(error.text))
+
+
+def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
+    """Yield an error for each host that pdsh could not reach. ssh prints its own message before."""
+    for number, line in enumerate(lines):
+        if found := _SSH.match(line.text):
+            own = [one.text for one in lines[:number] if one.stream.startswith(f"{found[1]}:")]
+            text = f"ssh could not connect to {found[1]}, or lost the connection"
+            yield Error(LAUNCHER, ": ".join([text, *own[-1:]]), "", number, host=found[1])
 
 
 def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:

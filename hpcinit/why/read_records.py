@@ -42,8 +42,12 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
     """Yield the first line without a traceback whose message causes.py lists."""
+    if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
+        return  # a program may print such a line after it has finished
     for rank, text in evidence.alarms:
         found = causes.message(text)
+        if any(text in one.record.error for one in evidence.found):  # a detail of that error
+            continue
         if not found or causes.is_secondary_text(text) or MAY_CONTINUE.search(text):
             continue
         row, named_ranks = found

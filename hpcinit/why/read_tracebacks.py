@@ -44,6 +44,7 @@ _WRAPPER = re.compile(
     r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b"
     r"|^[\w.]+: (?:Caught \w+ in |The following operation failed in the TorchScript interpreter)"
 )
+_OF_RANK = re.compile(r"last\): \(RANK (\d{1,6})\)$")  # inside a message: torch.distributed.checkpoint
 _IN_TABLE = re.compile(r"^\s*rank\s*: (\d{1,6}) \(local_rank")  # torchrun's table, which may have tracebacks
 MOST_NOISE = 20  # lines of other programs inside a traceback
 _IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^--- Logging error ---")
@@ -67,7 +68,8 @@ class Error:
     """An error in a log. rank: who printed it, or who the message names. text: its message, of several lines.
     traceback: with its frames. number: of its line. handled: whether its process trained on. alone: whether the
     message has no traceback, so that the program has caught the exception. host: in the prefix of its line, '' if
-    unknown."""
+    unknown. raised_from: the message of the exception that is its direct cause. in_thread: whether it ended a thread
+    of its process only."""
 
     rank: int
     text: str
@@ -76,6 +78,13 @@ class Error:
     handled: bool = False
     alone: bool = False
     host: str = ""
+    raised_from: str = ""
+    in_thread: bool = False
+
+    @property
+    def whole(self) -> str:
+        """Its message and that of its direct cause, which may show the kind of failure."""
+        return f"{self.text}\n{self.raised_from}".rstrip()
 
 
 def read(lines: Sequence[Line]) -> list[Error]:
@@ -134,6 +143,7 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     found: list[Error] = []
     opened: list[str] = []  # the lines of a traceback whose message follows
     details, ignored, chained, named, before, indent, noise = 0, False, False, NO_RANK, "", 0, 0
+    direct, inner, thread = False, "", False
     listed, usage = NO_RANK, ""
     for number, line in lines:
         text = _plain(line.text)
@@ -144,21 +154,27 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
             opened = [*opened, text] if noise <= MOST_NOISE else []
             if _ERROR.match(text):
                 if chained and not ignored:
-                    found.pop()
+                    inner = found.pop().whole
                 if not ignored:
-                    found.append(Error(_rank(line, text, named), text, "\n".join(opened), number))
+                    raised_from = inner if direct else ""
+                    error = Error(_rank(line, text, named), text, "\n".join(opened), number)
+                    error = replace(error, raised_from=raised_from, in_thread=thread)
+                    found.append(error)
                     details = MOST_DETAILS
-                opened, ignored, chained, named = [], False, False, NO_RANK
+                opened, ignored, chained, named, direct = [], False, False, NO_RANK, False
         elif HEADER in text:
             opened, noise, indent = [text], 0, len(text) - len(text.lstrip())
+            thread = before.startswith("Exception in thread")
             reported = listed if text.lstrip().startswith("traceback :") else _reported(before)
+            inner_of = _OF_RANK.search(text)
+            reported = _number(inner_of, reported)
             named = reported if named == NO_RANK else named
-            chained = bool(found) and (chained or bool(_WRAPPER.match(found[-1].text)))
-        elif details and (_DETAIL.match(text) or before.strip() == "Last error:"):
+            chained = bool(found) and (chained or bool(inner_of) or bool(_WRAPPER.match(found[-1].text)))
+        elif details and (_DETAIL.match(text) or before.rstrip().endswith(":")):
             found[-1] = replace(found[-1], text=f"{found[-1].text}\n{text}")
             details -= 1
         elif chain := _CHAIN.match(text):
-            chained, named = bool(found), int(chain["rank"] or NO_RANK)
+            chained, named, direct = bool(found), int(chain["rank"] or NO_RANK), "direct" in text and bool(found)
         elif alone := _without_traceback(line, text, number, before, usage):
             if found and not found[-1].alone and _WRAPPER.match(found[-1].text):
                 found.pop()  # its reason follows without a traceback

@@ -19,7 +19,8 @@ from hpcinit.why.ranking import Finding, Grade
 from hpcinit.why.read_tracebacks import Error
 
 _WHO = (
-    r"\[(?:PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>[^\s(\]]+))?(?:\((?P<group>[^)]*)\))? )?Rank (?P<rank>\d{1,6})\]"
+    r"\[(?:PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>[^\s(\]]+))? ?(?:\((?P<group>[^)]*)\))? )?"
+    r"Rank (?P<rank>\d{1,6})\]"
 )
 _TIMEOUT = re.compile(
     rf"{_WHO}.*(?P<text>Watchdog caught collective operation timeout"
@@ -50,7 +51,7 @@ def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
         if "Rank" not in line.text:
             continue
         if found := _TIMEOUT.search(line.text):
-            watched.append(Watched(_rank(line, found), _group(found), _position(found)))
+            watched.append(Watched(_rank(line, found), _group(found), _position(found), place=int(found["rank"])))
             text = f"RuntimeError: [Rank {found['rank']}] {found['text']}"
             errors.append(Error(_rank(line, found), text, "", number))
         elif found := _WORK.search(line.text):
@@ -110,7 +111,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     elif late := {rank for rank in behind if at and _enqueued(rank, known) < min(each[0] for each in at.values())}:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
         yield _finding(head, sorted(late), ADVICE, evidence)
-    elif missing := _missing(at, evidence) if groups <= {"", None} else ():
+    elif missing := _missing(at, evidence) if groups <= {"", None} else _between(at, known):
         head = f"{named(missing)} did not report a timeout of {_call(at)}, in which {named(at)} waited"
         yield _finding(head, missing, ADVICE, evidence)
     else:
@@ -159,6 +160,17 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
     missing = tuple(sorted(set(range(size)) - at.keys()))
     few = len(missing) == 1 or FEW * len(missing) <= size
     return missing if few and 2 * len(missing) < size else ()
+
+
+def _between(at: Mapping[int, object], known: Sequence[Watched]) -> tuple[int, ...]:
+    """Return the ranks of a group between those that timed out, if the ranks in the group show their global numbers."""
+    places = {one.place: one.rank for one in known if one.place >= 0}
+    (first, low), (last, high) = min(places.items()), max(places.items())
+    step, rest = divmod(high - low, max(last - first, 1))
+    ranks = {place: low + step * (place - first) for place in range(first, last + 1)}
+    missing = tuple(ranks[place] for place in ranks.keys() - places.keys()) if last - first < FEW * len(places) else ()
+    fits = not rest and step > 0 and all(ranks[place] == rank for place, rank in places.items())
+    return tuple(sorted(missing)) if fits and 2 * len(missing) < len(ranks) else ()
 
 
 def _enqueued(rank: int, known: Sequence[Watched]) -> int:

@@ -84,13 +84,26 @@ def main(argv: Sequence[str]) -> int:
     now = state.read(path)
     path, verdict = _of_worlds(path, now)
     replayed = _replay(*gather_evidence.dumps(path, now), options) if options.replay else None
+    where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
+    text = [] if options.json or options.quiet else lines(path, verdict)
+    return _print(options, verdict, where, text, replayed)
+
+
+def _print(
+    options: argparse.Namespace,
+    verdict: Verdict,
+    where: Mapping[str, Any],
+    text: Sequence[str],
+    replayed: Replay | None,
+    unknown: Sequence[str] = (),
+) -> int:
+    """Print a verdict as JSON, as one line, or as `text`, and return the exit status. where: fields of _WITHOUT."""
     if options.json:
-        where = {"run": str(path), "state": now.name, "job_id": now.job_id, "restarts": restarts.document(path)}
-        print(_line(verdict, where, replayed))
+        print(_line(verdict, where, replayed, unknown))
     elif options.quiet:
-        print(plain_lines([verdict.headline, *_short(replayed)]))
+        print(plain_lines([verdict.headline, *([replayed.text] if replayed else [])]))
     else:
-        print(plain_lines([*lines(path, verdict), *_long(replayed)]))
+        print(plain_lines([*text, *(replayed.lines() if replayed else [])]))
     return 0
 
 
@@ -99,14 +112,6 @@ def _replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int], opti
         return Replay("not replayed: there is no dump of torch's flight recorder that can be read")
     say(f"replaying the calls of {counted(len(dumps), 'rank')} with gloo, for at most {replay.LIMIT_S:g} s")
     return replay.replay(dumps, ended, options.python)
-
-
-def _short(replayed: Replay | None) -> list[str]:
-    return [replayed.text] if replayed else []
-
-
-def _long(replayed: Replay | None) -> list[str]:
-    return replayed.lines() if replayed else []
 
 
 def _of_sweep(path: Path, options: argparse.Namespace) -> int:
@@ -147,17 +152,12 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
     first, *rest = found.lines() or (
         f"the dumps of {counted(len(dumps), 'rank')} show no rank that waits in a collective",
     )
-    if options.json:
-        kind = found.kind if found.culprits or found.differ else failure_kinds.UNKNOWN if found.unknown else OK
-        print(_line(Verdict(first, kind, evidence=tuple(rest), flight=found), {"dumps": sorted(dumps)}, replayed))
-    elif options.quiet:
-        print(plain_lines([first, *_short(replayed)]))
-    else:
-        text = [first, *(f"  {line}" for line in rest)]
-        text += dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3])
-        text += [f"  {line}" for line in found.document()["secondary"]]
-        print(plain_lines([*text, *_long(replayed)]))
-    return 0
+    kind = found.kind if found.culprits or found.differ else failure_kinds.UNKNOWN if found.unknown else OK
+    text = [first, *(f"  {line}" for line in rest)]
+    text += dict.fromkeys(f"what to do about rank {one.rank}: {one.advice}" for one in found.culprits[:3])
+    text += [f"  {line}" for line in found.document()["secondary"]]
+    verdict = Verdict(first, kind, evidence=tuple(rest), flight=found)
+    return _print(options, verdict, {"dumps": sorted(dumps)}, text, replayed)
 
 
 def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, Mapping[str, Any]] | None = None) -> int:
@@ -166,22 +166,16 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, M
     if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
         verdict = replace(verdict, do=FOREIGN, resubmit=False)
     replayed = _replay(dumps or {}, (), options) if options.replay else None
-    if options.json:
-        known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
-        where = {**known, "files": [str(path) for path in job.files], "dumps": sorted(dumps or ())}
-        print(_line(verdict, where, replayed, job.unknown))
-    elif options.quiet:
-        print(plain_lines([verdict.headline, *_short(replayed)]))
-    else:
-        text = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
-        text += [f"what to do: {verdict.do}"] * bool(verdict.do)
-        text += [f"  {line}" for line in verdict.secondary]
-        text += [f"unknown: {line}" for line in job.unknown]
-        if job.files:
-            more = f" and {len(job.files) - 1} more" if len(job.files) > 1 else ""
-            text.append(f"read: {job.files[0]}{more}")
-        print(plain_lines([*text, *_long(replayed)]))
-    return 0
+    known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
+    where = {**known, "files": [str(path) for path in job.files], "dumps": sorted(dumps or ())}
+    text = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
+    text += [f"what to do: {verdict.do}"] * bool(verdict.do)
+    text += [f"  {line}" for line in verdict.secondary]
+    text += [f"unknown: {line}" for line in job.unknown]
+    if job.files:
+        more = f" and {len(job.files) - 1} more" if len(job.files) > 1 else ""
+        text.append(f"read: {job.files[0]}{more}")
+    return _print(options, verdict, where, text, replayed, job.unknown)
 
 
 # The fields of a verdict that only one of the three has: on a run, on the logs of another launcher, on dumps.

@@ -131,7 +131,7 @@ def main() -> None:
             if result.value == options.list:
                 first = (answer.text.strip().splitlines() or [""])[0]
                 listed.append(f"{case.name}: {result.why}\n    {first[:150]!r}")
-        if taken > 5:
+        if taken > 5 and not case.apart:
             slow.append(f"{case.name} {taken:.0f} s")
     for title, rows in (("set", sets), ("source", shapes), ("kind of failure", kinds)):
         print("\n".join(table(title, rows)), end="\n\n")

@@ -241,8 +241,9 @@ def test_a_long_phase_is_no_hang(folder: Path, code: str) -> None:
 
 
 def test_a_phase_beyond_its_limit_is_a_hang(folder: Path) -> None:
-    """Beyond the phase's limit the ranks are reported and ended, as in a step."""
-    code = at_20("with run.phase('evaluating', timedelta(seconds=4)): time.sleep(600)")
+    """Beyond the phase's limit the ranks are reported and ended, as in a step, if one waits for another."""
+    waits = "time.sleep(600) if run.rank else dist.all_reduce(torch.ones(1))"
+    code = at_20(f"with run.phase('evaluating', timedelta(seconds=4)): {waits}")
     with ranks(code + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
     assert run_folder.HUNG in [status for status, _ in ends] and {status for status, _ in ends} <= {
@@ -254,14 +255,41 @@ def test_a_phase_beyond_its_limit_is_a_hang(folder: Path) -> None:
 
 def test_a_phase_does_not_hide_later_hangs(folder: Path) -> None:
     """A save of 4 s does not count as a step of 4 s: the next hang is found after hang.after_s, not after 20 s."""
-    code = at_20(
-        "with run.phase('x'): time.sleep(4)\n    if step == 30: print(time.monotonic(), flush=True); time.sleep(600)"
-    )
-    with ranks(code + END, 1, folder, ACTION="end") as (rank,):
-        status, output = rank.end()
-    assert status == run_folder.HUNG
+    code = at_20("with run.phase('x'): time.sleep(4)\n    if step == 30 and run.rank: time.sleep(600)")
+    with ranks(code + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    output = next(output for status, output in ends if status == run_folder.HUNG)
     after_s = float(output.partition("exits after ")[2].partition(" s")[0])
     assert after_s < 15, output
+
+
+def test_ranks_that_work_are_not_ended(folder: Path) -> None:
+    """Four times hang.after_s without a step and without a collective: the ranks work, for example on data."""
+    with ranks(at_20("time.sleep(9)") + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert sum("the ranks continue in spite of hang.action=end" in output for _, output in ends) == 1, ends
+
+
+def test_ranks_that_work_and_then_hang_are_ended(folder: Path) -> None:
+    """A rank waits for another one only after the report of the silence: hpcinit looks again."""
+    code = at_20("time.sleep(5); time.sleep(600 * run.rank)")
+    with ranks(code + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    assert run_folder.HUNG in [status for status, _ in ends], ends
+    assert sum("the ranks continue in spite of hang.action=end" in output for _, output in ends) == 1, ends
+    assert len(list(folder.glob(f"hang/*/{hang_report.ENDS}"))) == 1
+
+
+def test_the_dumps_show_who_waits(folder: Path) -> None:
+    """Rank 0 waits in C++, as every rank with a GPU does: no stack shows a collective, and the dumps prove rank 1."""
+    wait = "os.environ['HPCINIT_RUN'] = os.environ['FOLDER']; "  # init would look for a spec there
+    wait += "time.sleep(600) if run.rank else dist.all_reduce(torch.ones(1), async_op=True).wait()"
+    with ranks(at_20(wait) + END, 2, folder, ACTION="end") as found:
+        ends = [rank.end() for rank in found]
+    assert run_folder.HUNG in [status for status, _ in ends], ends
+    records = [json.loads(path.read_text()) for path in folder.glob("errors/*.json")]
+    assert any("the dumps show that the others wait for rank 1" in one["error"] for one in records), records
 
 
 def test_the_first_step_may_take_long(folder: Path) -> None:

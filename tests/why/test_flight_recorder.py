@@ -129,3 +129,21 @@ def test_a_folder_as_people_collect_them(tmp_path: Path) -> None:
     found = flight_recorder.read_folder(tmp_path)
     unreadable = {rank for rank, dump in found.items() if flight_recorder.UNREADABLE in dump}
     assert sorted(found) == [0, 3, 4, 5, 7, 12] and unreadable == {4, 5}
+
+
+def test_a_rank_in_thousands_of_groups(tmp_path: Path) -> None:
+    """A rank waits in a limited number of calls, the oldest, whatever a dump lists: the search stays short."""
+    entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 1, "state": "scheduled"}
+    entries = [{**entry, "record_id": at, "pg_id": at, "process_group": (str(at), "")} for at in range(2000)]
+    dumps = written(tmp_path, pickle.dumps({"version": "2.4", "entries": entries}))
+    [found] = flight_recorder.recordings(dumps).values()
+    assert [group.name for group, _ in found.pending] == list(map(str, range(flight_recorder.MOST_PENDING)))
+
+
+def test_unchanged_dumps_are_read_once(tmp_path: Path) -> None:
+    """--replay uses what `why` has read. A dump that changes is read again."""
+    first = written(tmp_path, recorded(0), recorded(1))
+    assert flight_recorder.read_attempt(tmp_path, "5", 0) is first
+    os.utime(tmp_path / "flight/5.0.0.rank_0", (1, 1))
+    again = flight_recorder.read_attempt(tmp_path, "5", 0)
+    assert again is not first and again.keys() == first.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ def finding(grade: Grade, *ranks: int, abort: bool = False) -> Finding:
         ([finding(Grade.WAITING, 2), finding(Grade.NODE)], Grade.NODE),
         ([finding(Grade.WAITING, 2), finding(Grade.ENDED)], Grade.WAITING),
         ([finding(Grade.HUNG), finding(Grade.EXITED, 1)], Grade.HUNG),
+        ([finding(Grade.KILLED, 0, abort=True), finding(Grade.NODE)], Grade.NODE),
+        ([finding(Grade.KILLED, 0), finding(Grade.NODE)], Grade.KILLED),
+        ([finding(Grade.STATED, 2), replace(finding(Grade.EARLY, 2), shown=False)], Grade.STATED),
         ([finding(Grade.KILLED, 0, abort=True)], Grade.KILLED),
     ],
 )
@@ -203,3 +207,28 @@ def test_the_reason_that_nccl_gives(reason: str, kind: str) -> None:
     found = verdict(f"{TRACE}torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275\n{reason}\n")
     assert found.kind == kind, found.headline
     assert ("exclude" in found.do) == (kind == "network")
+
+
+CHAIN = (
+    'Traceback (most recent call last):\n  File "/w/save.py", line 3, in write\n    file.write(data)\n'
+    "OSError: [Errno 28] No space left on device\n\n{}\n\n"
+    'Traceback (most recent call last):\n  File "/w/train.py", line 9, in <module>\n    save(state)\nsave.SaveError: step 40\n'
+)
+
+
+def test_the_kind_of_a_direct_cause() -> None:
+    """`raise ... from error` has the kind of the error; an error that was handled before shows nothing."""
+    direct = verdict(CHAIN.format("The above exception was the direct cause of the following exception:"))
+    assert direct.kind == failure_kinds.DISK and "save.SaveError: step 40" in direct.headline
+    handled = verdict(CHAIN.format("During handling of the above exception, another exception occurred:"))
+    assert handled.kind == failure_kinds.PROGRAM
+
+
+def test_an_error_of_a_thread_counts_less_than_that_of_its_process() -> None:
+    """A thread of torch loses its connection before the traceback that ends the process is printed."""
+    thread = "Exception in thread Thread-5:\n" + TRACE.replace("train", "thread") + "{}\n"
+    own = TRACE + "ValueError: bad batch\n"
+    lost = "ConnectionRefusedError: [Errno 111] Connection refused"
+    assert "bad batch" in verdict(thread.format(lost) + own).headline
+    assert verdict(thread.format("OSError: [Errno 28] No space left on device") + own).kind == failure_kinds.DISK
+    assert "refused" in verdict(thread.format(lost)).headline

@@ -67,6 +67,15 @@ def write(world: World, folder: Path) -> None:
     safe_files.write_atomically(target, json.dumps(document))
 
 
+def ranks_at_fault(world: World, folder: Path) -> tuple[int, ...]:
+    """Return the ranks that cause the hang, from the dumps of all ranks; () if the dumps do not show it."""
+    from hpcinit.why import flight_recorder, hang_verdict  # noqa: PLC0415 - only in a hang
+
+    job, _, rest = scratch.folder_name(world.job).partition(".")
+    dumps = flight_recorder.read_attempt(folder, job, rest.rpartition(".")[2])
+    return tuple(one.rank for one in hang_verdict.verdict(dumps).culprits)
+
+
 def remove(world: World, folder: Path) -> None:
     """Remove the dump: the rank continues."""
     with contextlib.suppress(OSError):

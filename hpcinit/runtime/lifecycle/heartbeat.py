@@ -14,11 +14,13 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import TrainingHang
+from hpcinit.base.text import rank_names
 from hpcinit.records import hang_report, heartbeats, run_folder, scratch
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.heartbeats import FRESH_PERIODS, NodeHeartbeats, RankHeartbeat
@@ -65,6 +67,7 @@ TOLD_AT, LOOKED_AT = 16, 32  # offsets in a slot
 TABLE = "heartbeats"  # file name, in the ranks' folder on the node's own disk
 PERIOD_S = 5.0
 PATIENCE = 5  # a hang is at least this many times as long as the longest step so far
+END_S = 2.0  # the rank that decides that all ranks end exits so much later than the others
 SETTLE_PERIODS = 1  # wait until the other ranks have written their stacks and dumps
 LEAST_S = 0.2  # the thread never wakes up more often
 STATES = {"T": heartbeats.STOPPED, "t": heartbeats.STOPPED, "D": heartbeats.IN_KERNEL}  # proc(5)
@@ -90,7 +93,7 @@ class Heartbeat:
         slot = SLOT.pack(world.rank, os.getpid(), -1, 0.0, time.monotonic())
         self._table = Table(table, world.local_world_size * SLOT.size, self._at, slot)
         self._dumped = 0.0
-        self._reported = False
+        self._reported = self._decides = False
         self._closed = threading.Event()
         try:
             threading.Thread(target=self._run, name="hpcinit-heartbeat", daemon=True).start()
@@ -140,7 +143,7 @@ class Heartbeat:
     def _wait_s(self) -> float:
         """Return the time until the next look: a period, or less if a hang or its report is due before."""
         if self._reported:
-            return self._period
+            return min(self._period, END_S / 4) if self._asked.action == "end" else self._period
         due = self._limit() - self._silent()
         if self._dumped:
             due = self._dumped + SETTLE_PERIODS * self._period - time.monotonic()
@@ -186,20 +189,25 @@ class Heartbeat:
         return max(self._asked.after_s, PATIENCE * self._longest)
 
     def _look(self) -> None:
-        silent = self._silent()
+        silent, now = self._silent(), time.monotonic()
         if silent <= self._limit():
             if self._dumped:
-                self._dumped, self._reported = 0.0, False
+                self._dumped, self._reported, self._decides = 0.0, False, False
                 say(f"rank {self._world.rank} continues after the reported hang")
                 names = (hang_report.RECORD, hang_report.REPORT, hang_report.NO_STEPS)
                 for path in (self._stack(), *(self._hang / name for name in names)):
                     path.unlink(missing_ok=True)
                 flight_dump.remove(self._world, self._folder)
             return
+        if self._reported and self._asked.action == "end":
+            if (self._hang / hang_report.ENDS).exists():
+                self._exit(silent)
+            if now - self._dumped > self._limit():  # no rank waited then
+                self._dumped, self._reported = 0.0, False
         if not self._dumped:
-            self._dumped = time.monotonic()
+            self._dumped = now
             self._dump()
-        elif self._is_settled(time.monotonic() - self._dumped):
+        elif self._is_settled(now - self._dumped):
             self._report(silent)
 
     def _is_settled(self, since_s: float) -> bool:
@@ -222,22 +230,41 @@ class Heartbeat:
         flight_dump.write(self._world, self._folder)
 
     def _report(self, silent: float) -> None:
-        """Report the hang, if this rank is the first to do so; then exit if hang.action=end."""
+        """Report the hang, if this rank is the first to do so. With hang.action=end, this rank also decides whether all
+        ranks end."""
         fresh_s = FRESH_PERIODS * self._period
         told, stacks = heartbeats.read(self._heartbeats), hang_report.places(self._hang)
         report = hang_report.report(told, stacks, time.time(), self._world.world_size, fresh_s)
-        if not self._reported and _is_first(self._hang, report):
-            lines = report.lines()
-            say("the training hangs: " + "\n  ".join(lines))
-            if self._asked.action == "end":
-                message = "the training hangs: " + "; ".join(lines)
-                program.record(TrainingHang(message, report.document()), self._world)
-        self._reported = True
-        if self._asked.action == "end":
-            say(f"rank {self._world.rank} exits after {silent:.0f} s without a step (hang.action=end)")
-            with contextlib.suppress(OSError, ValueError):  # full disk, or closed by the program
-                sys.stdout.flush()
-            os._exit(run_folder.HUNG)
+        self._reported, again = True, self._decides
+        self._decides = again or _is_first(self._hang, report)
+        if not self._decides:
+            return
+        if not again:
+            say("the training hangs: " + "\n  ".join(report.lines()))
+        if self._asked.action != "end":
+            return
+        lines = "; ".join(report.lines())
+        # The stack of a rank that waits for its GPU shows no collective.
+        if not report.shows_who_is_late and (at_fault := flight_dump.ranks_at_fault(self._world, self._folder)):
+            host = stacks[at_fault[0]].host if at_fault[0] in stacks else ""
+            report = replace(report, rank=at_fault[0], host=host)
+            lines += f"; the dumps show that the others wait for {rank_names(at_fault)}"
+        elif not report.shows_who_is_late:
+            if not again:
+                say("the ranks continue in spite of hang.action=end: no rank waits for another one in a collective")
+            return
+        program.record(TrainingHang(f"the training hangs: {lines}", report.document()), self._world)
+        with background_writer.suppressed("the end of all ranks"):
+            safe_files.write_atomically(self._hang / hang_report.RECORD, report.to_json())
+            (self._hang / hang_report.ENDS).touch()
+        time.sleep(END_S)
+        self._exit(silent)
+
+    def _exit(self, silent: float) -> None:
+        say(f"rank {self._world.rank} exits after {silent:.0f} s without a step (hang.action=end)")
+        with contextlib.suppress(OSError, ValueError):  # full disk, or closed by the program
+            sys.stdout.flush()
+        os._exit(run_folder.HUNG)
 
 
 def _is_first(folder: Path, report: HangReport) -> bool:
