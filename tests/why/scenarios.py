@@ -285,7 +285,8 @@ def refused_submissions(_: Path) -> dict[str, Any]:
     from hpcinit.base.errors import SubmitError
     from hpcinit.config.request import Request
     from hpcinit.config.schema import Config
-    from hpcinit.submit import restart, submit_command, validate
+    from hpcinit.checks import validate
+    from hpcinit.submit import restart, submit_command
 
     refused = validate.refused("sbatch: error: Batch job submission failed: Invalid qos specification", "")
     outcome = str(refused).splitlines()[-1]
