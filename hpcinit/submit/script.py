@@ -89,12 +89,22 @@ def render_at(
     """Return the script of the run in `run`, whose job starts in `workdir`. program, origin: for the comments."""
     shape = components.shape(hetjob.parts(config))
     about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
-    runs = f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {program}"
-    start = [comment(runs)] if program else []
+    if config.spare_nodes:
+        about.append("# --no-kill: the job continues without a node that fails, and the ranks restart on a spare node.")
+    start = _about_ranks(config, program) if program else []
     steps = _command(config, srun_step.step_lines(config, run, workdir))
     command = "\n".join([*_cores_of_tasks(config), *start, *steps])
     text = text_of(run.path, command, parameters(config, run, workdir, code), [*about, *origin, ALONE])
     return _with_components(text, config, run, workdir)
+
+
+def _about_ranks(config: Config, program: str) -> list[str]:
+    """Return comments on the program that each rank runs, and on the masks in the srun command."""
+    python = "" if config.job.command else "python "
+    lines = [comment(f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {python}{program}")]
+    if str(config.launch.cpu_bind).startswith("mask_cpu:"):
+        lines.append("# --cpu-bind has a mask for each rank of a node, in their order. Bit 0 of a mask is core 0.")
+    return lines
 
 
 def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: Sequence[str] = ()) -> str:

@@ -1,5 +1,6 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 2 nodes x 2 ranks
+# --no-kill: the job continues without a node that fails, and the ranks restart on a spare node.
 # It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
 
 # Parameters
@@ -124,7 +125,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # command
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: -m hpcinit.jobs.smoke
+# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
 while :; do
   srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} \
     --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
