@@ -283,9 +283,9 @@ def replaced(run: Path) -> str:
 def refused_submissions(_: Path) -> dict[str, Any]:
     """Return whether 'nothing was submitted' is still in a message about several jobs, where it would be wrong."""
     from hpcinit.base.errors import SubmitError
+    from hpcinit.checks import validate
     from hpcinit.config.request import Request
     from hpcinit.config.schema import Config
-    from hpcinit.checks import validate
     from hpcinit.submit import restart, submit_command
 
     refused = validate.refused("sbatch: error: Batch job submission failed: Invalid qos specification", "")
