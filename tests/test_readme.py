@@ -27,7 +27,7 @@ ELSEWHERE = {
     "make docs",  # tests/docs/test_site.py: mkdocs build --strict
     "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
 }
-MENTIONED = {"hpcinit why", "hpcinit status", "sbatch --test-only"}  # not whole commands
+MENTIONED = {"hpcinit why", "hpcinit status", "hpcinit plan", "sbatch --test-only"}  # not whole commands
 FROM_GIT = "pip install 'git+https://HOST/PATH'"
 MOST_LINES = 130
 

@@ -11,18 +11,18 @@ from pathlib import Path
 
 PAGE = (Path(__file__).parent.parent / "docs/uninstall.md").read_text()
 PLACES = re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE)
-COMMAND = re.findall(r"^    (.*)$", PAGE, re.MULTILINE)[0]
+COMMANDS = re.findall(r"^    (.*?)(?:  +# .*)?$", PAGE, re.MULTILINE)
 
 
 def left(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_the_command_removes_what_hpcinit_wrote(tmp_path: Path) -> None:
-    """The first part of the command removes a run. The second one lists all that is left, except the user's files and
-    the numbers of the runs.
+def test_the_commands_remove_what_hpcinit_wrote(tmp_path: Path) -> None:
+    """The first command removes a run. The second one lists all that is left, except the user's files and the numbers
+    of the runs, which another command removes.
 
-    The second part only lists here: it would also remove caches of other tests in /tmp. tests/observe/test_clean_outside.py
+    The second command only lists here: it would also remove caches of other tests in /tmp. tests/observe/test_clean_outside.py
     has the removal.
     """
     for name in ("tmp", "work"):
@@ -39,7 +39,7 @@ def test_the_command_removes_what_hpcinit_wrote(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    clean, outside, pip = COMMAND.split("; ")
+    clean, outside, _, _, numbers, pip = COMMANDS
     shell("hpcinit submit cluster=local ranks_per_node=1 wait=true -- train.py")
     shell("hpcinit nodes --cluster local --add n3 --why slow")
     assert (tmp_path / "work/runs/train-0001/job.sh").exists()
@@ -47,4 +47,6 @@ def test_the_command_removes_what_hpcinit_wrote(tmp_path: Path) -> None:
     listed = [Path(json.loads(line)["path"]) for line in shell(outside.replace("--yes", "--json")).splitlines()]
     elsewhere = {path for path in left(tmp_path) if not any(path.is_relative_to(place) for place in listed)}
     assert elsewhere <= {tmp_path / "work/train.py", tmp_path / "work/runs/.train-0001.number"}
+    shell(numbers)
+    assert not (left(tmp_path) & elsewhere) - {tmp_path / "work/train.py"}
     assert pip == "pip uninstall hpcinit" and "./runs/.NAME-0001.number" in PLACES

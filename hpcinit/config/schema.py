@@ -359,7 +359,7 @@ class Container:
     """The image in which the ranks run. cluster.container describes how the site runs images."""
 
     image: Optional[str] = key(
-        "train.sif, docker://..., or, quoted for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:25.01-py3\"'",
+        "train.sif, docker://..., or, quoted for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:YY.MM-py3\"'",
         filled=VALUE,
         owns="container-image",
     )
