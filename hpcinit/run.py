@@ -127,7 +127,10 @@ def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -
 
 
 def enter(name: str) -> Spec:
-    """Return the Spec in the file `name`, and change to its working folder. Raise RequestError."""
+    """Return the Spec in the file `name`, and change to its working folder.
+
+    Raise RequestError if the spec cannot be read.
+    """
     path = Path(name).absolute()
     spec = load(path)
     if problem := safe_files.path_ownership_problems(path.parent, "submit again"):

@@ -143,7 +143,7 @@ def add_verbosity_options(
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixed: bool = False) -> argparse.Namespace:
-    """Parse `words` and set the verbosity. Raise RequestError."""
+    """Parse `words` and set the verbosity. Raise RequestError if the arguments are wrong."""
 
     def refuse(message: str) -> NoReturn:
         raise error(parser, words, message)

@@ -81,7 +81,7 @@ def descriptor_of(path: str | Path) -> int:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open such a file for reading, of any size. Raise OSError."""
+    """Open such a file for reading, of any size. Raise OSError if the file cannot be opened."""
     return os.fdopen(descriptor_of(path), "rb")
 
 
@@ -103,12 +103,18 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of such a file; bytes that are not UTF-8 are replaced. Raise OSError."""
+    """Return the text of such a file; bytes that are not UTF-8 are replaced.
+
+    Raise OSError if the file cannot be read.
+    """
     return read_bytes(path).decode(errors="replace")
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the JSON document in such a file. Raise OSError or ValueError."""
+    """Return the JSON document in such a file.
+
+    Raise OSError or ValueError if the file cannot be read or is not JSON.
+    """
     try:
         return json.loads(read_bytes(path))
     except RecursionError:
@@ -202,7 +208,10 @@ def runs_dir_ownership_problems(path: Path) -> str:
 
 
 def make_folders(path: Path) -> None:
-    """Create `path` and its parents, writable only by this user with any umask. Raise OSError."""
+    """Create `path` and its parents, writable only by this user with any umask.
+
+    Raise OSError if a folder cannot be created.
+    """
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(mode=FOLDER_MODE, exist_ok=True)

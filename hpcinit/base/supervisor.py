@@ -91,7 +91,10 @@ class Supervisor:
         folder: Path | str | None = None,
         in_child: Callable[[], object] | None = None,
     ) -> Child:
-        """Start `command` in its own session. output: for stdout and stderr; None: this process's. Raise OSError."""
+        """Start `command` in its own session. output: for stdout and stderr; None: this process's.
+
+        Raise OSError if the process cannot be started.
+        """
         process = subprocess.Popen(
             command,
             env=dict(env),
@@ -189,7 +192,7 @@ class Supervisor:
         return self._leave_at if self._kill_at is None else self._kill_at
 
     def left(self) -> list[Child]:
-        """Return the children for which on_exit() was not called yet."""
+        """Return the children for which on_exit() has not been called yet."""
         return [child for child in self.children.values() if child.number not in self._reported]
 
     def running(self) -> list[Child]:

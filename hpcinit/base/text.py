@@ -22,7 +22,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> set[int]:
-    """Return {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError."""
+    """Return {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError if the text is no list of numbers."""
     found: set[int] = set()
     for word in filter(None, text.strip().split(",")):
         first, _, last = word.partition("-")

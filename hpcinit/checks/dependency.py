@@ -45,7 +45,7 @@ def separator(text: str) -> str:
 
 
 def conditions(text: str | None) -> list[Condition]:
-    """Return the conditions in `text`, one for each job. It has passed problems()."""
+    """Return the conditions in `text`, one for each job. syntax_problems(text) must have found none."""
     found = []
     for part in re.split("[,?]", text or ""):
         kind, *names = part.split(":")

@@ -56,9 +56,10 @@ def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
     if most is not None and config.time_min > most:
         yield f"time_min={config.time_min}, but {where} allows at most {most}: time_min={most} or less"
     elif has.node_min is not None and nodes * config.time_min > has.node_min:
+        fits = has.node_min // nodes
         yield (
             f"nodes x time_min = {nodes} x {config.time_min} = {nodes * config.time_min} node-minutes, but {here} "
-            f"allows {has.node_min} per job: time_min={has.node_min // nodes} or less, or fewer nodes"
+            f"allows {has.node_min} per job: {f'time_min={fits} or less, or ' if fits else ''}fewer nodes"
         )
 
 
@@ -123,8 +124,8 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
     elif cluster.gpus_per_node and listed and cluster.gpus_per_node > there:
         advice = f"cluster.gpus_per_node={there}" if there else "cluster.gpus_per_node=0 cluster.gpu_flag=null"
         yield (
-            f"cluster.gpus_per_node={cluster.gpus_per_node}, but a node of {_where(config)} has {there} GPUs "
-            f"({source}): set {advice}"
+            f"cluster.gpus_per_node={cluster.gpus_per_node}, but a node of {_where(config)} has "
+            f"{counted(there, 'GPU')} ({source}): set {advice}"
         )
     elif there and cluster.gpus_per_node and ranks > there:
         yield (

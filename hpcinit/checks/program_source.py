@@ -90,7 +90,7 @@ def cannot_compile(config: Config) -> Iterator[str]:
     """Yield a message for a script that the Python of the ranks cannot compile."""
     name, error, certain = _syntax(config)
     if error and certain:
-        yield f"the program is {name!r}, which {_python(config)} cannot compile: {error}. Correct the script"
+        yield f"{_python(config)} cannot compile {name!r}: {error}. Correct the script"
 
 
 def may_not_compile(config: Config) -> Iterator[str]:
@@ -154,7 +154,9 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 
 
 def _syntax_error(path: str) -> str:
-    """Return 'line 3: invalid syntax' for a script that this Python cannot compile, else ''. Raise OSError.
+    """Return 'line 3: invalid syntax' for a script that this Python cannot compile, else ''.
+
+    Raise OSError if the script cannot be read.
 
     It is also the program of another Python 3, so it needs only these modules.
     """

@@ -123,7 +123,10 @@ def settings_file() -> Path:
 
 
 def write_default_cluster(name: str) -> Path:
-    """Write `name` as the default cluster to the user's settings file, and return the file. Raise OSError."""
+    """Write `name` as the default cluster to the user's settings file, and return the file.
+
+    Raise OSError if the file cannot be written.
+    """
     path = settings_file()
     safe_files.make_folders(path.parent)
     safe_files.write_atomically(path, f"# The cluster of `hpcinit submit` without cluster=...\ncluster: {name}\n")

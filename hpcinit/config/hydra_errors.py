@@ -93,7 +93,7 @@ def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
 
 
 def _take_apart(error: Exception) -> _Parsed:
-    """Return the parts of an error. Hydra wraps OmegaConf's: as its cause for an override, as text for a file:
+    """Return the parts of an error. Hydra wraps OmegaConf's error: an override's as its cause, a file's as text:
 
     "In 'cluster/x': ConfigKeyError raised while composing config:\\nKey 'y' not in 'Cluster'\\n  full_key: cluster.y"
     """

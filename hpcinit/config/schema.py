@@ -59,7 +59,7 @@ class SiteContainer:
 
 @dataclass
 class Cluster:
-    """A site. Everything about a site is in conf/cluster/NAME.yaml, nothing in Python."""
+    """The settings of a cluster. They are all in conf/cluster/NAME.yaml, none in Python."""
 
     name: str = key("name of the cluster in messages", MISSING, filled="a name")
     untested: bool = key("no job has been run with this file at its site; each submission prints that", False)

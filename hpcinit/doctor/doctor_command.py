@@ -44,7 +44,10 @@ STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with `argv`: overrides as for `hpcinit submit`, and options. Raise RequestError."""
+    """Run the command with `argv`: overrides as for `hpcinit submit`, and options.
+
+    Raise RequestError if the request is wrong.
+    """
     options = console.parse_arguments(parser(), list(argv))
     if wrong := overrides.not_overrides(options.overrides):
         raise RequestError(f"{wrong[0]!r} is not an override, expected KEY=VALUE as for hpcinit submit")

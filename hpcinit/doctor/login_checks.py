@@ -98,7 +98,9 @@ def _existing(path: Path) -> Path:
 
 
 def _write_file(folder: Path) -> tuple[float, float, float]:
-    """Write and remove a file; return this machine's clock before, the file's time, and the clock after. Raise OSError.
+    """Write and remove a file; return this machine's clock before, the file's time, and the clock after.
+
+    Raise OSError if the file cannot be written.
 
     An empty file may get its time from this machine; a write gets the server's.
     """

@@ -92,7 +92,7 @@ def finish(running: Running | None, folder: Path) -> None:
     text = _receive_answer(running)
     if text is None:
         if running.action == REPLACE:  # otherwise a slow node would print a line in every job
-            say(f"{node}: the check of the node did not end within {running.timeout_s:g} s; {anyway}")
+            say(f"{node}: the node check did not finish within {running.timeout_s:g} s; {anyway}")
         return
     found = json.loads(text) if text.endswith("}") else {"error": "it ended without an answer"}
     if "error" in found:

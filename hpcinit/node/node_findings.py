@@ -166,7 +166,9 @@ def _health(gpu: Gpu) -> Iterator[Check]:
     if reasons := [text for bit, text in SLOWED.items() if gpu.slowed & bit]:
         clocks = f", {gpu.sm_mhz:.0f} of {gpu.sm_max_mhz:.0f} MHz" if gpu.sm_mhz and gpu.sm_max_mhz else ""
         detail = f"the clocks of {gpu.uuid} are reduced because of {' and '.join(reasons)}{clocks}"
-        yield Check(about, WARNING, detail, f"{ASK_SITE}: look at its cooling and power supply")
+        yield Check(
+            about, WARNING, detail, "report the node to the site, which should check its cooling and power supply"
+        )
     if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
         detail = f"the PCIe link of {gpu.uuid} uses {gpu.pcie_width:.0f} of {gpu.pcie_width_max:.0f} lanes"
         yield Check(about, WARNING, detail, f"{ASK_SITE}: copies to this GPU are slow")

@@ -184,7 +184,7 @@ def _request_save(run: overview.Run) -> None:
 
 
 def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
-    """Cancel these jobs of the runs, and record it in their folders. Raise Failure."""
+    """Cancel these jobs of the runs, and record it in their folders. Raise Failure if a job could not be canceled."""
     from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
 
     local = [run for run in runs if run.now and run.now.engine == "local"]

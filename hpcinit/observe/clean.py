@@ -188,11 +188,14 @@ def _confirmed(question: str) -> bool:
 
 
 def _outside(options: argparse.Namespace) -> int:
-    """List what hpcinit wrote outside of run folders, and remove it after a confirmation. Raise RequestError."""
+    """List what hpcinit wrote outside of run folders, and remove it after a confirmation.
+
+    Raise RequestError if `options` also select runs.
+    """
     if options.run or options.state or options.older_than:
         raise RequestError(
-            "--outside is about files that belong to no run, so it takes no run, --state or --older-than: "
-            "hpcinit clean --outside"
+            "--outside removes files that belong to no run; it cannot be combined with a run name, --state or "
+            "--older-than: hpcinit clean --outside"
         )
     found = [(one, _used(one.path), one.why_kept()) for one in outside.places(options.runs_dir, os.environ)]
     free = [one for one, _, why in found if not why]

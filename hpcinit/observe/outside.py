@@ -55,7 +55,7 @@ def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
 
 
 def remove(place: Place) -> str:
-    """Remove the place. Return why it was kept, or ''. Raise OSError."""
+    """Remove the place. Return why it was kept, or ''. Raise OSError if a folder cannot be removed."""
     if place.disk:
         scratch.sweep(place.path, kernels=True)  # except what its users have locked
         dumps = place.path / safeguards.FLIGHT

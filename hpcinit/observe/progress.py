@@ -100,7 +100,7 @@ def not_finite(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def silence_note(path: Path, now: State) -> str:
-    """'no rank has printed anything for 4 min', of a program that reports no steps; else ''."""
+    """Return 'no rank has printed anything for 4 min' for a program that reports no steps; else ''."""
     from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
 
     report = hang_report.without_output(path, now.job_id, now.restart, time.time())

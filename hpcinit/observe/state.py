@@ -231,7 +231,10 @@ def submission(path: Path) -> dict[str, Any]:
 
 
 def last_submission(path: Path) -> dict[str, Any]:
-    """Return submission.json as this process last read it, or read it. Raise RequestError."""
+    """Return submission.json as this process last read it, or read it.
+
+    Raise RequestError if the file cannot be read.
+    """
     return _submissions.get(str(path)) or submission(path)
 
 

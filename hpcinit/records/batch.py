@@ -33,7 +33,7 @@ class Batch:
         return self.micro * self.accumulation * self.data_parallel
 
     def equation(self) -> str:
-        """'micro 4 x accumulation 2 x data parallel 8 = 64'"""
+        """Return 'micro 4 x accumulation 2 x data parallel 8 = 64'"""
         return (
             f"micro {self.micro} x accumulation {self.accumulation} x data parallel {self.data_parallel} = {self.total}"
         )

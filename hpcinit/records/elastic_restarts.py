@@ -103,13 +103,16 @@ def furthest(folder: Path) -> int:
 
 
 def record(folder: Path, restart: Restart) -> None:
-    """Append a restart to the record. Raise OSError."""
+    """Append a restart to the record. Raise OSError if the file cannot be written."""
     with (folder / run_folder.ELASTIC).open("a") as file:
         file.write(restart.to_json() + "\n")
 
 
 def set_aside(folder: Path, job: str) -> None:
-    """Move the error records and hang reports of the start `job` to folders `before-JOB`. Raise OSError."""
+    """Move the error records and hang reports of the start `job` to folders `before-JOB`.
+
+    Raise OSError if a file cannot be moved.
+    """
     from hpcinit.records import error_records  # noqa: PLC0415 - `status` of many runs does not need them
 
     below = folder / run_folder.ERRORS

@@ -134,8 +134,10 @@ def place_of_error(traceback: str) -> Place:
 
 
 def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
-    """Return the position of every rank with a stack in `folder` (hang/JOB of a run), written after `since`, by the
-    clock of the file system."""
+    """Return the position of every rank whose stack is in `folder` (hang/JOB of a run).
+
+    since: skip stacks that were written before this time, by the clock of the file system.
+    """
     found = {}
     with contextlib.suppress(OSError):  # an error of the disk: use what could be read
         for path in folder.glob(STACK.format(rank="*")):

@@ -128,8 +128,10 @@ def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
 
 
 def ddp(demand: Demand) -> Iterator[Part]:
-    """4P + 4P + states, all in fp32, also under autocast; the gradients are views of the buckets
-    (gradient_as_bucket_view)."""
+    """Yield the parts with DDP: 4P + 4P + states, all in fp32, also under autocast.
+
+    The gradients are views of the buckets (gradient_as_bucket_view).
+    """
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
     yield _per("optimizer states", STATES[demand.optimizer], demand.own)
@@ -139,8 +141,10 @@ def ddp(demand: Demand) -> Iterator[Part]:
 
 
 def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
-    """(4P + 4P + states)/N, and during the pass: two unsharded blocks (one is prefetched), the gradients of one block,
-    and their copy for the reduction.
+    """Yield the parts with FSDP: (4P + 4P + states)/N.
+
+    During the pass there are also two unsharded blocks (one is prefetched), the gradients of one block, and their copy
+    for the reduction.
     """
     yield _per("parameters", 4, demand.own, shards)
     yield _per("gradients", 4, demand.own, shards)

@@ -160,7 +160,10 @@ class Node:
 
 
 def from_document(kind: Any, document: Mapping[str, Any]) -> Any:
-    """Return a dataclass `kind` from its asdict(), without fields of later versions. Raise TypeError."""
+    """Return a dataclass `kind` from its asdict(), without fields of later versions.
+
+    Raise TypeError if a field is missing.
+    """
     types = get_type_hints(kind)
     return kind(**{key: _decoded(types[key], value) for key, value in document.items() if key in types})
 

@@ -109,7 +109,7 @@ def _line(text: str) -> NodeFailure | None:
 
 
 def append(path: Path, found: Iterable[NodeFailure]) -> None:
-    """Append the failures to the file, which may not exist yet. Raise OSError."""
+    """Append the failures to the file, which may not exist yet. Raise OSError if the file cannot be written."""
     lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
     if not lines:
         return

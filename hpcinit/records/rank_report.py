@@ -95,7 +95,7 @@ class Report:
 
 
 def write(folder: Path, report: Report) -> None:
-    """Write the report atomically. Raise OSError."""
+    """Write the report atomically. Raise OSError if the file cannot be written."""
     place = folder / FOLDER
     place.mkdir(mode=0o700, exist_ok=True)
     safe_files.write_atomically(place / f"rank-{report.rank}.json", json.dumps(asdict(report)) + "\n")

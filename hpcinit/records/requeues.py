@@ -45,7 +45,10 @@ def _lines(text: Iterator[str]) -> Iterator[Restart]:
 
 
 def append(path: Path, restart: Restart) -> None:
-    """Append the restart to the record of the run in `path`; a full disk leaves the record as it was. Raise OSError."""
+    """Append the restart to the record of the run in `path`; a full disk leaves the record as it was.
+
+    Raise OSError if the file cannot be written.
+    """
     file = path / run_folder.RESTARTS
     before = safe_files.read_text(file) if file.exists() else ""
     safe_files.write_atomically(file, f"{before}{json.dumps(asdict(restart))}\n")

@@ -57,7 +57,7 @@ _unwritten: dict[Path, str] = {}  # the text of each result.json that is not wri
 
 
 def write(folder: Path, value: Any) -> None:
-    """Write the result atomically. Raise OSError."""
+    """Write the result atomically. Raise OSError if the file cannot be written."""
     safe_files.write_atomically(folder / run_folder.RESULT, json.dumps({"value": value}) + "\n")
 
 

@@ -45,7 +45,10 @@ def take(run: Path) -> None:
 
 
 def mark(run: Path, flags: int = 0) -> None:
-    """Record the number of the folder `run`. flags: further ones of os.open. Raise OSError."""
+    """Record the number of the folder `run`. flags: further ones of os.open.
+
+    Raise OSError if the file cannot be written.
+    """
     os.close(os.open(_mark(run), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600))
 
 

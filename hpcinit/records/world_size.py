@@ -61,7 +61,7 @@ def differs(spec: Spec, size: int, nodes: int) -> bool:
 
 
 def record(folder: Path, found: WrongWorldSize) -> None:
-    """Write the first finding of a run. Raise OSError."""
+    """Write the first finding of a run. Raise OSError if the file cannot be written."""
     path = folder / run_folder.WORLD_SIZE
     new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:

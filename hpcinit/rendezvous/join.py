@@ -21,7 +21,9 @@ from hpcinit.world import World, fingerprint, ports, rank_0
 
 
 def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -> RendezvousEndpoint:
-    """Find the other ranks of this start, and return the rendezvous. Raise BringUpError.
+    """Find the other ranks of this start, and return the rendezvous.
+
+    Raise BringUpError if a rank is missing or was refused.
 
     generation: how many rendezvous this process had before, so that ranks of two of them never mix.
     """

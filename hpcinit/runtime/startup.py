@@ -104,7 +104,8 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     of two generations never mix.
 
     Return None for a single rank, and under a torchrun that the user started, which has its own rendezvous. With
-    launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise BringUpError.
+    launch=torchrun the agents know the hosts, and the ranks use this rendezvous.
+    Raise BringUpError if a rank is missing.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None

@@ -91,7 +91,7 @@ class Allocation(NamedTuple):
 
 
 def allocation(job_id: str) -> Allocation | None:
-    """Return the nodes of a job; None if it has none. Raise Unreachable."""
+    """Return the nodes of a job; None if it has none. Raise Unreachable if Slurm does not reply."""
     form = SEPARATOR.join(("%i", "%A", "%N"))
     command = ("squeue", "--noheader", "--all", "--array", f"--jobs={job_id}", f"--format={form}")
     rows = [line.strip().split(SEPARATOR) for line in slurm_client.run(command).stdout.splitlines()]
@@ -122,7 +122,10 @@ class QueueQuery:
         self._jobs: list[Job] | Unreachable | None = None
 
     def jobs(self, late: Callable[[], None] | None = None, at_most: timedelta | None = None) -> list[Job]:
-        """Return the jobs. late: called if squeue takes longer than LATE_S. at_most: a limit. Raise Unreachable."""
+        """Return the jobs. late: called if squeue takes longer than LATE_S. at_most: a limit.
+
+        Raise Unreachable if Slurm does not reply.
+        """
         if self._jobs is None:
             self._jobs = self._read(late, at_most)
         if isinstance(self._jobs, Unreachable):
@@ -181,7 +184,9 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
 
 
 def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: timedelta | None = None) -> list[Job]:
-    """Return the jobs of `scontrol show job`, also other users', with exit status. Raise Unreachable.
+    """Return the jobs of `scontrol show job`, also other users', with exit status.
+
+    Raise Unreachable if Slurm does not reply.
 
     One id: that job, or nothing if Slurm does not know it. Several: all jobs that the controller has in memory.
     """
@@ -230,7 +235,10 @@ def _is_complete(job_id: str, found: Sequence[Mapping[str, str]]) -> bool:
 def accounting(
     arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None, at_most: timedelta | None = None
 ) -> list[list[str]]:
-    """Return the rows of sacct, one per job, with `columns` cells; none without accounting. Raise Unreachable."""
+    """Return the rows of sacct, one per job, with `columns` cells; none without accounting.
+
+    Raise Unreachable if Slurm does not reply.
+    """
     command = (*SACCT, *arguments)
     rows = [line.split("|", columns - 1) for line in _lines(command, _start(command, env), at_most)]
     return [row for row in rows if len(row) == columns]
@@ -316,7 +324,10 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None) -> Call | NotS
 
 
 def _lines(command: Sequence[str], call: Call | NotStarted, at_most: timedelta | None = None) -> list[str]:
-    """Return the lines of the output; none if there is no such job, or no accounting. Raise Unreachable."""
+    """Return the lines of the output; none if there is no such job, or no accounting.
+
+    Raise Unreachable if Slurm does not reply.
+    """
     if isinstance(call, NotStarted):
         if command[0] == "sacct":
             return []

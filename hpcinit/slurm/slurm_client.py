@@ -117,7 +117,10 @@ def timeout(command: Sequence[str]) -> timedelta:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None, *, at_most: timedelta | None = None) -> Output:
-    """Run `command` and return its output. at_most: a limit shorter than that of TIMEOUTS. Raise Unreachable."""
+    """Run `command` and return its output. at_most: a limit shorter than that of TIMEOUTS.
+
+    Raise Unreachable if Slurm does not reply.
+    """
     return start(command, env).output(at_most)
 
 
@@ -125,7 +128,7 @@ def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") 
     """Run `command` with this process's stdin and stdout. Return its exit status and the errors of srun itself.
 
     started: a line that the command prints to stderr before anything else. It is removed, and so is what srun prints
-    about the exit status of the task. Raise NotStarted.
+    about the exit status of the task. Raise NotStarted if the command cannot be started.
     """
     began = console.started(command)
     try:
@@ -153,7 +156,7 @@ def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") 
 
 
 def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> Call:
-    """Start `command` with `env`, or this process's environment. Raise NotStarted."""
+    """Start `command` with `env`, or this process's environment. Raise NotStarted if the command cannot be started."""
     return Call(command, env)
 
 

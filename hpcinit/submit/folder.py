@@ -68,7 +68,7 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
 
 
 def make(task: str) -> None:
-    """Make the run folder of a task inside its sweep's folder. Raise OSError."""
+    """Make the run folder of a task inside its sweep's folder. Raise OSError if the folder cannot be created."""
     for path in (task, f"{task}/{run_folder.LOGS}", f"{task}/{run_folder.ERRORS}"):
         os.mkdir(path, PRIVATE)  # noqa: PTH102 - a thousand of them: Path takes three times as long
 

@@ -63,7 +63,7 @@ class ForPrograms(ConfigError):
 
 
 class RunWatcher(Watcher):
-    """Query the states of runs as `hpcinit status` does: from Slurm and the run folder, and without Slurm."""
+    """Query the states of runs as `hpcinit status` does, from Slurm and the run folder. It also works without Slurm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def _versions() -> dict[str, str]:
 
 
 def read_recorded(run: Path) -> dict[str, Any]:
-    """Return the run's config as plain containers. Raise RequestError."""
+    """Return the run's config as plain containers. Raise RequestError if its config.yaml cannot be read."""
     try:
         document = yaml.safe_load(safe_files.read_text(run / run_folder.CONFIG))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -93,7 +93,7 @@ def read_recorded(run: Path) -> dict[str, Any]:
 
 
 def recorded_provenance(run: Path) -> dict[str, Any]:
-    """Return the provenance.json of the run, or of the sweep of a task. Raise RequestError."""
+    """Return the provenance.json of the run, or of the sweep of a task. Raise RequestError if it cannot be read."""
     path = (resubmitted.sweep_of(run) or run) / run_folder.PROVENANCE
     try:
         document: dict[str, Any] = safe_files.read_json(path)

@@ -68,7 +68,7 @@ def _memory() -> int:
 
 
 def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
-    """Return what is needed of a dump. Raise ValueError or OSError."""
+    """Return what is needed of a dump. Raise ValueError or OSError if the dump is damaged or cannot be read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
@@ -86,7 +86,10 @@ def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
 
 
 def load(data: bytes, limits: ReadLimits | None = None) -> dict[str, Any]:
-    """Return what is needed of a dump, pickled or JSON: version, groups, newest calls. Raise ValueError."""
+    """Return what is needed of a dump, pickled or JSON: version, groups, newest calls.
+
+    Raise ValueError if the dump is damaged.
+    """
     limits = limits or ReadLimits()
     try:
         found = _load_json(data, limits) if data[:64].lstrip()[:1] == b"{" else _load_pickle(data, limits)

@@ -105,7 +105,7 @@ class Evidence:
 
     @property
     def at_step(self) -> str:
-        """' (step 41)', or ''."""
+        """Return ' (step 41)', or ''."""
         return f" (step {self.step})" if self.step >= 0 else ""
 
     @property

@@ -107,7 +107,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """'all_reduce', or the kinds of a batch: 'all_gather and 2 more'."""
+        """Return 'all_reduce', or the kinds of a batch: 'all_gather and 2 more'."""
         first, *more = self.kinds
         return f"{first} and {len(more)} more" if more else first
 
@@ -439,7 +439,7 @@ def _order(place: int, entry: Mapping[str, Any]) -> int:
 
 
 def _state(batch: Batch) -> str:
-    """The state of a call. gloo's recorder never changes it and only marks a finished call as retired."""
+    """Return the state of a call. gloo's recorder never changes it, and only marks a finished call as retired."""
     entry = batch[0][1] if len(batch) == 1 else _end(batch)
     state = entry.get("state")
     if state == DONE or entry.get("time_discovered_completed_ns"):
@@ -450,7 +450,7 @@ def _state(batch: Batch) -> str:
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
-    """'all_reduce' of 'nccl:all_reduce'."""
+    """Return 'all_reduce' for 'nccl:all_reduce'."""
     return str(entry.get("profiling_name", "")).rpartition(":")[2] or "a collective"
 
 
@@ -459,12 +459,12 @@ def _is_end(entry: Mapping[str, Any]) -> bool:
 
 
 def _end(batch: Batch) -> Mapping[str, Any]:
-    """The entry that has the state of a batch."""
+    """Return the entry that has the state of a batch."""
     return next((entry for _, entry in batch if _is_end(entry)), batch[-1][1])
 
 
 def _call(batch: Batch) -> Call:
-    """One call of the entries with one number: a single one, or the parts of a coalesced batch and its end."""
+    """Return the call of the entries with one number: a single entry, or the parts of a coalesced batch and its end."""
     parts = [entry for _, entry in batch if not _is_end(entry)] or [batch[-1][1]]
     end, state = _end(batch), _state(batch)
     given_up = end.get("retired") is True and state != DONE
@@ -496,8 +496,10 @@ PAIR = re.compile(r"(?:send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 
 
 def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
-    """(own rank in the group, (src, dst), entries) for each send and receive of a batch. The device executes the batch
-    as one, so all its parts have the place of the first and the state of the end."""
+    """Yield (own rank in the group, (src, dst), entries) for each send and receive of a batch.
+
+    The device executes the batch as one, so all its parts have the place of the first and the state of the end.
+    """
     ends = [(batch[0][0], {**entry, "record_id": _order(*batch[0])}) for _, entry in batch if _is_end(entry)]
     for place, entry in batch:
         if found := PAIR.fullmatch(_kind(entry)):

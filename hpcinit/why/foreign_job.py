@@ -226,7 +226,10 @@ def _tails(lines: Sequence[Line]) -> dict[int, str]:
 
 def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
     if any(one.record.rank == NO_RANK for one in evidence.found):
-        yield "which rank printed the error: the lines have no rank; srun -l, or torchrun --tee 3, shows it"
+        yield (
+            "which rank printed the error: the log lines have no rank number; next time start with srun -l or "
+            "torchrun --tee 3"
+        )
     if any(one.record.rank == LAUNCHER for one in evidence.found):
         yield "why the ranks ended: only errors of the launcher are here; the logs of the other nodes show it"
     if evidence.found and not evidence.log.ends:

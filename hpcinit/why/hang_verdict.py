@@ -640,7 +640,7 @@ class Search:
         return [call for call in calls if call]
 
     def called(self, operation: Operation) -> str:
-        """'all_reduce number 42 of group tp (3)'."""
+        """Return the operation as in 'all_reduce number 42 of group tp (3)'."""
         name = _message(operation) if isinstance(operation[1], Message) else self.name(operation)
         return f"{name} {_where(operation)}"
 
@@ -796,7 +796,7 @@ def _it(ranks: Collection[int]) -> str:
 
 
 def _joined(found: Sequence[Culprit]) -> str:
-    """'ranks 3,7 have not called ...' of two culprits with the same evidence."""
+    """Return 'ranks 3,7 have not called ...' for two culprits with the same evidence."""
     if len(found) == 1:
         return found[0].evidence
     return f"{_ranks(one.rank for one in found)} {found[0].shared}"

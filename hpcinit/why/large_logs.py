@@ -44,7 +44,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\))
 def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
     """Return the text, with a line '...' for each part that is not returned, and how many bytes are not.
 
-    most: bytes of a log that is read completely. Raise OSError.
+    most: logs of up to this many bytes are read completely. Raise OSError if the file cannot be read.
     """
     size = os.fstat(file.fileno()).st_size
     if size <= max(most, START):

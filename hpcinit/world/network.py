@@ -66,7 +66,7 @@ def rename_host(host: str, template: str) -> str:
 
 
 def resolve(host: str) -> Sequence[str]:
-    """Return the addresses of a name, in the system's order. Raise OSError."""
+    """Return the addresses of a name, in the system's order. Raise OSError if the name does not resolve."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -82,7 +82,8 @@ def find_address(
     Slurm's.
 
     All nodes get the same result, unless some can resolve names that others cannot.
-    node_addr: returns Slurm's address of the node (NodeAddr); called only if no name resolves. Raise WorldError.
+    node_addr: returns Slurm's address of the node (NodeAddr); called only if no name resolves.
+    Raise WorldError if no name resolves.
     """
     renamed = rename_host(host, template) if template else host
     made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""

@@ -199,4 +199,4 @@ def test_a_folder_of_another_host_stays(tmp_path: Path, wrote: dict[str, str]) -
 def test_takes_no_run(hpcinit: Run) -> None:
     """A run beside --outside is refused, with the command to type."""
     done = hpcinit("clean", "--outside", "train-0001")
-    assert done.returncode == 2 and "it takes no run, --state or --older-than: hpcinit clean --outside" in done.stderr
+    assert done.returncode == 2 and "a run name, --state or --older-than: hpcinit clean --outside" in done.stderr

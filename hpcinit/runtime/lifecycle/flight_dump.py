@@ -45,7 +45,10 @@ def collectives() -> tuple[int, ...]:
 
 
 def write(world: World, folder: Path) -> None:
-    """Write this rank's dump, or let NCCL write it. Do nothing without a process group. Raise OSError."""
+    """Write this rank's dump, or let NCCL write it. Do nothing without a process group.
+
+    Raise OSError if the file cannot be written.
+    """
     dist = _distributed()
     if dist is None:
         return

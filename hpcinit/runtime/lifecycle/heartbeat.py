@@ -57,7 +57,7 @@ class Table:
             os.pwrite(self._fd, data, at)
 
     def read(self) -> bytes:
-        """Return all slots; zeros for ranks that have not written. Raise OSError."""
+        """Return all slots; zeros for ranks that have not written. Raise OSError if the file cannot be read."""
         return os.pread(self._fd, self._size, 0).ljust(self._size, b"\0")
 
 

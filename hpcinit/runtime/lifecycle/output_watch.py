@@ -33,7 +33,9 @@ def period(after_s: float) -> float:
 
 
 def write_stacks(path: Path, host: str = "", note: str = "") -> None:
-    """Write the stacks of all threads of this process, as hang_report.place() reads them. Raise OSError.
+    """Write the stacks of all threads of this process, as hang_report.place() reads them.
+
+    Raise OSError if the file cannot be written.
 
     A reader never sees a part of the file: a main thread in a loop keeps the GIL for long between two lines.
     """

@@ -45,7 +45,7 @@ THREADS = 8  # maximum
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return relative path -> checksum. Raise OSError."""
+    """Return relative path -> checksum. Raise OSError if a file cannot be read."""
     segments = {name: range(0, (folder / name).stat().st_size, SEGMENT) for name in names}
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         started = {name: [pool.submit(_crc32, folder / name, at) for at in found] for name, found in segments.items()}
@@ -99,7 +99,10 @@ def wait_for_removals(seconds: float) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the folder before its removal, so that a partial one has another name. Return the name. Raise OSError."""
+    """Rename the folder before its removal, so that a partial one has another name. Return the name.
+
+    Raise OSError if a folder cannot be renamed.
+    """
     aside = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}{SUFFIX}")
     path.rename(aside)
     return aside
@@ -349,13 +352,16 @@ def describe(path: Path) -> Description:
 
 
 def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:
-    """Return size, rank and checksum of the files that this rank has written. Raise OSError."""
+    """Return size, rank and checksum of the files that this rank has written.
+
+    Raise OSError if the folder cannot be read.
+    """
     found = checksums(folder, names)
     return {name: File((folder / name).stat().st_size, checksum, rank) for name, checksum in found.items()}
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write the file and sync it to the disk. Raise OSError."""
+    """Write the file and sync it to the disk. Raise OSError if a file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(content)

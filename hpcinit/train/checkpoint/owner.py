@@ -152,7 +152,7 @@ def lost(folder: Path, mine: Owner, winner: Owner) -> str:
 
 
 def write(path: Path, owner: Owner) -> None:
-    """Write the file atomically. Raise OSError."""
+    """Write the file atomically. Raise OSError if the file cannot be written."""
     temporary = path.with_name(f".owner-{owner.token}.tmp")
     temporary.write_text(json.dumps(asdict(owner)) + "\n")
     temporary.replace(path)

@@ -43,7 +43,10 @@ def check_loader(loader: object) -> None:
 
 
 def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, folder: Path) -> list[str]:
-    """Write one file per share of the data, by the first rank of that share. Raise RequestError or OSError."""
+    """Write the position in the data, on the first rank of each share of the data, and return the file's relative path.
+
+    Raise RequestError if the file could not be read back, OSError if it cannot be written.
+    """
     place = layout.coordinate(rank)
     if loader is None or place["pp"] or place["cp"] or place["tp"]:
         return []
@@ -59,7 +62,10 @@ def is_in(files: Container[str]) -> bool:
 
 
 def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str]:
-    """Write one file and return its relative path. Raise RequestError if it could not be read back, and OSError."""
+    """Write one file and return its relative path.
+
+    Raise RequestError if it could not be read back, OSError if it cannot be written.
+    """
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
@@ -92,7 +98,7 @@ def _loader_file(data_rank: int) -> str:
 
 
 def save_random_state(rank: int, folder: Path) -> list[str]:
-    """Save the states of this rank's generators and return the files. Raise OSError."""
+    """Save the states of this rank's generators and return the files. Raise OSError if the file cannot be written."""
     return save_plain(states(), _random_state_file(rank), folder, "a generator's state")
 
 
