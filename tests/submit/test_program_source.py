@@ -76,7 +76,7 @@ def test_the_script_after_the_options_of_python(hpcinit: Run, tmp_path: Path, op
     done = hpcinit("submit", "dry_run=true", "--", "python3.9", *options, "train.py")
     assert done.returncode == 0 and "python3.9 of the ranks may have another version" in done.stderr
     module = hpcinit("submit", "--", sys.executable, *options, "-m", "train")
-    assert module.returncode == 2 and "cannot compile: line 1" in module.stderr
+    assert module.returncode == 2 and "cannot compile 'train.py': line 1" in module.stderr
 
 
 def test_the_python_of_the_ranks_compiles(hpcinit: Run, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_python_of_this_version_is_not_started(hpcinit: Run, tmp_path: Path) -
     (tmp_path / "v/bin/python").chmod(0o755)
     (tmp_path / "train.py").write_text("x = (1\n")
     done = hpcinit("submit", f"cluster.venv={tmp_path}/v", "--", "train.py")
-    assert done.returncode == 2 and "cannot compile: line 1" in done.stderr
+    assert done.returncode == 2 and "cannot compile 'train.py': line 1" in done.stderr
     assert not (tmp_path / "started.txt").exists()
 
 
