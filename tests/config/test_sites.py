@@ -14,7 +14,7 @@ from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
 from tests import sites
 
-PAGE = Path(__file__).parent.parent.parent / "docs/clusters.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/reference/public-clusters.md"
 GUESS = """
 name: x
 
@@ -152,7 +152,7 @@ def _row(path: Path, config: Config) -> str:
     dates = sites.SOURCES.search(text)
     assert source and dates
     cells = [
-        *(f"[{path.stem}](../conf/cluster/{path.name})", gpus, flag, "<br>".join(limits) or "the site's own"),
+        *(f"[{path.stem}](../../conf/cluster/{path.name})", gpus, flag, "<br>".join(limits) or "the site's own"),
         *(", ".join(cluster.needs) or "-", cluster.container.runtime or "-", f"[page]({source[1]})"),
         *(known, dates[1] or f"unknown (read {dates[2]})"),
     ]
@@ -165,7 +165,7 @@ def limit(nodes: int | None, time_min: int | None) -> str:
 
 
 def test_the_page_has_every_cluster() -> None:
-    """docs/clusters.md has a row for each file, with its values. HPCINIT_WRITE_GOLDEN=1 updates the table."""
+    """docs/reference/public-clusters.md has a row for each file, with its values. HPCINIT_WRITE_GOLDEN=1 updates the table."""
     rows = [_row(path, compose([f"cluster={path.stem}"])) for path in sites.FILES]
     text = PAGE.read_text()
     table = re.search(r"(?<=\|\n)\| \[.*\|\n(?=\n)", text, re.DOTALL)
