@@ -74,7 +74,7 @@ def test_help_of_submit_explains_every_key(hpcinit: Run) -> None:
     check("", Config)
     assert "\n  nodes=1                           number of nodes\n" in out and "name=${job.name} " in out
     [image] = re.findall(r"'(container\.image=.*)'", out)
-    assert compose([image]).container.image == "nvcr.io#nvidia/pytorch:25.01-py3"
+    assert compose([image]).container.image == "nvcr.io#nvidia/pytorch:YY.MM-py3"
 
 
 def test_help_of_submit_lists_the_most_common_settings(hpcinit: Run) -> None:

@@ -46,7 +46,8 @@ def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequen
 
     arguments: the whole command line. unknown, overrides: the unknown flags in it, and the arguments without dashes.
     """
-    bare = not_overrides(overrides)
+    # argparse counts what follows an unknown flag as unknown.
+    bare = not_overrides([*overrides, *(word for word in unknown if not word.startswith("-"))])
     for flag, following in pairwise([*arguments, ""]):
         if flag in unknown and flag.startswith("-"):
             value = following if following in bare else ""

@@ -114,7 +114,9 @@ def gather(
     ranks = {*seen, *hosts, *(one.rank for one in errors if one.rank >= 0)}
     order = {id(one): float(at) for at, one in enumerate(errors)}
     records = tuple(
-        Found(ErrorRecord(order[id(one)], one.rank, hosts.get(one.rank, one.host), one.whole, one.traceback), 0.0)
+        Found(
+            ErrorRecord(order[id(one)], one.rank, hosts.get(one.rank, one.host), _with_cause(one), one.traceback), 0.0
+        )
         for one in _first_of_each(errors)
     )
     trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
@@ -353,3 +355,8 @@ def _output(*command: str) -> str:
     except (slurm_client.Unreachable, OSError):
         return ""
     return done.stdout if done.status == 0 else ""
+
+
+def _with_cause(error: Error) -> str:
+    """Return the message and that of its cause. A launcher's error counts although its cause is a lost connection."""
+    return error.text if error.rank == LAUNCHER else error.whole

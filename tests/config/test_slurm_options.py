@@ -55,11 +55,14 @@ def test_abbreviations_mean_what_sbatch_takes_them_for(idle_slurm: MiniSlurm) ->
     """Every abbreviation that sbatch accepts for an option that hpcinit sets is recognized."""
     if not idle_slurm.version().startswith(VERSION):
         skip_or_fail(f"the list is that of Slurm {VERSION}, and this is {idle_slurm.version()}")
-    ours = spellings.KNOWN["sbatch"] - set(spellings.OF_PYXIS.split())
+    pyxis = spellings.OF_PYXIS.split()  # not on this cluster: with it, sbatch calls conta ambiguous
+    ours = spellings.KNOWN["sbatch"] - set(pyxis)
     for option in sorted(option for option in ours if spellings.instead(option, "sbatch")):
         for end in range(1, len(option)):
             name = option[:end]
             text = getopt_message(idle_slurm, "sbatch", name)
+            if any(other.startswith(name) for other in pyxis):
+                continue
             if f"'--{name}' is ambiguous" not in text and name not in spellings.KNOWN["sbatch"]:
                 assert spellings.full_name(name, "sbatch") == spellings.SAME.get(option, option), (name, text)
 

@@ -161,7 +161,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert shown(None) == ["train-0001", "sweep-0001", "0", "1", "2", "3"]
     assert shown(50) == ["train-0001", "sweep-0001", "3", "1", "0", "2"]
     assert shown(4) == ["train-0001", "sweep-0001", "3", "and"]
-    world_size.record(tmp_path, WrongWorldSize("torchrun", 2, 1, "n1", 7, 4, "1 node x 4 ranks"))
+    world_size.record(tmp_path, WrongWorldSize("torchrun", 2, "n1", 7, 4, "1 node x 4 ranks"))
     with console.capture() as capture:
         console.print(status_table.status_table([overview.Run(tmp_path, RUNNING)], each_task=True))
     row = " ".join(capture.get().split())

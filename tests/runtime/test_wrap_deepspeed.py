@@ -176,7 +176,7 @@ for stage in (1, 2, 3):
     checkpoint.load(second, folder, layout=Layout(dp_replicate=2))
     found.append([type(first.optimizer.optimizer).__name__, sorted(used), before, after, train(second, 2)])
 print(json.dumps(found))
-""".replace("import hpcinit.runtime", "from pathlib import Path\nimport hpcinit.runtime", 1).replace(
+""".replace("import hpcinit.train", "from pathlib import Path\nimport hpcinit.train", 1).replace(
             'Path("checkpoint"', f"Path({str(tmp_path)!r}"
         ),
         tmp_path,

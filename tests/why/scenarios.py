@@ -193,7 +193,12 @@ def hang(run: Path, heartbeats: dict[str, Any], action: str = "report") -> None:
         (run / f"heartbeats/{JOB}/{host}.json").write_text(node.to_json())
     one = heartbeat.Heartbeat.__new__(heartbeat.Heartbeat)
     one.__dict__ |= {"_world": world(0), "_asked": SimpleNamespace(after_s=2, action=action), "_period": 0.5}
-    one.__dict__ |= {"_heartbeats": run / "heartbeats" / JOB, "_hang": run / "hang" / JOB, "_reported": False}
+    one.__dict__ |= {
+        "_heartbeats": run / "heartbeats" / JOB,
+        "_hang": run / "hang" / JOB,
+        "_reported": False,
+        "_decides": False,
+    }
     with mock.patch.object(os, "_exit", lambda status: None):
         one._report(90.0)
 
