@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -33,3 +34,10 @@ def printed(folder: Path, rank: int) -> str:
     """Return the output of a rank's program: its log without hpcinit's own lines."""
     text = (folder / f"logs/rank-{rank}.log").read_text()
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("hpcinit: "))
+
+
+def scripts_of(printed: str) -> str:
+    """Return the scripts that a dry run printed, without the files that follow each script in comments."""
+    text, found = re.subn(r"\n# End of the script\..*\n(?:#(?!!).*\n)*", "", printed)
+    assert found >= 1, printed
+    return text

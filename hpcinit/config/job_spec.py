@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcinit.base.text import expanded
-from hpcinit.config import hetjob
+from hpcinit.config import hetjob, schema
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node
 from hpcinit.config.schema import Config
+from hpcinit.deepspeed.deepspeed_keys import DeepSpeed
 from hpcinit.records.components import ranks, ranks_in_a_row
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Hang, Launch, NodeCheck, Precision, Program, Samples, Spec, Training
@@ -62,6 +63,27 @@ def make(config: Config, workdir: str, target: str) -> Spec:
         check_node=_copied(NodeCheck, config.check_node),
         launch=launch(config),
     )
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return what differs from the defaults in the Spec of a checked config, by its place there: 'layout.dp'.
+
+    The job's name, shape and program are not part of it, and neither are the options of srun.
+    """
+    spec = make(config, "", "")
+    plain = Spec(spec.name, spec.cluster, spec.nodes, spec.ranks_per_node, spec.program, "", spec.nonce)
+    launch = replace(spec.launch, kind=plain.launch.kind, max_restarts=0, preload=tuple(schema.Launch().preload))
+    options = asdict(DeepSpeed()) if uses_deepspeed(config) else spec.training.deepspeed
+    plain = replace(plain, components=spec.components, launch=launch, training=Training(deepspeed=options))
+    default = _flat(asdict(plain))
+    return {key: value for key, value in _flat(asdict(spec)).items() if default.get(key, ...) != value}
+
+
+def _flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in document.items():
+        flat.update(_flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: value})
+    return flat
 
 
 def _copied(kind: type[T], keys: object, **computed: Any) -> T:

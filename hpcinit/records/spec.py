@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -238,6 +238,10 @@ class Spec:
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    def shown(self) -> str:
+        """Return to_json() of a run that does not exist yet. The real nonce is made at submission."""
+        return replace(self, nonce="random").to_json()
 
     def command(self) -> list[str]:
         """Return the program with its arguments, as submission.json has it."""

@@ -56,7 +56,7 @@ def render(
     run = TaskPath(folder, base=base, digits=len(str(size)) - 1, own_env=frozenset(differing(configs)))
     programs = list(dict.fromkeys(map(script.program_of, configs)))
     program = programs[0] if len(programs) == 1 else f"{programs[0]} (task {numbers[0]}; see spec.json of each task)"
-    return script.render_at(config, run, workdir, program=program, origin=origin)
+    return script.render_at(config, run, workdir, program=program, origin=origin, tasks=configs)
 
 
 def differing(configs: Sequence[Config]) -> set[str]:

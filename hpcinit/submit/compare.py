@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
         )
     changed = _changed(run, text)
     if options.json:
-        fields = {"run": str(run), "combination": "", "script": "\n".join(text) + "\n", "changed_lines": changed}
-        print(json_output.line("script", fields))
+        fields = {"run": str(run), "combination": "", "files": {}, "changed_lines": changed}
+        print(json_output.line("script", {**fields, "script": "\n".join(text) + "\n"}))
         return int(changed > 0)
     print("\n".join(text))
     note = (

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpcinit.base import console, json_output, quoting, versions
 from hpcinit.base.errors import RequestError
@@ -55,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
     def show(config: Config, workdir: Path, code: SnapshotPlan | None = None, folder: Path | None = None) -> int:
         text = plain_script(config, workdir, code, folder)
-        fields = {"run": str(folder) if folder else None, "combination": "", "script": text, "changed_lines": None}
+        run = str(folder) if folder else None
+        fields: dict[str, Any] = {"run": run, "combination": "", "script": text, "files": {}, "changed_lines": None}
         sys.stdout.write(json_output.line("script", fields) + "\n" if options.json else text)
         return 0
 

@@ -13,6 +13,7 @@ from hpcinit.base.text import counted
 from hpcinit.config import hetjob, resources
 from hpcinit.config.request import Request
 from hpcinit.records import components
+from hpcinit.submit import script
 from hpcinit.submit.job_environment import DroppedVariables
 from hpcinit.submit.sweep import Submitted as Sweep
 from hpcinit.submit.transaction import Submitted
@@ -38,16 +39,15 @@ def print_reliably(*lines: str) -> None:
 MOST_LINES = 40  # of the table of a sweep's tasks
 
 
-def announce_script(about: str, text: str, as_json: bool) -> None:
-    """Print the script of a dry run. about: which of several scripts, else ''."""
+def announce_script(about: str, text: str, files: Mapping[str, str], as_json: bool) -> None:
+    """Print the script of a dry run and the files that its job reads. about: which of several scripts, else ''."""
     if as_json:
-        print_reliably(
-            json_output.line("script", {"run": None, "combination": about, "script": text, "changed_lines": None})
-        )
+        fields = {"run": None, "combination": about, "script": text, "files": files, "changed_lines": None}
+        print_reliably(json_output.line("script", fields))
         return
     if about:
         console.note(f"# {about}")
-    sys.stdout.write(text)
+    sys.stdout.write(script.with_files(text, files))
     sys.stdout.flush()
 
 

@@ -3,6 +3,8 @@ step that starts the ranks (srun_step.py)."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
 import pwd
 import shlex
@@ -16,7 +18,7 @@ from hpcinit.base import console, quoting, versions
 from hpcinit.base.quoting import Raw, shell
 from hpcinit.checks import dependency, environment
 from hpcinit.checks.checkout import SnapshotPlan
-from hpcinit.config import hetjob, keys
+from hpcinit.config import hetjob, job_spec, keys
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import components, run_folder
@@ -85,24 +87,38 @@ def render_at(
     code: SnapshotPlan | None = None,
     program: str = "",
     origin: Sequence[str] = (),
+    tasks: Sequence[Config] = (),
 ) -> str:
-    """Return the script of the run in `run`, whose job starts in `workdir`. program, origin: for the comments."""
+    """Return the script of the run in `run`, whose job starts in `workdir`. program, origin, tasks: for the comments.
+
+    tasks: the configs of all tasks of an array.
+    """
     shape = components.shape(hetjob.parts(config))
     about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
     if config.spare_nodes:
         about.append("# --no-kill: the job continues without a node that fails, and the ranks restart on a spare node.")
-    start = _about_ranks(config, program) if program else []
+    start = _about_ranks(tasks or [config], program) if program else []
     steps = _command(config, srun_step.step_lines(config, run, workdir))
     command = "\n".join([*_cores_of_tasks(config), *start, *steps])
     text = text_of(run.path, command, parameters(config, run, workdir, code), [*about, *origin, ALONE])
     return _with_components(text, config, run, workdir)
 
 
-def _about_ranks(config: Config, program: str) -> list[str]:
-    """Return comments on the program that each rank runs, and on the masks in the srun command."""
-    python = "" if config.job.command else "python "
-    lines = [comment(f"# Start the ranks. hpcinit prepares each one as in spec.json, and runs: {python}{program}")]
-    if str(config.launch.cpu_bind).startswith("mask_cpu:"):
+def _about_ranks(configs: Sequence[Config], program: str) -> list[str]:
+    """Return comments on what each rank runs: the program, the settings in spec.json, and the masks of srun."""
+    first, *others = [job_spec.settings(hetjob.worlds(config)[0]) for config in configs]
+    same = {key: value for key, value in first.items() if all(other.get(key, ...) == value for other in others)}
+    shown = [f"{key}={json.dumps(value)}" for key, value in same.items()]
+    python = "" if configs[0].job.command else "python "
+    lines = [comment(f"# Start the ranks. Each one runs: {python}{program}")]
+    if shown:
+        lines += [
+            "# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:",
+            *(f"#   {comment(line)}" for line in srun_step.wrapped(shown)),
+        ]
+    if len(same) < len(first):
+        lines.append(f"# The tasks differ in: {', '.join(key for key in first if key not in same)}")
+    if str(configs[0].launch.cpu_bind).startswith("mask_cpu:"):
         lines.append("# --cpu-bind has a mask for each rank of a node, in their order. Bit 0 of a mask is core 0.")
     return lines
 
@@ -209,6 +225,32 @@ def _pythons(config: Config) -> list[str]:
 
 def _words(values: Sequence[str]) -> Raw:
     return Raw(f"({' '.join(map(shell, values))})")
+
+
+def with_files(text: str, files: Mapping[str, str]) -> str:
+    """Return the script of a dry run, followed in comments by the files that the job reads. It remains a valid script.
+
+    files: the text of each by its path below the run folder or the folder of the sweep. Of several files with one name
+    the first is shown, and where the others differ from it.
+    """
+    lines = [f"{text}", "# End of the script. The job also reads these files of its folder:"]
+    shown: dict[str, str] = {}
+    for path, content in files.items():
+        first = shown.setdefault(Path(path).name, path)
+        own = content.splitlines()
+        if path == first:
+            lines.append(f"# {path}:")
+        else:
+            lines.append(f"# {path}, where it differs from {first}:")
+            own = _differences(files[first].splitlines(), own)
+        lines += [comment(f"# | {line}").rstrip() for line in own]
+    return "\n".join([*lines, ""])
+
+
+def _differences(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return the lines that only one of the texts has, after - or +."""
+    found = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    return [line for line in found if not line.startswith("@@")] or ["(nowhere)"]
 
 
 def _end_time(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,13 @@ def srun_step_line(
     program = [python, "-u", "-m", STARTS[config.launch.kind].module, run.in_shell(run_folder.SPEC)]
     task = [*before, *container.container_prefix(config, run, workdir), *program]
     words = [*launcher, *option_flags({**flags, **config.cluster.srun})]
-    return " \\\n    ".join([*_wrapped(words), *_wrapped(task)])
+    return " \\\n    ".join([*wrapped(map(quoting.shell, words)), *wrapped(map(quoting.shell, task))])
 
 
-def _wrapped(arguments: Sequence[str]) -> list[str]:
-    """Return the quoted arguments in lines of at most WIDTH characters. No argument is divided."""
+def wrapped(arguments: Iterable[str]) -> list[str]:
+    """Return the arguments in lines of at most WIDTH characters. No argument is divided."""
     lines = [""]
-    for argument in map(quoting.shell, arguments):
+    for argument in arguments:
         if lines[-1] and len(lines[-1]) + len(argument) >= WIDTH:
             lines.append("")
         lines[-1] += f" {argument}" if lines[-1] else argument

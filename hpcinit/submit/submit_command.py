@@ -178,7 +178,7 @@ def _all(
     status = 0
     for number, request in enumerate(requests):
         if request.config.dry_run:
-            messages.announce_script(request.combination, submission.dry_run(request.config, argv), as_json)
+            messages.announce_script(request.combination, *submission.dry_run(request.config, argv), as_json)
             continue
         try:
             done = submission.submit(request, argv)
@@ -211,8 +211,8 @@ def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Pat
     """Submit all requests as job arrays, add their folders to `runs`, and return the exit status."""
     config = requests[0].config
     if config.dry_run:
-        for about, text in sweep.dry_run(requests, argv):
-            messages.announce_script(about, text, as_json)
+        for about, text, files in sweep.dry_run(requests, argv):
+            messages.announce_script(about, text, files, as_json)
         return 0
     done = sweep.submit_all(requests, argv)
     runs.update({number: done.path / str(number) for number in done.ids})

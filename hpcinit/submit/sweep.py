@@ -171,12 +171,18 @@ def is_one(requests: Sequence[Request]) -> bool:
     )
 
 
-def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield a description and the script of each job that submit_all() would submit now."""
+def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield a description and the script of each job that submit_all() would submit now, and the files of its tasks."""
     config = requests[0].config
     path = folder.next_path(job_spec.runs_dir(config), config.name)
     for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
-        yield job.about, job.text
+        files: dict[str, str] = {}
+        for request in job.requests:
+            own = transaction.files_read(request.config, job_spec.workdir(request.config))
+            if job.env_names:
+                own = {run_folder.ENV: array.env_file(request.config, job.env_names), **own}
+            files |= {f"{request.number}/{name}": text for name, text in own.items()}
+        yield job.about, job.text, files
 
 
 def submit_all(

@@ -26,6 +26,7 @@ import yaml
 from hpcinit.base import console, signals
 from hpcinit.base.errors import MaybeSubmitted, RequestError, SubmitError
 from hpcinit.checks import checkout, duplicates, validate
+from hpcinit.checks.checkout import SnapshotPlan
 from hpcinit.config import hetjob, job_spec
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
@@ -258,11 +259,30 @@ class Submitted:
     expected: str = ""
 
 
-def dry_run(config: Config, argv: Sequence[str]) -> str:
-    """Return the script that submit() would submit now. The config passed its checks."""
+def dry_run(config: Config, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the script that submit() would submit now, and the files that the job reads. The config passed its checks.
+
+    The files are as files_read() returns them.
+    """
     path, workdir = folder.next_path(job_spec.runs_dir(config), config.name), job_spec.workdir(config)
     origin = script.origin(config, secret_names.masked(argv, config.secret_names), path)
-    return script.render(config, path, workdir, checkout.plan_snapshot(config, workdir), origin)
+    code = checkout.plan_snapshot(config, workdir)
+    text = script.render(config, path, workdir, code, origin)
+    return text, files_read(config, workdir, code, path)
+
+
+def files_read(
+    config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None
+) -> dict[str, str]:
+    """Return the files of the run folder `path` that the ranks will read: their texts by their names.
+
+    Each has a placeholder for the secret of the job, which submit() makes.
+    """
+    files = {}
+    for number, world in enumerate(hetjob.worlds(config)):
+        below = f"{run_folder.COMPONENT}{number}/" if number else ""
+        files[below + run_folder.SPEC] = make_spec(world, workdir, code, path).shown()
+    return files
 
 
 def submit(

@@ -113,7 +113,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # command
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
+# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
+# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+#   layout.dp_replicate=4
 srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
     --output=/shared/me/runs/x-0001/"$((1000 + SLURM_ARRAY_TASK_ID))"/logs/rank-%t.log \

@@ -125,7 +125,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # command
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
+# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
+# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+#   layout.dp_replicate=6 stop.signal="USR2"
 srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --export=ALL --mpi=none \
     --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append \
     --output=/shared/me/runs/x-0001/logs/rank-%t.log \

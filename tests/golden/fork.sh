@@ -99,7 +99,9 @@ fi
 # One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable.
 unset SLURM_CPUS_PER_TASK
 
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
+# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
+# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+#   layout.dp_replicate=8 launch.kind="fork"
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --cpu-bind=none --unbuffered --open-mode=append \
     /shared/me/venv/bin/python -u -m hpcinit.fork /shared/me/runs/x-0001/spec.json

@@ -108,7 +108,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # command
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
+# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
+# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+#   layout.dp_replicate=5
 echo "hpcinit: component 0, ranks from 0: $SLURM_JOB_NODELIST_HET_GROUP_0"
 echo "hpcinit: component 1, ranks from 2: $SLURM_JOB_NODELIST_HET_GROUP_1"
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --export=ALL --mpi=none \

@@ -125,7 +125,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # command
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
+# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
+# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+#   layout.dp_replicate=4 stop.continues=true
 while :; do
   srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} \
     --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \

@@ -107,7 +107,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 
 # command
-# Start the ranks. hpcinit prepares each one as in spec.json, and runs: python -m hpcinit.jobs.smoke
+# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
+# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+#   layout.dp_replicate=2
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --export=ALL --mpi=none \
     --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append --het-group=0 \
     sh -c 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"' \

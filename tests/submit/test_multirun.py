@@ -13,6 +13,7 @@ import pytest
 from hpcinit.cli.main import main
 from hpcinit.submit import folder
 from tests.conftest import Run
+from tests.submitting import scripts_of
 
 NO_SLURM = {"PATH": f"{Path(sys.executable).parent}:/nowhere"}
 # A stand-in for sbatch that accepts two jobs and refuses the third, as a limit on submitted jobs does.
@@ -67,7 +68,7 @@ def test_dry_run_prints_the_scripts_that_would_be_written(hpcinit: Run, tmp_path
     assert hpcinit(*words, "wait=true", "--", "true").returncode == 0
     names = ["a-0001", "b-0001", "a-0002", "b-0002"]
     scripts = "".join((tmp_path / "runs" / name / "job.sh").read_text() for name in names)
-    assert dry.stdout == scripts.replace(" wait=true -- true\n", " -- true\n")  # in the header: the command
+    assert scripts_of(dry.stdout) == scripts.replace(" wait=true -- true\n", " -- true\n")  # in the header: the command
 
 
 @pytest.mark.parametrize(

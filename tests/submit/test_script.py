@@ -17,11 +17,11 @@ import pytest
 
 from hpcinit.after import __main__ as after
 from hpcinit.base.quoting import Raw
-from hpcinit.config import job_spec
+from hpcinit.config import hetjob, job_spec
 from hpcinit.config.compose import compose
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
-from hpcinit.submit import array, script, shell_blocks
+from hpcinit.submit import array, script, shell_blocks, transaction
 from hpcinit.submit.job_environment import make_spec
 from tests.skip_or_fail import installed
 
@@ -87,6 +87,45 @@ def test_restarts_and_chains_add_few_lines() -> None:
     """Restarts, spare nodes and chains are decided in Python: the script has few lines more."""
     plain = CASES["survives"][:3]
     assert len(render(*CASES["survives"]).splitlines()) - len(render(*plain).splitlines()) <= 35
+
+
+@pytest.mark.parametrize("name", ["fork", "worlds"])
+def test_a_dry_run_shows_every_file_that_the_job_reads(name: str, tmp_path: Path) -> None:
+    """The files of the run folder follow as comments, as they will be apart from the secret."""
+    config = compose([*CASES[name], PYTHON, f"runs_dir={tmp_path}"])
+    text, files = transaction.dry_run(config, [])
+    first, *others = hetjob.worlds(config)
+    expected = {"spec.json": first} | {f"component-{at}/spec.json": each for at, each in enumerate(others, 1)}
+    assert {path: json.loads(content) for path, content in files.items()} == {
+        path: json.loads(make_spec(each, Path.cwd()).to_json()) | {"nonce": "random"} for path, each in expected.items()
+    }
+    shown = script.with_files(text, files)
+    assert subprocess.run(["bash", "-n"], input=shown, text=True, capture_output=True, check=True).stderr == ""
+    comments = re.match(
+        r"\n# End of the script\..*\n# spec.json:\n((?:# \|.*\n)+)((?:#.*\n)*)$", shown.removeprefix(text)
+    )
+    assert comments and re.sub("^# \\| ", "", comments[1], flags=re.MULTILINE) == files["spec.json"]
+    differs = '# component-1/spec.json, where it differs from spec.json:\n# | -  "nodes": 2,\n# | +  "nodes": 1,\n'
+    assert comments[2].startswith(differs if others else "") and bool(comments[2]) == bool(others)
+
+
+def test_a_line_of_a_file_does_not_end_the_comment() -> None:
+    """A value with a line break or a control character stays in the comments that follow the script."""
+    shown = script.with_files("true\n", {"0/env.sh": "export A='1\rtouch x\x1b\n#SBATCH --nodes=9\n'\n"})
+    assert all(line.startswith("# ") for line in shown.splitlines()[2:]) and "\x1b" not in shown
+
+
+def test_the_script_shows_what_runs_and_how() -> None:
+    """Comments have the program, the settings of spec.json that are not the default, and what masks and --no-kill do."""
+    text = render(
+        "cluster=lumi_g", "account=a", "cluster.modules=[aws]", "nodes=2", "batch.micro=4", "job.args=[--lr,1e-4]"
+    )
+    assert "# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke --lr 1e-4\n" in text
+    [settings] = re.findall(r"not the default:\n((?:#   .*\n)+)", text)
+    assert {"layout.dp_replicate=16", "batch.micro=4"} == set(settings.replace("#", "").split())
+    assert "# --cpu-bind has a mask" in text
+    survives = render(*CASES["survives"])
+    assert "# --no-kill: " in survives and "# --cpu-bind" not in survives
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submitting import folder_of, printed, submit
+from tests.submitting import folder_of, printed, scripts_of, submit
 
 GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@x.invalid", "-c", "protocol.file.allow=always"]
 
@@ -322,7 +322,7 @@ def test_from_a_hook_of_another_repository(hpcinit: Run, checkout: Path, tmp_pat
 def test_a_dry_run_prints_the_script_that_is_written(hpcinit: Run, checkout: Path) -> None:
     """With a snapshot, the dry run prints the submitted script byte for byte, and copies nothing."""
     words = ["submit", "snapshot=git", "--", "train.py"]
-    text = hpcinit(*words[:2], "dry_run=true", *words[2:]).stdout
+    text = scripts_of(hpcinit(*words[:2], "dry_run=true", *words[2:]).stdout)
     assert not (checkout / "runs").exists()
     assert (folder_of(hpcinit(*words)) / "job.sh").read_text() == text
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Run
+from tests.submitting import scripts_of
 
 NO_SLURM = {"PATH": f"{Path(sys.executable).parent}:/nowhere"}
 
@@ -29,7 +30,7 @@ def test_dry_run_needs_no_slurm_and_touches_nothing(hpcinit: Run, tmp_path: Path
 def test_dry_run_is_byte_for_byte_what_is_written(hpcinit: Run, tmp_path: Path) -> None:
     """The script in the run folder is exactly the output of the dry run."""
     words = ["submit", "nodes=2", "--", "true", "an argument"]
-    printed = hpcinit(*words[:2], "dry_run=true", *words[2:]).stdout
+    printed = scripts_of(hpcinit(*words[:2], "dry_run=true", *words[2:]).stdout)
     assert hpcinit(*words).returncode == 0
     assert (tmp_path / "runs/true-0001/job.sh").read_text() == printed
 

@@ -17,7 +17,7 @@ from hpcinit.submit import array, sweep
 from tests import json_documents, waiting
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submitting import folder_of, submit
+from tests.submitting import folder_of, scripts_of, submit
 
 until = partial(waiting.until, timeout_s=200)
 
@@ -142,7 +142,11 @@ def test_a_dry_run_prints_what_is_submitted(tmp_path: Path, hpcinit: Run) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"], dry.stderr
     done = hpcinit(*words, "--", "true", env=env)
     assert done.returncode == 0, done.stderr
-    assert dry.stdout == (tmp_path / "seen").read_text() and dry.stdout.count("#SBATCH --array=") == 2
+    assert scripts_of(dry.stdout) == (tmp_path / "seen").read_text() and dry.stdout.count("#SBATCH --array=") == 2
+    assert (
+        "# 2/env.sh, where it differs from 0/env.sh:\n# | -export A=1\n# | +export A=2\n"
+        '# 2/spec.json, where it differs from 0/spec.json:\n# | -  "seed": 1,\n' in dry.stdout
+    )
     assert dry.stderr.startswith("# an array of 2 tasks, 0,2: seed=1 nodes=1 to seed=2 nodes=1\n")
     assert (tmp_path / "a $HOME runs/x-0001/2/env.sh").read_text() == "export A=2\n"
 

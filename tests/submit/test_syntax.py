@@ -55,7 +55,7 @@ def test_invalid_shell_is_refused(lines: list[str], said: str) -> None:
 )
 def test_valid_shell_passes(lines: list[str], tmp_path: Path) -> None:
     """Commands over several lines, comments and extended patterns pass."""
-    text = transaction.dry_run(with_setup(*lines), [])
+    text = transaction.dry_run(with_setup(*lines), [])[0]
     assert "\n".join(lines) in text
 
 
