@@ -28,8 +28,9 @@ from hpcinit.config.schema import Config
 
 @dataclass(frozen=True)
 class RequestCheck:
-    """find: returns one complete message per problem.
+    """One check of a request, and when it runs.
 
+    find: returns one complete message per problem.
     to_submit: only before a submission, because it needs an account, files and so on, which `hpcinit plan` does not.
     if_valid: only if no check above it has found a problem, because another message would only add noise.
     """

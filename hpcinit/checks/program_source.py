@@ -174,7 +174,7 @@ def _syntax_error(path: str) -> str:
 
 
 def _is_our_version(python: str) -> bool:
-    """Return whether the installation or environment of `python` has one version, the same as this one."""
+    """Return whether the environment of `python` has only this process's version of Python."""
     versions = {folder.name for folder in python_environment.prefix_from(Path(python)).glob("lib/python3.*")}
     return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
 

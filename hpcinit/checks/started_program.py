@@ -168,7 +168,7 @@ class ScriptLine:
 
 
 def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
-    """Yield a message for a batch script, or else for the first line that starts ranks."""
+    """Yield a message if the job runs a batch script, or a shell script with a line that starts ranks."""
     job = config.job
     if not job.check_script or not (source := _source(job.command, list(job.args), workdir)):
         return

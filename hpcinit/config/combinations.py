@@ -215,9 +215,10 @@ def _plain(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Base:
-    """A composed combination. written: with its interpolations. changing: the keys that depend on a swept value.
+    """The first combination of a choice of groups, from which the others are made.
 
-    numbered: whether a key refers to Hydra's number of the combination.
+    written: its config with the interpolations. changing: the keys that depend on a swept value. numbered: whether a
+    key refers to Hydra's number of the combination.
     """
 
     written: DictConfig

@@ -26,9 +26,9 @@ def as_text(value: object) -> str:
 
 
 class Rewritten(str):
-    """A text, such as a variable or an argument, that YAML has changed. The checks report it, so no job gets it.
+    """A variable or an argument that YAML has changed. The checks report it, so no job gets it.
 
-    written: what the file has. where: the file and the line.
+    written: the text in the file. where: the file and the line.
     """
 
     written: str

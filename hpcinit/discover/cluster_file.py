@@ -223,7 +223,10 @@ NOT_REPORTED = """\
 
 @dataclass(frozen=True)
 class Document:
-    """before, after: the user's text around discover's part. body: that part. edited: the user has changed it."""
+    """A cluster file, divided at the two marks of discover.
+
+    before, after: the user's text around discover's part. body: that part. edited: the user has changed it.
+    """
 
     before: str = ""
     body: str = ""

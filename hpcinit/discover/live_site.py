@@ -24,7 +24,10 @@ ASSOCIATIONS = (
 
 @dataclass(frozen=True)
 class SiteAnswers:
-    """texts: by command; without accounting those of sacctmgr are missing. silent: sacctmgr's error or ''."""
+    """The output of Slurm's commands.
+
+    texts: by command; without accounting those of sacctmgr are missing. silent: sacctmgr's error or ''.
+    """
 
     texts: Mapping[str, str]
     silent: str = ""
@@ -87,7 +90,10 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """kinds: each with its number of nodes, the most common first. refused: why this user cannot submit, or ''."""
+    """A partition, as Slurm describes it.
+
+    kinds: each with its number of nodes, the most common first. refused: why this user cannot submit, or ''.
+    """
 
     name: str
     default: bool
@@ -115,7 +121,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class User:
-    """uid 0 is in every group. accounts, qos: None if unknown."""
+    """The user who runs discover.
+
+    uid 0 is in every group. accounts, qos: None if unknown.
+    """
 
     name: str
     uid: int

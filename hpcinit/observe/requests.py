@@ -16,7 +16,10 @@ NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the
 
 
 class Submission(NamedTuple):
-    """submitted: seconds since 1970, or None. typed: what the user typed before `--`."""
+    """What a user submitted, and when.
+
+    submitted: seconds since 1970, or None. typed: what the user typed before `--`.
+    """
 
     submitted: float | None = None
     program: str = ""

@@ -50,9 +50,9 @@ def _place(run: Path) -> tuple[Path, str]:
 
 
 def _noted(folder: Path) -> dict[str, Path]:
-    """Return the latest new run of each task of the sweep in `folder`, or of the run itself as ''.
+    """Return the latest resubmission of each task of the sweep in `folder`. A single run has the key ''.
 
-    A run that was removed since does not count.
+    Runs that no longer exist do not count.
     """
     found: dict[str, Path] = {}
     with suppress(OSError):

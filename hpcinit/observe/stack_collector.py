@@ -46,7 +46,10 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class Label(NamedTuple):
-    """main: the main thread, as faulthandler writes it. thread: the one that takes the signal. path: /proc/PID/fd/N."""
+    """How a stack of faulthandler is read.
+
+    main: the main thread, as faulthandler writes it. thread: the one that takes the signal. path: /proc/PID/fd/N.
+    """
 
     rank: int
     signal: int
@@ -57,7 +60,10 @@ class Label(NamedTuple):
 
 
 class Process(NamedTuple):
-    """level: how sure it is that this process is a rank. A process that starts ranks has a lower level than they."""
+    """A process on this node that may be a rank.
+
+    level: how sure it is that this process is a rank. A process that starts ranks has a lower level than they.
+    """
 
     pid: int
     parent: int

@@ -29,7 +29,10 @@ LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow termin
 
 @dataclass(frozen=True)
 class _Row:
-    """cells: by column; an empty one may be absent. The column of a parameter is '=NAME'. details: the last column."""
+    """One line of the table.
+
+    cells: by column; an empty one may be absent. The column of a parameter is '=NAME'. details: the last column.
+    """
 
     cells: Mapping[str, Text | ProgressBar]
     details: str

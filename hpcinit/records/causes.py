@@ -92,7 +92,10 @@ DIFFERENT_CALLS = "the ranks run different code or data at this point: compare w
 
 
 class Message(NamedTuple):
-    """kind: what the message shows. pattern: its groups, if any, have the ranks at fault. advice: what to do."""
+    """A message of another program that `why` recognizes.
+
+    kind: what the message shows. pattern: its groups, if any, have the ranks at fault. advice: what to do.
+    """
 
     kind: str
     pattern: str

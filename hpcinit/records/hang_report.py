@@ -51,10 +51,12 @@ PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PA
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a main thread. waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if
-    unknown. outside: the thread is not in the program: hpcinit has not started it yet, or waits for other ranks after
-    it. loader: 'its DataLoader worker (pid 4242, ...)' if it waits for one, else ''. worker: its process, 0 if
-    unknown. host, pid: of the rank's process."""
+    """The position of a rank's main thread.
+
+    waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if unknown. outside: hpcinit has not started
+    the program yet, or waits for other ranks after its end. loader: 'its DataLoader worker (pid 4242, ...)' if the
+    thread waits for one, else ''. worker: the process of that worker, 0 if unknown. host, pid: of the rank's process.
+    """
 
     waits_in: str
     at: str

@@ -139,8 +139,11 @@ class OldFiles:
 
 @dataclass(frozen=True)
 class Node:
-    """assigned: the GPUs that Slurm gave the job, '0'. shares_gpus: whether the site shares a GPU between jobs.
-    gpu_error: why nvidia-smi failed. nccl: None if NCCL is not installed or not used."""
+    """The facts about one node, as the probe found them.
+
+    assigned: the GPUs that Slurm gave the job, '0'. shares_gpus: whether the site shares a GPU between jobs.
+    gpu_error: why nvidia-smi failed. nccl: None if NCCL is not installed or not used.
+    """
 
     memory_gb: float = 0.0
     available_gb: float = 0.0

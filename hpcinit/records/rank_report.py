@@ -39,7 +39,10 @@ class Link:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """size: bytes. seconds: the slowest rank's, best of several. ranks: how many took part."""
+    """A measured all-reduce.
+
+    size: bytes. seconds: the slowest rank's, best of several. ranks: how many took part.
+    """
 
     size: int
     seconds: float
@@ -65,9 +68,12 @@ class Copies:
 
 @dataclass(frozen=True)
 class Report:
-    """device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
+    """What one rank of the doctor found.
+
+    device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
     world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0. pid:
-    of the rank's process. copies: of a GPU only."""
+    of the rank's process. copies: of a GPU only.
+    """
 
     rank: int
     local_rank: int

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrongWorldSize:
-    """launcher: what started the group. world_size: of the group. host, pid: of its rank 0. ranks: of the job.
+    """The record of a process group that differs from the job's.
+
+    launcher: what started the group. world_size: of the group. host, pid: of its rank 0. ranks: of the job.
 
     shape: '2 nodes x 4 ranks', or for a heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
     """

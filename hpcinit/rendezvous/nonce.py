@@ -40,7 +40,10 @@ WARNING = (
 
 
 class Secret(NamedTuple):
-    """text: '' if the ranks share no secret. file: the file that this process read or created."""
+    """The secret that the ranks share.
+
+    text: '' if they share none. file: the file that this process read or created.
+    """
 
     text: str
     file: Path | None = None

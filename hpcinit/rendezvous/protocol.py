@@ -176,7 +176,10 @@ KINDS = (failure_kinds.PROGRAM, failure_kinds.START_UP, failure_kinds.PEER_LOST)
 
 @dataclass(frozen=True)
 class StartupFailure:
-    """kind: one of KINDS. rank, host: at fault; None and '' if unknown."""
+    """Why a start failed.
+
+    kind: one of KINDS. rank, host: at fault; None and '' if unknown.
+    """
 
     message: str
     kind: str = failure_kinds.PROGRAM

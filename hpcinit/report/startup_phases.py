@@ -22,7 +22,10 @@ NOT_OF_A_NODE = ("submitted", "allocated")  # by the clocks of the login node an
 
 @dataclass(frozen=True)
 class Clock:
-    """offset_s: add this to a node's time to get that of rank 0's node. within_s: the largest possible error."""
+    """The clock of a node, compared with that of rank 0's node.
+
+    offset_s: add this to a node's time to get that of rank 0's node. within_s: the largest possible error.
+    """
 
     offset_s: float
     within_s: float

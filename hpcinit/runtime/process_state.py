@@ -38,8 +38,11 @@ class OutputWatch(Protocol):
 
 @dataclass
 class Timeline:
-    """writer: of the node's file; None before the start and after its last event. file: its path. opened: set once per
-    process."""
+    """This process's part of the start-up timeline.
+
+    writer: of the node's file; None before the start and after its last event. file: its path. opened: set once per
+    process.
+    """
 
     writer: timeline.Writer | None = None
     file: Path | None = None
@@ -63,7 +66,9 @@ class DeclaredPhase:
 
 @dataclass
 class Phase:
-    """name, step: the phase and the last step reported, -1 before the first.
+    """What the program does now, for the reports of others.
+
+    name, step: the phase and the last step reported, -1 before the first.
 
     ended_s: when the last declared phase ended, by time.monotonic().
     """
@@ -76,7 +81,9 @@ class Phase:
 
 @dataclass
 class LoaderWorkers:
-    """rank_pid: the process in which install() was called. numbers: the signals that make a rank save and stop.
+    """The DataLoader workers of this rank, which ignore signals that save.
+
+    rank_pid: the process in which install() was called. numbers: the signals that make a rank save and stop.
 
     terminated: process ids of protected processes that this rank ended itself. on_death: called with torch's error;
     returns True if the rank continues without the worker.

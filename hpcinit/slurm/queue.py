@@ -73,7 +73,10 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
 
 @dataclass(frozen=True)
 class JobQuery:
-    """jobs: all jobs of a run. last: the one to look up if none is in the queue. ended: its end is recorded."""
+    """The jobs of one run, whose state is queried.
+
+    jobs: all jobs of a run. last: the one to look up if none is in the queue. ended: its end is recorded.
+    """
 
     jobs: Sequence[str]
     last: str
@@ -101,7 +104,10 @@ def allocation(job_id: str) -> Allocation | None:
 
 @dataclass(frozen=True)
 class SlurmReply:
-    """jobs: by id. unreachable: why the controller did not reply, or ''."""
+    """What Slurm replied.
+
+    jobs: by id. unreachable: why the controller did not reply, or ''.
+    """
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
     unreachable: str = ""

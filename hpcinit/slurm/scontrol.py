@@ -21,7 +21,10 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Gpus(NamedTuple):
-    """type: '' if slurm.conf has none."""
+    """The GPUs of a node.
+
+    type: '' if slurm.conf has none.
+    """
 
     type: str
     amount: int

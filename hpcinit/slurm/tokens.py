@@ -80,5 +80,5 @@ def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
 
 
 def _by_record(script: Path, job_id: str) -> list[Job]:
-    """Return a job that was purged, without accounting, from the id that the script recorded."""
+    """Return the job whose id the script recorded, if Slurm has purged it and has no accounting."""
     return [Job(job_id, "UNKNOWN", "", command=str(script))] if job_id else []

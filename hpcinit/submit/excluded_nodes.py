@@ -23,7 +23,10 @@ from hpcinit.why.node_exclusion import look
 
 @dataclass(frozen=True)
 class Exclusion:
-    """hosts: for --exclude, including the user's own; None: unchanged. notes: a line for each failed node."""
+    """What a submission excludes.
+
+    hosts: the value of --exclude, including the user's own; None: unchanged. notes: a line for each failed node.
+    """
 
     hosts: str | None
     notes: Sequence[str] = ()

@@ -30,7 +30,10 @@ SHELL = ("sh", "-c", "command -v bash > /dev/null && exec bash; exec sh")
 
 @dataclass(frozen=True)
 class Container:
-    """options: of srun. prefix: of the command. pythons: to try inside an image of pyxis."""
+    """How a command starts in the container of a run.
+
+    options: of srun. prefix: of the command. pythons: to try inside an image of pyxis.
+    """
 
     options: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()

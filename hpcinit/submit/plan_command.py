@@ -56,7 +56,9 @@ SIZES = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bu
 
 @dataclass(frozen=True)
 class Estimate:
-    """totals: bytes on a rank's GPU, and on a node's CPU and NVMe. limits: the available bytes, as far as known.
+    """The estimated memory, and what there is.
+
+    totals: bytes on a rank's GPU, and on a node's CPU and NVMe. limits: the available bytes, as far as known.
 
     fits: None if the GPU's memory is unknown. unknown: one line for each part that is not counted.
     """

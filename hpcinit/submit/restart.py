@@ -44,7 +44,10 @@ def option(config: Config) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Links:
-    """jobs: their ids. command: submitted the first. missing: why there are fewer jobs than requested, else ''."""
+    """The jobs of a chain.
+
+    jobs: their ids. command: submitted the first. missing: why there are fewer jobs than requested, else ''.
+    """
 
     jobs: Sequence[str]
     command: Sequence[str]

@@ -30,7 +30,10 @@ TRIALS = "trials.jsonl"  # a line for each trial
 
 
 class Trials:
-    """submit: submits requests, waits for them, stores their run folders by number, and returns an exit status."""
+    """The trials of a search.
+
+    submit: submits requests, waits for them, stores their run folders by number, and returns an exit status.
+    """
 
     def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:
         self._submit, self._as_json = submit, as_json

@@ -39,7 +39,9 @@ from hpcinit.submit.provenance import Provenance
 
 
 class Transaction:
-    """path: the folder, of a run or a sweep. env: the environment of sbatch; `dropped` is not in it.
+    """One submission, of a run or a sweep, until its jobs exist.
+
+    path: the folder, of a run or a sweep. env: the environment of sbatch; `dropped` is not in it.
 
     parts: folders inside `path` that belong to one job each and can be removed alone: the tasks of a sweep.
     """

@@ -62,7 +62,10 @@ WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 
 @dataclass(frozen=True)
 class Foreign:
-    """evidence: what the logs show. unknown: what they do not show, with the line that would have shown it."""
+    """What the logs of a job show that hpcinit did not start.
+
+    evidence: what the logs show. unknown: what they do not show, with the line that would have shown it.
+    """
 
     evidence: Evidence
     unknown: tuple[str, ...] = ()
@@ -258,7 +261,10 @@ OVER = {"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL",
 
 @dataclass(frozen=True)
 class ForeignJob:
-    """files: the logs that were read. slurm: the fields of sacct or scontrol, by their names, for JSON."""
+    """A job that hpcinit did not start.
+
+    files: the logs that were read. slurm: the fields of sacct or scontrol, by their names, for JSON.
+    """
 
     files: tuple[Path, ...]
     logs: Foreign

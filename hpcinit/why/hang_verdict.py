@@ -65,7 +65,7 @@ class Culprit:
 
     kind: 'not-called', 'device-stuck', 'mismatch', 'no-dump' or 'peer-lost'. group, description, collective, number:
     the call that the others wait in, by torch's name of the group; number is None for a send or receive.
-    waiting_ranks: those who wait in it. since_ns: when the first of them called, since 1970; 0 where no dump shows it.
+    waiting_ranks: those who wait in it. since_ns: when the first of them called, since 1970; 0 if no dump shows it.
     shared: the evidence without its subject, as it reads for several ranks.
     """
 
@@ -88,10 +88,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
+    """Which ranks cause a hang, and which only wait.
+
+    culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
     do not show, with the line that would have shown it. differ: whether ranks called different things, and it is
     unknown whose call is wrong. shown: whether the dumps show a hang; False if the only lines are of dumps that cannot
-    be read, and no rank waits."""
+    be read, and no rank waits.
+    """
 
     culprits: tuple[Culprit, ...] = ()
     victims: tuple[int, ...] = ()
@@ -257,7 +260,7 @@ class Search:
     # What a rank has done about an operation
 
     def state(self, rank: int, operation: Operation) -> str | None:
-        """Return the state of a rank's call; None where it has not called."""
+        """Return the state of a rank's call; None if the rank has made no call."""
         one = self.ranks[rank]
         if call := one.call(operation):
             return call.state

@@ -81,8 +81,11 @@ _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
 
 @dataclass(frozen=True)
 class Log:
-    """text: of a file. rank: whose file it is, None if several ranks write to it. written: its modification time.
-    skipped: the number of bytes that are not in the text."""
+    """The text of one log.
+
+    text: of a file. rank: whose file it is, None if several ranks write to it. written: its modification time.
+    skipped: the number of bytes that are not in the text.
+    """
 
     text: str
     rank: int | None = None

@@ -41,7 +41,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first line without a traceback whose message causes.py lists."""
+    """Yield the first message that causes.py lists and that has no traceback."""
     if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
         return  # a program may print such a line after it has finished
     for rank, text in evidence.alarms:

@@ -53,7 +53,7 @@ class Signals:
         self._collecting = True
 
     def stop_collecting(self) -> None:
-        """Stop collecting: there are no ranks any more."""
+        """Stop collecting signals, because no rank runs any more."""
         self._collecting = False
 
     def take(self) -> Iterator[ReceivedSignal]:

@@ -21,9 +21,9 @@ from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
 def find_contradictions(
     env: Mapping[str, str], world: World, chosen: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
 ) -> tuple[str, ...]:
-    """Return one sentence per other launcher, with each value that differs beside the value in use.
+    """Return one sentence per other launcher, with each of its values that differs and the value in use.
 
-    chosen, others: the names of the variables by what they contain ({"rank": "RANK"}); others with their launcher.
+    chosen: the variables of the chosen launcher, such as {"rank": "RANK"}. others: those of each other launcher.
     """
     sentences = [
         _sentence(owner, found, world)
@@ -54,7 +54,7 @@ def _differing(
 
 
 def _rendezvous(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) -> list[str]:
-    """Return the differences of MASTER_ADDR and MASTER_PORT, unless they are unused, the launcher's or hpcinit's."""
+    """Return the differences of MASTER_ADDR and MASTER_PORT, if neither the launcher nor hpcinit has set them."""
     if world.world_size == 1 or "RANK" in chosen.values() or env.get(ENV_WORLD) == world.job:
         return []
     found = []

@@ -40,7 +40,9 @@ _TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)")
 
 @dataclass(frozen=True)
 class Process:
-    """pid: of this process; 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
+    """This process, as Slurm started it.
+
+    pid: of this process; 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
 
     step is '' if no slurmstepd is visible, which proves nothing (containers, hidepid).
     """
@@ -71,7 +73,10 @@ def slurm_step_of_this_process(proc: Path = processes.PROC) -> Process:
 
 @dataclass(frozen=True)
 class Placement:
-    """hosts: by SLURM_NODEID. master: rank 0's host. known: whether master and the order are certain."""
+    """On which nodes the ranks are.
+
+    hosts: by SLURM_NODEID. master: rank 0's host. known: whether master and the order are certain.
+    """
 
     hosts: tuple[str, ...]
     master: str
