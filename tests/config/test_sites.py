@@ -136,7 +136,7 @@ def test_masks_are_the_cores_beside_each_gpu(name: str) -> None:
 
 def test_a_folder_with_the_users_name_without_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a folder contains the user's name and USER is not set, the message names the key and the variable."""
-    monkeypatch.delenv("USER")
+    monkeypatch.delenv("USER", raising=False)
     with pytest.raises(ConfigError, match=r"cluster\.scratch=.*Environment variable 'USER' not found"):
         compose(["cluster=clariden"])
 
