@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -53,19 +53,24 @@ def alive(pid: int) -> bool:
     return False
 
 
+def orphan_of(slurm: MiniSlurm, folder: Path, stack: ExitStack) -> tuple[int, str]:
+    """Return the process and the job of an orphan: a task's child that outlived its job on n1. `stack` kills it."""
+    (folder / "orphan.py").write_text(ORPHAN)
+    told = folder / "pid"
+    task = f"srun '{sys.executable}' {folder}/orphan.py {told}"
+    job = slurm.run("sbatch", "--parsable", "-wn1", f"--output={folder}/orphan.log", f"--wrap={task}").strip()
+    assert finish(slurm, job, 150) == "COMPLETED"
+    pid = int(told.read_text())
+    stack.enter_context(suppress(ProcessLookupError))
+    stack.callback(os.kill, pid, signal.SIGKILL)
+    assert alive(pid)
+    return pid, job
+
+
 @pytest.fixture
 def orphan(idle_slurm: MiniSlurm, tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the process and the job of an orphan: a task's child that outlived its job on n1."""
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    told = tmp_path / "pid"
-    task = f"srun '{sys.executable}' {tmp_path}/orphan.py {told}"
-    job = idle_slurm.run("sbatch", "--parsable", "-wn1", f"--output={tmp_path}/orphan.log", f"--wrap={task}").strip()
-    assert finish(idle_slurm, job, 150) == "COMPLETED"
-    pid = int(told.read_text())
-    assert alive(pid)
-    yield pid, job
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    with ExitStack() as stack:
+        yield orphan_of(idle_slurm, tmp_path, stack)
 
 
 @pytest.fixture

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import hpcinit
 from docs.generate import pages
 from hpcinit.records import run_folder
-from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs/reference"
 INTERNAL = re.compile("^_|_files$|^refuse_")  # as in mkdocs.yml
-SLURM = re.compile(
-    r"(?:squeue|sbatch|scontrol|sinfo|sacct|scancel|srun)\b(?: --all)?(?: show \w+| --test-only| --help)?"
-)
 
 
 def test_the_python_api_has_every_public_name() -> None:
@@ -89,40 +80,6 @@ def test_variables_on_their_page_exist_in_the_code() -> None:
     source = "".join(path.read_text() for path in sorted((ROOT / "hpcinit").rglob("*.py")))
     named = re.findall(r"^\| `([A-Z_]+)`", (REFERENCE / "environment-variables.md").read_text(), re.MULTILINE)
     assert len(named) > 8 and [name for name in named if name.startswith("HPCINIT") and f'"{name}"' not in source] == []
-
-
-def calls(line: str, folder: Path, env: dict[str, str]) -> set[str]:
-    """Return the Slurm commands that `hpcinit -v` reports."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        f"hpcinit {line}", shell=True, cwd=folder, env=os.environ | {"PATH": path, "HOME": str(folder)} | env,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    started = re.findall(r"^hpcinit: \[[\d.]+ s\] (.*)$", done.stderr, re.MULTILINE)
-    return {found[0] for each in started if " took " not in each and (found := SLURM.match(each))}
-
-
-@pytest.mark.slurm
-def test_the_administrators_page_lists_the_calls_of_each_command(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """On a real Slurm, each command calls what its row lists, and nothing else."""
-    table = (ROOT / "docs/administrators.md").read_text().partition("| command | calls")[2].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| (.*) \|$", table, re.MULTILINE))
-    (tmp_path / "train.py").write_text("print()\n")
-    options = "cluster=mini nodes=1 ranks_per_node=1"
-    lines = {
-        "submit": f"submit -v {options} -- train.py",
-        "status": "status -v train-0001",
-        "why": "why -v train-0001",
-        "cancel": "cancel -v train-0001",
-        "doctor": "doctor -v cluster=mini",
-        "discover": "discover -v --name x --print",
-    }
-    for command, line in lines.items():
-        if command == "why":
-            calls("watch train-0001", tmp_path, idle_slurm.env)
-        listed = {each for span in re.findall(r"`([^`]+)`", rows[command]) for each in SLURM.findall(span)}
-        assert calls(line, tmp_path, idle_slurm.env) <= listed, command
-    assert calls(f"submit -v {options} dry_run=true -- train.py", tmp_path, idle_slurm.env) == set()
 
 
 def test_the_errors_page_quotes_real_messages() -> None:

@@ -23,6 +23,7 @@ OTHERS = {
     "zsh": "zsh",
     "fish": "fish",
     "modulecmd": "environment-modules",
+    "strace": "strace",
 }
 
 POLICY = Path("/usr/sbin/policy-rc.d")
