@@ -15,7 +15,7 @@ import pytest
 from hpcinit.local import environment_variables
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submitting import folder_of, job_id_of, printed, submit
+from tests.submitting import folder_of, job_id_of, printed, scripts_of, submit
 
 pytestmark = pytest.mark.slurm
 
@@ -41,9 +41,9 @@ def test_smoke_all_reduces(hpcinit: Run, slurm: MiniSlurm) -> None:
 
 
 def test_slurm_stores_the_script_of_the_dry_run(hpcinit: Run, slurm: MiniSlurm) -> None:
-    """The controller stores byte for byte the output of dry_run, which is also in the run folder."""
+    """The controller stores byte for byte the script that dry_run prints, which is also in the run folder."""
     words = ["nodes=2", "ranks_per_node=1", "--", "sleep", "30"]
-    printed = submit(hpcinit, slurm, "dry_run=true", *words).stdout
+    printed = scripts_of(submit(hpcinit, slurm, "dry_run=true", *words).stdout)
     done = submit(hpcinit, slurm, *words)
     folder = folder_of(done)
     job_id = json.loads((folder / "submission.json").read_text())["job_id"]
