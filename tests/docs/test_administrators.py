@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import installed
 from tests.submit.test_restart import finish
 from tests.submitting import job_of
+from tests.test_node_check import orphan_of
 from tests.waiting import until
 
 PAGE = (Path(__file__).parents[2] / "docs/administrators.md").read_text()
@@ -223,6 +225,24 @@ def chain(record: Recorder) -> None:
     record.ended(record.submit("nodes=1", "chain=2", "--", "true"), "COMPLETED")
 
 
+def restart(record: Recorder) -> None:
+    folder = record.submit("nodes=1", "restart.max_restarts=1", "restart.on=[failure]", "--", "fail.py")
+    record.ended(folder, "FAILED")
+
+
+def spare_node(record: Recorder) -> None:
+    folder = record.submit("nodes=1", "spare_nodes=1", "restart.on=[failure]", "--", "fail.py")
+    record.ended(folder, "FAILED")
+    assert "restarting the ranks in the same job" in (folder / "logs/job.log").read_text()
+
+
+def leftover(record: Recorder) -> None:
+    with ExitStack() as stack:
+        orphan_of(record.slurm, record.folder, stack)
+        words = ("nodes=1", "+cluster.sbatch.nodelist=n1", "check_node.timeout_s=150", "wait=true", "--", "true")
+        assert "which has ended, still runs" in (record.submit(*words) / "logs/rank-0.log").read_text()
+
+
 def after_the_run(record: Recorder) -> None:
     name = record.submit("nodes=1", "wait=true", "--", "true").name
     for words in ("status", f"watch {name}", f"logs {name}", f"report {name}", f"why {name}", "clean --yes"):
@@ -232,6 +252,12 @@ def after_the_run(record: Recorder) -> None:
 def refused(record: Recorder) -> None:
     assert "error" in record.hpcinit("submit", "cluster=mini", "nodes=99", "ranks_per_node=1", "--", "train.py")
     assert record.hpcinit("submit", "cluster=mini", "nodes=1", "dry_run=true", "--", "train.py").startswith("#!")
+
+
+def excluded(record: Recorder) -> None:
+    for _ in range(2):
+        record.hpcinit("nodes", "--cluster", "mini", "--add", "n4", "--why", "slow")
+    record.hpcinit("submit", "cluster=mini", "nodes=1", "ranks_per_node=1", "--", "true")
 
 
 def doctor(record: Recorder) -> None:
@@ -258,8 +284,12 @@ SCENARIOS: list[tuple[Callable[[Recorder], None], tuple[str, ...], tuple[str, ..
         (*JOB, "a program that uses torch", "a rank that fails"),
     ),
     (chain, ("submit",), JOB),
+    (restart, ("submit",), (*JOB, "a rank that fails", "restart.max_restarts")),
+    (spare_node, ("submit",), (*JOB, "a rank that fails", "spare_nodes")),
+    (leftover, ("submit", "submit wait=true"), (*JOB, "a leftover process")),
     (after_the_run, ("submit", "submit wait=true", "watch", "status", "logs", "report", "why", "clean"), JOB),
     (refused, ("submit",), ()),
+    (excluded, ("submit", "nodes"), JOB),
     (doctor, ("submit", "doctor"), JOB),
     (discover, ("discover",), ()),
     (completion, (), ()),
