@@ -75,7 +75,7 @@ def ended(job: Job, policy: Policy, status: int) -> str:
         if policy.nodes and (excluded := _exclude(job, policy, found, why)):
             return f"{AGAIN} {status} {excluded}"
         if policy.max_restarts:
-            if _counted(job, policy, job.attempt + 1, why) and _requeued(job, policy, why):
+            if _counted(job, policy, job.attempt + 1, why, _last_restart(job)) and _requeued(job, policy, why):
                 return f"{REQUEUED} {status}"
             status = status or 1
     continues = decisions.chain_continues(found, status)
@@ -89,7 +89,7 @@ def restarted(job: Job, policy: Policy) -> str:
     after a preemption or a lost node."""
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
-    return START if counted or _counted(job, policy, job.attempt, run_folder.SLURM) else f"{END} 1"
+    return START if counted or _counted(job, policy, job.attempt, run_folder.SLURM, last) else f"{END} 1"
 
 
 def _still_runs(job: Job) -> bool:
@@ -126,10 +126,10 @@ def _last_restart(job: Job) -> Restart | None:
     return found[-1] if found else None
 
 
-def _counted(job: Job, policy: Policy, number: int, why: str) -> bool:
-    """Record restart `number`; return whether it is allowed."""
+def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | None) -> bool:
+    """Record restart `number`, which follows `last`; return whether it is allowed."""
     step = elastic_restarts.furthest(job.folder)
-    furthest, idle = decisions.progress(_last_restart(job), step if step >= 0 else None)
+    furthest, idle = decisions.progress(last, step if step >= 0 else None)
     limited = bool(policy.max_restarts)
     if limited and (refused := decisions.refusal(policy, number, furthest, idle)):
         say(f"no restart {number} ({why}): {refused}")
