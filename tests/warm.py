@@ -232,6 +232,19 @@ def _skip_static_destructors() -> None:
     libc.__cxa_atexit(libc.fflush, None, None)  # called before the line above
 
 
+def _end_before_gloo_aborts() -> None:
+    """Exit with 0 without Python's last step, in which gloo sometimes aborts: hpcinit/runtime/interpreter_exit.py.
+
+    That module would look at all objects, which copies the memory that they are in.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(0)
+
+
 def main() -> None:
     modules: dict[str, types.ModuleType] = {}
     atexit.register(_keep, modules)  # before all others, and so called after them
@@ -242,10 +255,13 @@ def main() -> None:
     request = serve(socket.socket(fileno=int(sys.argv[2])))
     if request is not None:
         _skip_static_destructors()
+        has_torch = sys.argv[1] != COMMANDS.kind
         sys.argv = ["-c", *request["arguments"]]
         program = types.ModuleType("__main__")
         sys.modules["__main__"] = program
         exec(compile(request["code"], "<string>", "exec"), program.__dict__)
+        if has_torch:
+            _end_before_gloo_aborts()
 
 
 if __name__ == "__main__":
