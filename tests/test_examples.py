@@ -53,6 +53,7 @@ def last_line(folder: Path, slurm: MiniSlurm) -> str:
     return printed(folder, 0).splitlines()[-1]
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_one_program_divided_in_four_ways(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """On 2 nodes x 2 ranks DDP, FSDP2 and ZeRO-3 reach the same losses, and every rank has its log.
@@ -78,6 +79,7 @@ def test_a_script_moves_with_fewer_than_ten_lines() -> None:
     assert 0 < sum(line[0] in "+-" for line in diff[2:]) < 10
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_a_script_that_was_moved_survives_preemption(idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """The script for torchrun runs unchanged. Converted, and also preempted in the middle, it reaches the same loss."""

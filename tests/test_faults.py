@@ -60,7 +60,7 @@ NEVER = {
 }
 
 
-@pytest.mark.parametrize("case", list(NEVER))
+@pytest.mark.parametrize("case", ["alone", pytest.param("two on a node", marks=pytest.mark.more)])
 def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, case: str) -> None:
     """All other ranks report a rank whose interpreter does not start, with its host, at the timeout."""
     stuck = python_that(tmp_path, '[ "$SLURM_PROCID" = 3 ] && exec sleep 600')
@@ -72,7 +72,7 @@ def test_a_rank_that_never_starts(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path
     assert re.search(rf"waiting, \d+ s left: 1 of 4 ranks are missing: {re.escape(missing)}", logs[0])
 
 
-@pytest.mark.parametrize(("overrides", "host"), [([], "n3"), (FORKED, "n2")])
+@pytest.mark.parametrize(("overrides", "host"), [([], "n3"), pytest.param(FORKED, "n2", marks=pytest.mark.more)])
 def test_a_rank_killed_while_importing(
     hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, overrides: list[str], host: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_rank_killed_while_importing(
         assert f"rank 2 on {host} (pid " in logs[rank] and "died during start-up, after phase 'started'" in logs[rank]
 
 
-@pytest.mark.parametrize(("overrides", "host"), [([], "n2"), (FORKED, "n1")])
+@pytest.mark.parametrize(("overrides", "host"), [([], "n2"), pytest.param(FORKED, "n1", marks=pytest.mark.more)])
 def test_a_rank_whose_import_fails(
     hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, overrides: list[str], host: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path:
     assert "rank 0 on n1 does not answer rank 3 on n4 any more" in logs[3]
 
 
-@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("silent", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_foreign_server_on_the_port(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, silent: bool) -> None:
     """Another program's server on the first port, silent or not, does not prevent the rendezvous."""
     done = submit(hpcinit, slurm, "wait=true", "ranks_per_node=1", "--", "true")
@@ -172,6 +172,7 @@ def with_hosts(tmp_path: Path, rank: int, change: str) -> list[str]:
     return [python_that(tmp_path, script), f"+cluster.env.TMPDIR={tmp_path}"]
 
 
+@pytest.mark.more
 def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """If a node cannot resolve rank 0's host name, the rank uses Slurm's address for it and reports that."""
     status, logs = start(hpcinit, slurm, tmp_path, "", *with_hosts(tmp_path, 2, "grep -w n3"))
@@ -183,8 +184,8 @@ def test_a_name_that_does_not_resolve(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
-        (2, "grep -vw n3", "n3 does not resolve on n3 itself ("),
-        (2, r'sed "s/.*\bn3$/127.0.1.1 n3/"', "n3 is 127.0.1.1 on n3 itself"),
+        pytest.param(2, "grep -vw n3", "n3 does not resolve on n3 itself (", marks=pytest.mark.more),
+        pytest.param(2, r'sed "s/.*\bn3$/127.0.1.1 n3/"', "n3 is 127.0.1.1 on n3 itself", marks=pytest.mark.more),
         # Both ranks of n1: they use the /etc/hosts of their fork server.
         (0, r'sed "s/.*\bn1$/127.0.1.1 n1/"', "n1 is 127.0.1.1 on n1 itself"),
     ],
@@ -199,6 +200,7 @@ def test_a_node_that_cannot_resolve_its_own_name(
     assert message in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]
 
 
+@pytest.mark.more
 def test_a_wrong_host_template(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """Every rank uses rank 0's host name instead, and reports in one line that the template is wrong."""
     status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.host_template='{host}-ib0'")
@@ -211,6 +213,7 @@ def test_a_wrong_host_template(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -
         assert line.endswith("; n1 is used unchanged: fix cluster.host_template, or remove it")
 
 
+@pytest.mark.more
 def test_a_missing_interface(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """Every rank reports the interfaces of its node at once, in one line without a traceback of torch."""
     status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.interface=eth9", LATER)
@@ -257,6 +260,7 @@ def test_a_rank_of_the_previous_attempt(hpcinit: Run, slurm: MiniSlurm, tmp_path
     assert "up" not in (tmp_path / "stale.log").read_text()
 
 
+@pytest.mark.more
 def test_a_second_process_that_claims_a_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """If two processes claim a rank, the second is refused, and both are named."""
     twice = (
@@ -270,7 +274,7 @@ def test_a_second_process_that_claims_a_rank(hpcinit: Run, slurm: MiniSlurm, tmp
     assert "two processes claim rank 3: pid " in logs[3] and "on n4" in logs[3] and "refused: two processes" in logs[0]
 
 
-@pytest.mark.parametrize("knows_its_node", [True, False])
+@pytest.mark.parametrize("knows_its_node", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_second_rank_0_on_another_node(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, knows_its_node: bool) -> None:
     """A process on another node with rank 0's variables exits at once, whether or not it has its node's name."""
     stray = {f"SLURM_{name}": "0" for name in ("PROCID", "LOCALID", "NODEID", "GTIDS")}

@@ -63,6 +63,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
+@pytest.mark.more
 @pytest.mark.unmeasured("it runs in a Python without coverage.py")
 def test_the_suite_runs_with_torch_and_numpy_alone(bare: str, tmp_path: Path) -> None:
     """On CPUs, without Hydra, pytest, psutil and DeepSpeed, each line has the label, missing packages are named, and

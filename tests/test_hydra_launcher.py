@@ -111,6 +111,7 @@ def train(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_a_sweep_of_six_two_at_a_time(mini: MiniSlurm, folder: Path) -> None:
     """Six jobs of two nodes become one array; the failing one fails the multirun, and the others keep their results."""
@@ -157,7 +158,7 @@ touch {folder}/called
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("started", ["function", "program"])
+@pytest.mark.parametrize("started", ["function", pytest.param("program", marks=pytest.mark.more)])
 def test_ctrl_c_between_two_arrays(mini: MiniSlurm, folder: Path, started: str) -> None:
     """Ctrl-C while the first of several arrays is submitted: the jobs that exist are canceled."""
     if started == "program":
@@ -181,7 +182,11 @@ def test_ctrl_c_between_two_arrays(mini: MiniSlurm, folder: Path, started: str) 
 
 
 SLURM = pytest.mark.slurm
-WAYS = [("local", "function"), ("local", "program"), pytest.param("mini", "function", marks=SLURM)]
+WAYS = [
+    ("local", "function"),
+    pytest.param("local", "program", marks=pytest.mark.more),
+    pytest.param("mini", "function", marks=SLURM),
+]
 
 
 @pytest.mark.parametrize(("place", "started"), WAYS)
@@ -210,7 +215,7 @@ def test_the_output_of_a_multirun(folder: Path, place: str, started: str, reques
     assert modules() == {"hpcinit.jobs.function" if started == "function" else "train.py"}
 
 
-@pytest.mark.parametrize("started", ["function", "program"])
+@pytest.mark.parametrize("started", ["function", pytest.param("program", marks=pytest.mark.more)])
 def test_a_sweeper_reads_results_and_errors(folder: Path, started: str) -> None:
     """A sweeper gets what the function returned, the class and arguments of what it raised, and each job's config."""
     if started == "program":

@@ -86,7 +86,9 @@ def segment(idle_slurm: MiniSlurm) -> Iterator[Path]:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("launch", ["srun", "fork", "torchrun"])
+@pytest.mark.parametrize(
+    "launch", ["srun", *(pytest.param(launch, marks=pytest.mark.more) for launch in ("fork", "torchrun"))]
+)
 def test_leftovers_of_ended_jobs_are_reported(
     hpcinit: Run, idle_slurm: MiniSlurm, orphan: tuple[int, str], segment: Path, launch: str
 ) -> None:
@@ -141,7 +143,9 @@ IN_USE = "57.6 of 79.6 GiB of GPU-fake are in use by /opt/other/train (process 1
 
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("launch", ["srun", "fork", "torchrun"])
+@pytest.mark.parametrize(
+    "launch", ["srun", *(pytest.param(launch, marks=pytest.mark.more) for launch in ("fork", "torchrun"))]
+)
 def test_a_node_whose_gpu_is_occupied(hpcinit: Run, idle_slurm: MiniSlurm, occupied: str, launch: str) -> None:
     """With a FAKE nvidia-smi: without a spare node the ranks exit, and `why` names the node and the process."""
     words = ["nodes=2", *GPU, occupied, f"launch={launch}", "+cluster.sbatch.nodelist='n1,n2'", "wait=true"]

@@ -101,6 +101,7 @@ def faulty(slurm: MiniSlurm) -> Iterator[None]:
         on_n2("umount", "/dev/shm")
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("_opened_again", "_full")

@@ -158,7 +158,9 @@ def test_not_submitted(script: Path, words: list[str], message: str) -> None:
     ("script", "option", "gpus"),
     [
         ("ddp.sbatch", "--gpus-per-node=2", "0,1"),  # a rank per GPU
-        ("torchrun.sbatch", "--ntasks-per-node=2", "0,1,2,3,4,5,6,7"),  # whole nodes, so all of their GPUs
+        pytest.param(
+            "torchrun.sbatch", "--ntasks-per-node=2", "0,1,2,3,4,5,6,7", marks=pytest.mark.more
+        ),  # whole nodes, so all of their GPUs
         ("deepspeed.sbatch", "--gpus-per-node=2", "0,1"),
     ],
 )
@@ -244,6 +246,7 @@ time.sleep(600)
     assert sorted(line for line in job.log.splitlines() if "warned" in line) == [f"{r}: warned {r}" for r in range(4)]
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_deepspeed_trains(slurm: MiniSlurm, tmp_path: Path) -> None:
     """deepspeed.initialize trains on 4 ranks without mpi4py, with the extensions of earlier jobs; a lock that a killed
@@ -302,6 +305,7 @@ def stand_in(folder: Path, name: str, text: str) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_apptainer_is_called_for_every_rank(slurm: MiniSlurm, tmp_path: Path) -> None:
     """Each rank is one `apptainer exec`, and the ranks form a group.

@@ -67,6 +67,7 @@ for folder in folders:
 """
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_every_parallelism_trains_alike(tmp_path: Path) -> None:
     """By config alone, 2 nodes x 2 ranks learn with each parallelism, and equal shares of the data give equal losses."""
@@ -97,6 +98,7 @@ def test_every_parallelism_trains_alike(tmp_path: Path) -> None:
             assert found == [pytest.approx(pair, abs=0.0011) for pair in expected], way  # three digits are printed
 
 
+@pytest.mark.more
 def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
     """Two runs on 2 ranks print the same losses at every step and the same text."""
     args = f"job.args={[*SMALL, '--eval-every', '1']}"

@@ -55,6 +55,7 @@ def test_a_torchrun_in_each_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     assert warning.startswith(said) and "submit the program itself (-- train.py)" in warning
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_init_in_a_smaller_group(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """hpcinit.init() in a group of 2 of the job's 4 ranks prints the warning and records it, however short the run is."""
@@ -67,6 +68,7 @@ def test_init_in_a_smaller_group(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     assert "of 2 ranks in a job of 4 ranks" in hpcinit("status", folder.name, env=slurm.env).stdout
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_a_torchrun_in_each_rank_of_two_components(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """The job's ranks are those of both components of a heterogeneous job."""
@@ -82,6 +84,7 @@ def test_a_torchrun_in_each_rank_of_two_components(hpcinit: Run, slurm: MiniSlur
     )
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_groups_that_span_the_job(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """One torchrun per node for all nodes, with more ranks than tasks, is no finding, and neither is a plain wrapper."""

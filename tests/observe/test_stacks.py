@@ -98,7 +98,9 @@ def check(hpcinit: Run, folder: Path, env: dict[str, str], by_node: bool = True)
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("launch", ["srun", "fork", "torchrun"])
+@pytest.mark.parametrize(
+    "launch", ["srun", *(pytest.param(launch, marks=pytest.mark.more) for launch in ("fork", "torchrun"))]
+)
 def test_ranks_that_hpcinit_starts(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, launch: str) -> None:
     """Each state is found without py-spy for a script that never imports hpcinit, except the stopped rank's stack."""
     (tmp_path / "faults.py").write_text(FAULTS)
@@ -138,6 +140,7 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_a_node_that_does_not_answer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     """The other nodes are shown, and the silent one is named first. A run that waits gets another message."""

@@ -80,6 +80,7 @@ def test_a_rank_raises(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[...,
     assert found["secondary"], lines
 
 
+@pytest.mark.more
 def test_clocks_that_differ(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     """A clock difference of two seconds between nodes is reported."""
     lines = over(hpcinit, idle_slurm, start("skew", "launch.kill_on_bad_exit=false"))
@@ -96,11 +97,13 @@ def test_kill_9_of_a_rank(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[.
     assert any("mem_gb" in line for line in lines)
 
 
+@pytest.mark.more
 def test_an_exit_status(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     """sys.exit(7) of one rank is the cause, whichever rank srun reports first."""
     assert over(hpcinit, idle_slurm, start("exit"))[0].endswith("(step 4): SystemExit: 7")
 
 
+@pytest.mark.more
 def test_a_stopped_rank(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     """After hang.action=end, the report names the rank that the others wait for."""
     lines = over(hpcinit, idle_slurm, start("stop", "hang.after_s=6", "hang.action=end"))
@@ -121,6 +124,7 @@ def test_scancel_and_a_running_job(hpcinit: Run, idle_slurm: MiniSlurm, start: C
     )
 
 
+@pytest.mark.more
 def test_the_time_limit(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     lines = over(hpcinit, idle_slurm, start("none", "time_min=1"))
     assert re.match(r"the time limit of 1 min ended the job, \d\d:\d\d:\d\d \(step \d+\)$", lines[0]), lines
@@ -139,6 +143,7 @@ def test_a_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[...
     assert lines[1].startswith("  n2: Not responding")
 
 
+@pytest.mark.more
 def test_the_batch_scripts_own_node_is_lost(hpcinit: Run, idle_slurm: MiniSlurm, start: Callable[..., Path]) -> None:
     """If the first node fails, `why` gets the cause from Slurm. The next attempt reports the restart."""
     folder = start("none", "restart.max_restarts=3", "hang.after_s=600")
@@ -206,7 +211,7 @@ def test_a_line_of_the_setup_that_fails_before_the_ranks_do(
     assert "a line of the setup failed: . /nowhere/env.sh: exit status 1: /nowhere/env.sh: No such file" in text
 
 
-@pytest.mark.parametrize("command", ["requeue", "requeuehold"])
+@pytest.mark.parametrize("command", ["requeue", pytest.param("requeuehold", marks=pytest.mark.more)])
 def test_a_job_that_waits_for_its_restart(hpcinit: Run, idle_slurm: MiniSlurm, command: str) -> None:
     """While a requeued job waits in the queue, `why` never advises a second job on its checkpoints."""
     done = submit(hpcinit, idle_slurm, *SHAPE, "restart.max_restarts=2", "--", "sh", "-c", "echo up; sleep 600")

@@ -23,7 +23,11 @@ from tests.test_train_gpt import python
 TOLERANCE = 1e-5  # for losses between 3 and 4, summed in another order: about 40 ulp
 NAMES = list(checkpointing.cases())
 DEEPSPEEDS = ["zero 1", "zero 3"]
-BY_NAME = [pytest.param(name, marks=pytest.mark.deepspeed if name in DEEPSPEEDS else ()) for name in NAMES]
+DAILY = ("ddp", "hsdp 2x2", *DEEPSPEEDS)  # one of each format, on 4 and 2 ranks; the others with --all
+MARKS = dict.fromkeys(DEEPSPEEDS, pytest.mark.deepspeed) | {
+    name: pytest.mark.more for name in NAMES if name not in DAILY
+}
+BY_NAME = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +35,10 @@ def curves(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
     """Number of ranks -> the output of checkpointing.py: 8 ranks on 2 nodes for one case, then 4, then 2 on one node."""
     folder = tmp_path_factory.mktemp("resumed")
     old = pytestconfig.getoption("--deepspeed")
-    names = DEEPSPEEDS if old else NAMES
+    every = pytestconfig.getoption("--all")
+    names = DEEPSPEEDS if old else NAMES if every else DAILY
     found = {}
-    for nodes, per_node in ((2, 2), (1, 2)) if old else ((2, 4), (2, 2), (1, 2)):
+    for nodes, per_node in ((2, 4), (2, 2), (1, 2)) if every and not old else ((2, 2), (1, 2)):
         size = nodes * per_node
         request = f"cluster=local launch=fork wait=true nodes={nodes} ranks_per_node={per_node}"
         words = [

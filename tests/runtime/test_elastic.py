@@ -260,6 +260,7 @@ def test_a_rank_whose_log_has_no_room(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert out == "hello\n" and "0.log cannot be opened: No space left on device" in err
 
 
+@pytest.mark.more
 def test_a_restart_that_cannot_be_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ranks start again on a full disk too; two warnings name what is not recorded."""
     from hpcinit.launch.torchrun.agent import Node

@@ -52,6 +52,7 @@ for step, batch in enumerate(loader(PERSISTENT, METHOD)):
         break
 """
 METHODS = ("fork", "spawn", "forkserver")
+BY_METHOD = [pytest.param(method, marks=pytest.mark.more if method == "forkserver" else ()) for method in METHODS]
 
 
 def training(method: str = "fork", persistent: bool = False) -> str:
@@ -80,7 +81,17 @@ def step(tmp_path: Path, ranks: Sequence[int], number: int) -> None:
         until(lambda rank=rank: f"step {number}\n" in (tmp_path / f"rank-{rank}.log").read_text())  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("method", "persistent"), list(itertools.product(METHODS, [False, True])))
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [
+        ("fork", False),
+        ("spawn", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.more)
+            for each in (("fork", True), ("spawn", False), ("forkserver", False), ("forkserver", True))
+        ),
+    ],
+)
 def test_a_signal_to_all_processes_leads_to_the_save(tmp_path: Path, method: str, persistent: bool) -> None:
     """SIGTERM reaches the workers half a second before their ranks, which then stop at the same step without an error."""
     with ranks(training(method, persistent) + END, 2, tmp_path) as found:
@@ -97,7 +108,7 @@ def test_a_signal_to_all_processes_leads_to_the_save(tmp_path: Path, method: str
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BY_METHOD)
 def test_workers_that_are_still_starting_are_protected(tmp_path: Path, method: str) -> None:
     """The signal arrives while a worker imports torch, long before its loop, and has no effect."""
     code = training(method).replace(
@@ -118,7 +129,7 @@ def test_workers_that_are_still_starting_are_protected(tmp_path: Path, method: s
     assert re.fullmatch(r"saved after \d+: terminated by SIGTERM \(rank [01]\)", lines[0]), lines
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BY_METHOD)
 def test_sigterm_ends_workers_without_should_stop(tmp_path: Path, method: str) -> None:
     """Without should_stop() SIGTERM ends a rank and its workers."""
     code = training(method).replace("if stop := run.should_stop():", "if stop := None:")
@@ -132,7 +143,7 @@ def test_sigterm_ends_workers_without_should_stop(tmp_path: Path, method: str) -
         until(lambda: not any(map(alive, processes)))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", BY_METHOD)
 def test_a_worker_that_is_stuck_ends_with_its_loader(tmp_path: Path, method: str) -> None:
     """Process.terminate(), with which torch and multiprocessing end such a worker, works, and is no error."""
     code = training(method).partition("for step")[0] + (
@@ -203,6 +214,7 @@ def test_a_worker_that_dies_without_a_signal_to_stop_is_an_error(tmp_path: Path)
     assert status == 1 and re.search("is killed by signal: Killed|^.*ConnectionResetError", text, re.M), text
 
 
+@pytest.mark.more
 def test_other_children_are_not_protected(tmp_path: Path) -> None:
     """terminate() ends a Process and a Pool, SIGTERM ends a child of os.fork() and a program that a rank starts; none of
     these signals reaches the rank."""

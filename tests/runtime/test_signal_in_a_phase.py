@@ -70,7 +70,7 @@ for step in range(1, 2000):
         ("first_step", 1),
         ("evaluation", 3),
         ("declared_evaluation", 3),
-        pytest.param("compilation", 3, marks=needs_torchs_compiler),
+        pytest.param("compilation", 3, marks=(needs_torchs_compiler, pytest.mark.more)),
         ("save", 3),
     ],
 )

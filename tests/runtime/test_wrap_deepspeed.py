@@ -87,6 +87,7 @@ print(json.dumps(message))
         assert other == "another"
 
 
+@pytest.mark.more
 def test_a_tied_head_is_refused_with_autotp(tmp_path: Path) -> None:
     """AutoTP would compute wrong logits of a model whose head shares the embedding's weight. The error names both, and
     what to do; the same model without the tie is divided."""
@@ -120,6 +121,7 @@ print(json.dumps(message))
         assert off < 0.05
 
 
+@pytest.mark.more
 def test_deepcompile_compiles_the_trained_model_only(tmp_path: Path) -> None:
     """deepspeed.deepcompile=true compiles the engine that trains, which DeepSpeed does not do alone, and not the
     engine of a model without an optimizer. (Fake: DeepSpeed's answer that there is a GPU, and its compile(), whose op
@@ -146,6 +148,7 @@ print(json.dumps(found))
     assert [text.count("deepspeed.deepcompile has no effect here: DeepCompile needs a GPU") for text in said] == [1, 0]
 
 
+@pytest.mark.more
 @needs_torchs_compiler
 def test_muon_trains(tmp_path: Path) -> None:
     """deepspeed.optimizer=muon trains matrices with Muon and the rest with Adam, in ZeRO 1 to 3, and resumes exactly."""
@@ -262,6 +265,7 @@ def test_cpu_adam_is_used_for_an_offloaded_optimizer(
     assert "offloaded optimizer: torch's AdamW. For DeepSpeed's CPUAdam: hpcinit build-ops --ops cpu_adam" in said[0]
 
 
+@pytest.mark.more
 def test_a_checkpoint_loads_with_another_context_parallel_degree(tmp_path: Path) -> None:
     """DeepSpeed's checkpoint of ZeRO 2 with parallel.cp=2 loads with cp 1 on the same ranks, without a conversion."""
     lines = on_two_ranks(

@@ -150,7 +150,9 @@ def test_one_world_over_the_components(hpcinit: Run, idle_slurm: MiniSlurm, tmp_
 
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("end", ["raise SystemExit(7)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end", ["raise SystemExit(7)", pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.more)]
+)
 def test_the_rank_that_fails_is_named(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, end: str) -> None:
     """`why` names rank 3 and its host, which to srun is task 1 of the second component, also without a record of it."""
     program = WORLD + f"dist.barrier()\nif run.world.rank == 3:\n    {end}\nimport time\ntime.sleep(300)\n"
@@ -163,6 +165,7 @@ def test_the_rank_that_fails_is_named(hpcinit: Run, idle_slurm: MiniSlurm, tmp_p
     assert verdict["state"] == "FAILED" and "rank 3 on" in verdict["verdict"], verdict
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_the_stacks_of_all_components_and_cancel(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
@@ -190,6 +193,7 @@ def test_the_stacks_of_all_components_and_cancel(hpcinit: Run, idle_slurm: MiniS
     assert status["state"] == "CANCELLED"
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_a_world_each(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def logs(folder: Path) -> list[str]:
     return [(folder / f"logs/rank-{rank}.log").read_text() for rank in range(4)]
 
 
-@pytest.mark.parametrize("launch", ["srun", "fork", "torchrun"])
+@pytest.mark.parametrize(
+    "launch", ["srun", *(pytest.param(launch, marks=pytest.mark.more) for launch in ("fork", "torchrun"))]
+)
 def test_a_program_without_init(hpcinit: Run, idle_slurm: MiniSlurm, launch: str) -> None:
     """Rank 0's log, status and why name each option that was set, once, with every launcher."""
     folder, shown, why = run(hpcinit, idle_slurm, NO_INIT, *OPTIONS, f"launch={launch}")
@@ -78,6 +80,7 @@ def test_the_submission_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found() == []
 
 
+@pytest.mark.more
 def test_a_program_without_wrap(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """After init without run.wrap only the options of run.wrap are named; a program that reads them itself uses them."""
     options = ("compile=true", "gradient_clip=1", "seed=7", "batch.micro=8")
@@ -90,6 +93,7 @@ def test_a_program_without_wrap(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     assert "had no effect" not in shown + why + "".join(logs(folder))
 
 
+@pytest.mark.more
 def test_a_command_is_reported_too(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """A command replaces the rank's process: status and why report it, and not if a Python below it calls init."""
     _, shown, why = run(hpcinit, idle_slurm, NO_INIT, *OPTIONS, "--", "bash", "-c", "true")
@@ -107,6 +111,7 @@ def test_nothing_to_report(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     assert "had no effect" not in shown + why + "".join(logs(folder))
 
 
+@pytest.mark.more
 def test_advice_on_memory_names_no_option_without_effect(hpcinit: Run, idle_slurm: MiniSlurm) -> None:
     """For CUDA out of memory (a fake error) the advice names hpcinit's options only to programs that use them."""
     _, _, why = run(hpcinit, idle_slurm, OUT_OF_MEMORY, fails=True)

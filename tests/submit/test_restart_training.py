@@ -105,6 +105,7 @@ def test_a_rank_that_is_killed(hpcinit: Run, idle_slurm: MiniSlurm, result: list
     assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "failure")]
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_a_lost_node(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str]) -> None:
@@ -163,7 +164,9 @@ def test_preempted_with_a_grace_time(hpcinit: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("fault", ["rank", "node", "hang"])
+@pytest.mark.parametrize(
+    "fault", ["node", *(pytest.param(fault, marks=pytest.mark.more) for fault in ("rank", "hang"))]
+)
 def test_a_spare_node_replaces_a_faulty_one(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str], fault: str) -> None:
     """With spare_nodes=1, the node that was lost, whose rank was killed, or that is frozen is excluded.
 
@@ -203,6 +206,7 @@ def test_a_spare_node_replaces_a_faulty_one(hpcinit: Run, idle_slurm: MiniSlurm,
         assert not list(folder.glob("errors/*.json")) or fault == "node"
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_agents_restart_inside_the_job(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str]) -> None:

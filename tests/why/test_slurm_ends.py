@@ -54,7 +54,9 @@ def slurm() -> Iterator[MiniSlurm]:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", ["time limit", *(pytest.param(end, marks=pytest.mark.more) for end in ("preemption", "scancel"))]
+)
 def test_the_end_is_the_first_cause(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path, end: str) -> None:
     """Four jobs: ranks and DataLoader workers that die of SIGTERM, submitted with hpcinit and with sbatch alone."""
     (tmp_path / "train.py").write_text(PROGRAM)
