@@ -137,7 +137,9 @@ def _about_override(override: str, key: str, parsed: _Parsed) -> str:
     """Return what is wrong with a key=value where Hydra's text would mislead; '' otherwise."""
     if "Multiple values for" in parsed.text:
         return f"{key} exists already; remove the plus"
-    if keys.is_group(key) and parsed.kind == "ValueError":
+    if keys.is_group(key) and (
+        parsed.kind == "ValueError" or "Parent traversal" in parsed.text
+    ):  # Hydra 1.3, 1.4: ../x
         return f"no such {key}, expected one of: {', '.join(folders.choices(key))}"
     if key.startswith("cluster.partitions") and (override.startswith("+") or parsed.kind in NO_KEY):
         return f"partitions are set in the cluster's file; see {folders.find('cluster/example')}"

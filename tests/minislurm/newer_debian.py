@@ -31,10 +31,20 @@ PACKAGES = (
     "slurmctld", "slurmd", "slurm-client", "munge", "iproute2",  # a cluster
     "slurmdbd", "mariadb-server",  # accounting
     "git",  # of snapshot=git
+    "strace",  # of tests/docs
     "libbz2-1.0", "libexpat1", "libffi8", "libsqlite3-0", "libssl3t64",  # what this machine's Python links to
 )  # fmt: skip
 MORE_PACKAGES = {
-    "forky": ("python3.14", "python3.14-venv", "python3.14-dev", "gcc", "g++", "make"),  # make test-python314
+    "forky": (
+        "python3",
+        "python3.14",
+        "python3.14-venv",
+        "python3.14-dev",
+        "gcc",
+        "g++",
+        "make",
+        "ninja-build",
+    ),  # make test-python314
     "sid": ("apptainer", "squashfuse", "fuse-overlayfs"),
 }
 # What a program needs to install from the network: name servers, and the certificates of this machine.

@@ -32,7 +32,7 @@ class Data(torch.utils.data.Dataset):
         return torch.ones(1)
 
 def train():
-    for step, batch in enumerate(torch.utils.data.DataLoader(Data(), num_workers=2)):
+    for step, batch in enumerate(torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")):
         if step >= 4:
             dist.all_reduce(batch)
         run.progress(step, 1000)

@@ -29,7 +29,7 @@ class Slow:
 
 if sys.argv[1] == "worker":
     import torch
-    batches = iter(torch.utils.data.DataLoader(Slow(), num_workers=1))
+    batches = iter(torch.utils.data.DataLoader(Slow(), num_workers=1, multiprocessing_context="fork"))
     signal.signal(signal.SIGTERM, lambda *_: None)
     for batch in batches: print("up", flush=True)
 print("up", flush=True)
