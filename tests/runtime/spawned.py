@@ -53,7 +53,7 @@ class Rank:
     def end(self) -> tuple[int, str]:
         """Wait for the process; return its exit status and output."""
         status = self.process.wait(PATIENCE_S)
-        # Python 3.14 with triton: its bindings print a list of leaks when the process exits.
+        # triton, in torch's CUDA builds, prints a list of leaks when the process exits.
         return status, self._log.read_text().partition("nanobind: leaked ")[0]
 
 

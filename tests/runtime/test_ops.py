@@ -32,8 +32,9 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny"};
 PyMODINIT_FUNC PyInit_tiny() { return PyModule_Create(&module); }
 """
 LOAD = """
-import sys
+import logging, sys
 from pathlib import Path
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a CUDA build warns about the missing GPU
 from torch.utils.cpp_extension import load
 from hpcinit.deepspeed import deepspeed_ops
 from hpcinit.runtime import ops
