@@ -47,7 +47,7 @@ import hpcinit
 
 run = hpcinit.init(backend="gloo")
 training = run.wrap(torch.nn.Linear(2, 2), optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
-data = torch.utils.data.DataLoader(torch.ones(40, 2), num_workers=1)
+data = torch.utils.data.DataLoader(torch.ones(40, 2), num_workers=1, multiprocessing_context="fork")
 for step, batch in enumerate(data):
     training.backward(training(batch).sum())
     training.step()

@@ -30,7 +30,7 @@ def test_jobs_that_look_alike_stay(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path
     (killed / "submission.json").unlink()
     beside = job_of(folder_of(submit(hpcinit, idle_slurm, *SMALL, f"runs_dir={tmp_path}/b", "name=a", "--", "true")))
     inner = job_of(folder_of(submit(hpcinit, idle_slurm, *SMALL, f"runs_dir={killed}", "name=a", "--", "true")))
-    alike = ("--uid=nobody", "--begin=now+1hour", f"--comment=hpcinit={token}", "--chdir=/")
+    alike = ("--uid=daemon", "--begin=now+1hour", f"--comment=hpcinit={token}", "--chdir=/")
     theirs = idle_slurm.run("sbatch", "--parsable", *alike, str(killed / "job.sh")).strip()
     assert queued(idle_slurm) == {job, beside, inner, theirs}
     found = hpcinit("cancel", str(tmp_path / "real/runs" / killed.name), env=idle_slurm.env)
