@@ -27,7 +27,11 @@ else:
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NEEDED = {canonicalize_name(need.name): need.specifier for need in map(Requirement, PROJECT["dependencies"])}
+NEEDED = {  # with every Python; the lines for Python 3.14 ask for pre-releases, which the recipes cannot have
+    canonicalize_name(need.name): need.specifier
+    for need in map(Requirement, PROJECT["dependencies"])
+    if need.marker is None
+}
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 

@@ -20,7 +20,7 @@ class PyHpcinit(PythonPackage):
         depends_on("py-hatch-vcs@0.4:")
 
     with default_args(type=("build", "run")):
-        depends_on("python@3.10:3.13")
+        depends_on("python@3.10:3.14")
         depends_on("py-hydra-core@1.3.2:1.4")
         depends_on("py-omegaconf@2.3:2.4")
         depends_on("py-submitit@1.5.2:1.5")
