@@ -95,6 +95,7 @@ def temporary_gradients(wanted: Demand) -> float:
     return sum(part.bytes for part in parts_of(wanted) if part.name in fleeting) / P
 
 
+@pytest.mark.more
 @pytest.mark.ranks
 def test_the_formulas_match_real_ranks(measured: dict[str, dict[str, int]]) -> None:
     """Between steps and at the optimizer's step, four ranks use the memory of the formulas within SPARE."""

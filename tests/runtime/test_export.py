@@ -139,6 +139,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.more
 def test_peft_loads_the_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a PEFT model only the adapters, and the modules that are trained whole, are gathered and written."""
     monkeypatch.chdir(tmp_path)

@@ -43,7 +43,7 @@ train()
 STATES = {"later": "sleeps", "first": "sleeps", "stopped": "is stopped"}
 
 
-@pytest.mark.parametrize("how", STATES)
+@pytest.mark.parametrize("how", ["later", *(pytest.param(how, marks=pytest.mark.more) for how in ("first", "stopped"))])
 def test_the_rank_that_waits_for_its_worker(hpcinit: Run, tmp_path: Path, how: str) -> None:
     """`why` names the rank, the worker's process and what the kernel shows of it, and calls no process dead."""
     (tmp_path / "train.py").write_text(PROGRAM)

@@ -46,7 +46,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.more)])
 @needs_torchs_compiler
 def test_compiled_blocks_have_the_same_losses(tmp_path: Path, compiled: dict[str, str], checkpointing: str) -> None:
     """compile=true compiles the blocks (with torch's inductor and gcc), whose losses equal those of uncompiled blocks;
