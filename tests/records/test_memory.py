@@ -107,6 +107,7 @@ def test_the_formulas_match_real_ranks(measured: dict[str, dict[str, int]]) -> N
         assert measured[name]["step"] == pytest.approx(always + predicted(wanted, memory.STEP), abs=spare), name
 
 
+@pytest.mark.more
 @pytest.mark.ranks
 def test_the_backward_pass_stays_below_the_estimate(measured: dict[str, dict[str, int]]) -> None:
     """In the backward pass a rank uses at most the memory of the formulas, and at least that without short-lived parts."""
