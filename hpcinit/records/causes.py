@@ -199,7 +199,7 @@ KINDS = (
     # NCCL's own result codes: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html
     Message(failure_kinds.PROGRAM, r"ncclInvalidUsage|ncclInvalidArgument|invalid usage|NCCL error.*invalid argument",
      "the program uses NCCL in an invalid way; the line after 'Last error' shows how"),
-    Message(failure_kinds.NETWORK, r"no socket interface found|Unable to find address for",
+    Message(failure_kinds.NETWORK, r"no socket interface found|Unable to find address for|is neither AF_INET",
      "no network interface of the node matches NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: "
      "ip -br address on that node lists them"),
     Message(failure_kinds.NETWORK, r"ncclSystemError|ncclRemoteError|No route to host|Network is unreachable"

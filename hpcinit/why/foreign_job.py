@@ -38,7 +38,7 @@ _ALARM = re.compile(
     r"(?i)\b(?:error|exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
     r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable|"
     r"no module named|signal \d+|lost communication|times out|can't|low on resource|not enough|insufficient|invalid|"
-    r"no such file)\b"
+    r"no such file|closing signal)\b"
 )
 # The ends of jobs of other schedulers: PBS and LSF.
 _OTHER_ENDS = (
