@@ -50,7 +50,7 @@ def test_the_rank_that_waits_for_its_worker(hpcinit: Run, tmp_path: Path, how: s
     words = ["submit", "cluster=local", "ranks_per_node=2", "hang.after_s=2", "--", "train.py", how]
     run = folder_of(hpcinit(*words))
     try:
-        with contextlib.suppress(AssertionError):  # the texts below say more
+        with contextlib.suppress(AssertionError):  # the assertions below show more
             until(lambda: "the training hung" in hpcinit("why", str(run)).stdout, 150)
         text = hpcinit("why", str(run)).stdout
         found = json.loads(hpcinit("why", "--json", str(run)).stdout)
