@@ -121,7 +121,7 @@ class Run:
         _documents("cancel", *["--save"] * save, str(self.path))
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait until the run has ended and return what the program passed to `run.result()`; None if nothing.
+        """Wait until the run has ended and return what the program passed to `run.result()`, or None if nothing.
 
         Raise Failure with the verdict of `why` if the run failed or was canceled, TimeoutError after `timeout_s`
         seconds, and RequestError if result.json cannot be read. If Slurm no longer knows the run, return the result

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:
-    """Return the CPUs of each local rank; None if they use those of this process."""
+    """Return the CPUs of each local rank, or None if they use those of this process."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return rank_binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)

@@ -98,7 +98,7 @@ def _still_runs(job: Job) -> bool:
 
 
 def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
-    """Return all nodes without which the ranks restart in this job; '' if they cannot."""
+    """Return all nodes without which the ranks restart in this job, or '' if they cannot."""
     bad = decisions.nodes_at_fault(found, why) if why in decisions.REPLACED else []
     if not bad:
         return ""

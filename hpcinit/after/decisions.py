@@ -49,7 +49,8 @@ def own_status(facts: Facts) -> int:
 
 
 def reason(facts: Facts, status: int) -> str:
-    """Return why the ranks ended with `status`, as restart.on names it; '' if no restart is needed or none can help."""
+    """Return why the ranks ended with `status`, as restart.on names it, or '' if no restart is needed or none can
+    help."""
     preempted, limit = stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token
     if not status and not facts.stop:
         return ""

@@ -89,7 +89,7 @@ class _Writer:
         return next((what for what in self._waiting if now >= self._not_before.get(what, now)), None)
 
     def _pause_s(self) -> float | None:
-        """Return how long the thread waits for the next report that is due; None if none waits."""
+        """Return how long the thread waits for the next report that is due, or None if none waits."""
         times = [self._not_before.get(what, 0.0) for what in self._waiting]
         return max(0.0, min(times) - time.monotonic()) if times else None
 

@@ -162,7 +162,7 @@ class Process:
     started: str = ""
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended; None if that is not visible from this host and pid namespace.
+        """Return whether the process has ended, or None if that is not visible from this host and pid namespace.
 
         Where the kernel hides processes of other users (hidepid), call it only for one of this user.
         """
@@ -192,7 +192,7 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def _started(pid: int) -> str:
-    """Return when the process started, in clock ticks since the boot; '' if it has ended, also as a zombie."""
+    """Return when the process started, in clock ticks since the boot, or '' if it has ended, also as a zombie."""
     fields = stat(pid)
     return fields[22 - 3] if fields and fields[0] not in "ZX" else ""
 

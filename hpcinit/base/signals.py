@@ -191,7 +191,7 @@ class Descriptor:
             raise OSError(ctypes.get_errno(), f"cannot create a signalfd: {os.strerror(ctypes.get_errno())}")
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the next signal; None after the timeout."""
+        """Return the next signal, or None after the timeout."""
         if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
             return None
         return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)

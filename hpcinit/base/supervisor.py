@@ -33,7 +33,7 @@ class Child:
         self.code: int | None = None
 
     def ended(self) -> int | None:
-        """Return the exit status without reaping the child; None while it runs."""
+        """Return the exit status without reaping the child, or None while it runs."""
         if self.code is not None:
             return self.code
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -188,7 +188,7 @@ class Supervisor:
         return False
 
     def deadline(self) -> float | None:
-        """Return the time.monotonic() of supervise()'s next action; None if it only waits."""
+        """Return the time.monotonic() of supervise()'s next action, or None if it only waits."""
         return self._leave_at if self._kill_at is None else self._kill_at
 
     def left(self) -> list[Child]:

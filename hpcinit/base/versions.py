@@ -34,7 +34,7 @@ TESTED = {"torch": Tested("2.10.0", "2.15.0"), "deepspeed": Tested("0.18.5", "0.
 
 
 def newer_than_tested(package: str, version: str) -> str:
-    """Return a note about a version that is newer than all tested ones; '' for others."""
+    """Return a note about a version that is newer than all tested ones, or '' for others."""
     newest = TESTED[package].newest
     if key(version) <= key(newest):
         return ""
@@ -63,7 +63,7 @@ def key(version: str) -> Key:
 
 
 def installed(package: str) -> str:
-    """Return the version of an installed package without importing it; '' if it is not installed. Cached."""
+    """Return the version of an installed package without importing it, or '' if it is not installed. Cached."""
     return _installed(package, tuple(sys.path))
 
 

@@ -50,7 +50,8 @@ def _module_file(module: str) -> str:
 
 
 def _run_by_python(arguments: Sequence[str]) -> str:
-    """Return the script, or the file of the module, that Python runs with `arguments`; '' for -c and standard input."""
+    """Return the script, or the file of the module, that Python runs with `arguments`, or '' for -c and standard
+    input."""
     rest = iter(arguments)
     for argument in rest:
         if argument in WITH_VALUE:
@@ -201,7 +202,8 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 @cache
 def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
-    """Return whether the script, or a module beside it that it imports, mentions hpcinit; True if it cannot be read."""
+    """Return whether the script, or a module beside it that it imports, mentions hpcinit, or True if it cannot be
+    read."""
     seen, new = set[Path](), {script}
     while new and len(seen) <= MOST_FILES:
         path = new.pop()

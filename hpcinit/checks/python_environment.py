@@ -52,7 +52,7 @@ def is_folder(environment: str) -> bool:
 
 
 def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
-    """Return the folder of a conda environment; None for a name whose folder is unknown."""
+    """Return the folder of a conda environment, or None for a name whose folder is unknown."""
     if is_folder(environment):
         return expanded(environment)
     try:  # conda and mamba write the folder of each new environment there

@@ -118,7 +118,8 @@ def _deepspeed_version(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_of_ranks(config: Config) -> str:
-    """Return the version in the environment of the ranks, without starting its Python; '' if it is not visible here."""
+    """Return the version in the environment of the ranks, without starting its Python, or '' if it is not visible
+    here."""
     cluster = config.cluster
     if config.container.image:
         return ""

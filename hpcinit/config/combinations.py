@@ -164,7 +164,7 @@ class Quick:
         return values, [at for at in swept if at not in values]
 
     def request(self, chosen: Sequence[str], overrides: Sequence[str], at: int, label: str) -> Request | None:
-        """Return the request; None if the combination must be composed in full."""
+        """Return the request, or None if the combination must be composed in full."""
         if self._few or not self._values:
             return None
         choice = tuple(chosen[place] for place in self._groups)
@@ -233,7 +233,7 @@ class _Base:
     def compose(
         cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
     ) -> _Base | None:
-        """Return the base; None if its combinations must be composed in full."""
+        """Return the base, or None if its combinations must be composed in full."""
         try:
             composed = composer.compose(chosen)
             hydras = composed.copy()

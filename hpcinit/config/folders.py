@@ -134,7 +134,7 @@ def write_default_cluster(name: str) -> Path:
 
 
 def no_cluster_refusal() -> str:
-    """Return why a job without a cluster is not run on this machine; '' if it may be: there is no sbatch on PATH."""
+    """Return why a job without a cluster is not run on this machine, or '' if it may be: there is no sbatch on PATH."""
     if shutil.which("sbatch") is None:
         return ""
     known = ", ".join(choices("cluster"))

@@ -35,7 +35,7 @@ class _Parsed:
 
 
 def sentence(error: Exception, override: str = "") -> str:
-    """Return one line about `error`. override: the argument that caused it; '' if unknown."""
+    """Return one line about `error`. override: the argument that caused it, or '' if unknown."""
     missing: str | None = getattr(error, "missing_cfg_file", None)
     if missing is not None:
         return _no_such_choice(missing, override)

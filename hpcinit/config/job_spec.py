@@ -146,7 +146,7 @@ def launch(config: Config) -> Launch:
 
 
 def gpu_bind(config: Config) -> str | None:
-    """Return srun's --gpu-bind; None if the job requests no GPUs."""
+    """Return srun's --gpu-bind, or None if the job requests no GPUs."""
     return config.launch.gpu_bind if gpus_per_node(config) and config.cluster.gpu_flag else None
 
 

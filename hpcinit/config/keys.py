@@ -45,7 +45,7 @@ def choices(key: str) -> tuple[str | None, ...]:
 
 
 def bounds(about: Mapping[str, Any]) -> str:
-    """Return '1 or more', 'more than 0' or '1 to 100' for a field's metadata; '' for a key without bounds."""
+    """Return '1 or more', 'more than 0' or '1 to 100' for a field's metadata, or '' for a key without bounds."""
     if about["above"] is not None:
         return f"more than {about['above']}"
     if about["least"] is None:
@@ -101,7 +101,7 @@ def beside(key: str) -> list[str]:
 
 
 def expected(key: str) -> str:
-    """Return what a value of `key` must be, as text for a message; '' if the schema has no such key."""
+    """Return what a value of `key` must be, as text for a message, or '' if the schema has no such key."""
     known = kind(key)
     if known is None:
         return ""
@@ -183,7 +183,7 @@ def _lines(group: Mapping[str, Field[Any]]) -> str:
 
 
 def shown(item: Field[Any]) -> str:
-    """Return the default as in YAML; '' for a mandatory key."""
+    """Return the default as in YAML, or '' for a mandatory key."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     if default == MUST:
         return ""

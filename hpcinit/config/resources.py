@@ -19,7 +19,7 @@ def ranks_per_node(config: Config) -> int:
 
 
 def requested_gpus(config: Config) -> int | None:
-    """Return the GPUs per node that gpus_per_node or gpus sets; None if neither is set."""
+    """Return the GPUs per node that gpus_per_node or gpus sets, or None if neither is set."""
     if config.gpus_per_node is not None or config.gpus is None:
         return config.gpus_per_node
     return -(-config.gpus // max(1, config.nodes))
@@ -65,7 +65,7 @@ def _share(config: Config) -> tuple[int, int]:
 
 
 def cpus_per_rank(config: Config) -> int | None:
-    """Return the cores per rank: as set, or a part of the job's share; None if cluster.cpus_per_node is not set."""
+    """Return the cores per rank: as set, or a part of the job's share, or None if cluster.cpus_per_node is not set."""
     if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
         return config.cpus_per_rank
     requested, there = _share(config)
@@ -93,7 +93,7 @@ class Resources:
     whole_nodes: bool
 
     def described(self) -> str:
-        """Return '2 GPUs, 8 cores and 52 GB per node'; '' if the job requests nothing explicitly."""
+        """Return '2 GPUs, 8 cores and 52 GB per node', or '' if the job requests nothing explicitly."""
         found = [f"{self.gpus} GPU{'s' * (self.gpus != 1)}"] if self.gpus else []
         found += [f"{self.cores} core{'s' * (self.cores != 1)}"] if self.cores else []
         if self.mem_gb is not None:

@@ -106,7 +106,7 @@ def full_name(name: str, command: str) -> str:
 
 
 def instead(option: str, command: str) -> str:
-    """Return what to use instead of `option` in cluster.sbatch or cluster.srun; '' if it is allowed there."""
+    """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if it is allowed there."""
     if (option, command) == ("wait", "sbatch"):  # srun's --wait has another meaning
         return "use wait=true, which waits for the job's end"
     found = TABLE.get(option, PRINTS.get(option, ""))
@@ -137,7 +137,7 @@ def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple[str, str, bool]:
-    """Return the option's name with dashes, its value, and whether that is the next argument; '' if it is none."""
+    """Return the option's name with dashes, its value, and whether that is the next argument, or '' if it is none."""
     name, equals, value = argument.partition("=")
     if not argument.startswith("-"):
         own = keys.kind(name) is not None and name not in TABLE  # container is a table, which has no value
@@ -154,7 +154,7 @@ def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple
 
 
 def _key(name: str, value: str) -> str:
-    """Return KEY=VALUE for an option of another tool; '' for an unknown one. Raise ValueError with what to type."""
+    """Return KEY=VALUE for an option of another tool, or '' for an unknown one. Raise ValueError with what to type."""
     key = name.replace("-", "_")
     if (key == "env" and value.startswith("{")) or (key.startswith("env.") and "." not in key[4:]):
         return f"++job.{key}={value}"
@@ -191,7 +191,7 @@ def minutes(text: str) -> str:
 
 
 def gigabytes(text: str) -> str:
-    """Return the GB (2^30 bytes) of 32G or 500M; 0 for all memory. A number alone would be MB for sbatch."""
+    """Return the GB (2^30 bytes) of 32G or 500M, or 0 for all memory. A number alone would be MB for sbatch."""
     found = SIZE.fullmatch(text)
     if found:
         return f"{float(found['number']) * UNITS[found['unit'].upper()]:g}"

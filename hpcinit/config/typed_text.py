@@ -221,7 +221,8 @@ class YamlTexts:
         self._scalars: dict[str, list[tuple[KeyPath, Scalar]]] = {}
 
     def text(self, place: KeyPath, value: object) -> str | None:
-        """Return the text of a value that is not text; Rewritten if it is not what a file has; None if no file has it.
+        """Return the text of a value that is not text; Rewritten if it is not what a file has, or None if no file has
+        it.
 
         A file may be below any key of the config, so its own keys must be the last ones of `place`.
         """

@@ -60,7 +60,8 @@ KEYS = frozenset(_KEYS.split())
 
 
 def too_old(deepspeed: str) -> str:
-    """Return what is wrong with a DeepSpeed before OLDEST; '' for others. Raise ValueError for an invalid version."""
+    """Return what is wrong with a DeepSpeed before OLDEST, or '' for others. Raise ValueError for an invalid
+    version."""
     if key(deepspeed) >= key(OLDEST):
         return ""
     return (
@@ -76,7 +77,7 @@ def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
 
 
 def at(config: Mapping[str, Any], path: str) -> Any:
-    """Return config['a']['b'] for 'a.b'; None if there is no such key."""
+    """Return config['a']['b'] for 'a.b', or None if there is no such key."""
     found: Any = config
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

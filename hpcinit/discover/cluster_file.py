@@ -345,7 +345,7 @@ def cluster_file_path(name: str) -> Path:
 
 
 def read_cluster_file(path: Path) -> str | None:
-    """Return the text of the file; None if it does not exist."""
+    """Return the text of the file, or None if it does not exist."""
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:

@@ -239,7 +239,7 @@ def _partition(
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """Return what a job gets that requests no memory: 'DefMemPerCPU=2000 MB'; '' if there is no default.
+    """Return what a job gets that requests no memory: 'DefMemPerCPU=2000 MB', or '' if there is no default.
 
     sources: the partition (UNLIMITED if it has no default), then slurm.conf.
     """
@@ -273,7 +273,7 @@ def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
 
 
 def _refused(record: Mapping[str, str], user: User) -> str:
-    """Return why the partition's settings refuse this user's jobs; '' if they do not."""
+    """Return why the partition's settings refuse this user's jobs, or '' if they do not."""
     if record.get("RootOnly") == "YES" and user.uid != 0:
         return "RootOnly=YES"
     if record.get("State") == "INACTIVE":

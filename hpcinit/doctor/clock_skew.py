@@ -19,7 +19,7 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 class ClockSkew(NamedTuple):
     """The difference between two clocks.
 
-    seconds: the least by which the other clock is ahead (negative: behind); 0 if the clocks may agree.
+    seconds: the least by which the other clock is ahead (negative: behind), or 0 if the clocks may agree.
     """
 
     seconds: float

@@ -34,14 +34,14 @@ HEALTHY = 0.5
 
 
 def link_gb_s(device: str) -> float | None:
-    """Return the speed of the links between GPUs `device` of a node; None if unknown."""
+    """Return the speed of the links between GPUs `device` of a node, or None if unknown."""
     return next((speed for pattern, speed in LINKS if pattern.search(device)), None)
 
 
 def network_gb_s(interfaces: Sequence[Interface]) -> float | None:
     """Return the total rate of a node's active InfiniBand ports, or else of its other interfaces.
 
-    The rates are those that the drivers report; None if they report none.
+    The rates are those that the drivers report, or None if they report none.
     """
     ports = [one for one in interfaces if one.up and one.gbit]
     chosen = [one for one in ports if one.infiniband] or ports

@@ -168,7 +168,7 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
 
 
 def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
-    """Return the all-reduce among the ranks `own` of this node; None if it would show nothing new."""
+    """Return the all-reduce among the ranks `own` of this node, or None if it would show nothing new."""
     if len(own) == 1 or len(own) == run.world_size:
         return None
     group = dist.new_group(list(own), use_local_synchronization=True)

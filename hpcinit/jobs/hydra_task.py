@@ -107,7 +107,7 @@ def tasks(name: str, function: Any, context: Any, configs: Sequence[tuple[str, A
 
 
 def read(run: Path) -> JobReturn | None:
-    """Return what rank 0 wrote; None if it wrote nothing, or if it cannot be unpickled here.
+    """Return what rank 0 wrote, or None if it wrote nothing, or if it cannot be unpickled here.
 
     Raise RequestError for another user's pickle.
     """

@@ -194,7 +194,10 @@ def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:
 def become_child(
     here: ForkNode, spec: Spec, folder: Path, local_rank: int, parent: int, cpus: list[set[int]] | None
 ) -> None:
-    """Set up local rank `local_rank` of `here`, first thing in the child. cpus: per local rank; None: unchanged."""
+    """Make this process, a new child, the local rank `local_rank` of `here`.
+
+    cpus: the CPUs of each local rank, or None to keep those of the parent.
+    """
     os.setsid()
     processes.die_with_parent(parent)
     rank = here.first + local_rank

@@ -64,7 +64,7 @@ def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str
 
 
 def _without_verbosity(option: str | None) -> str:
-    """Return Slurm's option without 'quiet,' or 'verbose,' in front of it; '' for None."""
+    """Return Slurm's option without 'quiet,' or 'verbose,' in front of it, or '' for None."""
     text = option or ""
     return next((text.removeprefix(word) for word in VERBOSITY_PREFIXES if text.startswith(word)), text)
 

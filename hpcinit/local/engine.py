@@ -156,7 +156,7 @@ def cancel(path: Path) -> None:
 
 
 def _has_ended(state: Mapping[str, Any]) -> bool | None:
-    """Return whether the engine has ended; None if that is not visible from this host or container."""
+    """Return whether the engine has ended, or None if that is not visible from this host or container."""
     recorded = state.get("engine")
     return processes.Process(**recorded).has_ended() if recorded else not is_alive(state)
 

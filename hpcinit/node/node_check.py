@@ -115,7 +115,8 @@ def finish(running: Running | None, folder: Path) -> None:
 
 
 def _receive_answer(running: Running) -> str | None:
-    """Return what the check wrote, after its end; None if the time is over. The process is killed and reaped then."""
+    """Return what the check wrote, after its end, or None if the time is over. The process is killed and reaped
+    then."""
     poll, found, ended = select.poll(), b"", False
     poll.register(running.pipe, select.POLLIN)
     while not ended and poll.poll(max(running.until - time.monotonic(), 0) * 1000):

@@ -91,7 +91,7 @@ def _place(place: Place) -> Check:
 
 
 def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
-    """Return the GPU with the UUID or PCI address of `device`, a rank's; None if there is none."""
+    """Return the GPU with the UUID or PCI address of `device`, a rank's, or None if there is none."""
     # torch: 8932f937-..., nvidia-smi: GPU-8932f937-...
     uuid, pci = device.get("uuid", "").removeprefix("GPU-"), device.get("pci", "").lower()
     for gpu in gpus:

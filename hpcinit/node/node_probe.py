@@ -55,7 +55,7 @@ def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, 
 
 
 def driver() -> str:
-    """Return the version of the GPUs' kernel driver: 'nvidia 580.65.06', 'amdgpu 6.12.12'; '' without one."""
+    """Return the version of the GPUs' kernel driver: 'nvidia 580.65.06', 'amdgpu 6.12.12', or '' without one."""
     text = read_or_empty(Path("/proc/driver/nvidia/version"))
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...
     # NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build ...
@@ -66,7 +66,7 @@ def driver() -> str:
 
 
 def numa_of(pci: str) -> str:
-    """Return the NUMA node of a PCI device, for example '0'; '' if it has none (-1) or is not a PCI device."""
+    """Return the NUMA node of a PCI device, for example '0', or '' if it has none (-1) or is not a PCI device."""
     found = read_or_empty(Path(f"/sys/bus/pci/devices/{pci.lower()}/numa_node")) if pci else ""
     return "" if found == "-1" else found
 

@@ -88,7 +88,7 @@ def _rows(text: str, width: int) -> list[list[str]]:
 
 
 def _number(cell: str) -> float | None:
-    """Return the number in the cell; None for '[N/A]', '[Not Supported]' and the like."""
+    """Return the number in the cell, or None for '[N/A]', '[Not Supported]' and the like."""
     return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 

@@ -17,7 +17,7 @@ _DEPENDENCY = re.compile(r"^#SBATCH --dependency=(.*)$", re.MULTILINE)
 
 
 def continues(path: Path, now: state.State) -> str:
-    """Return what will happen to the run next, or that it is unknown; '' if nothing continues it.
+    """Return what will happen to the run next, or that it is unknown, or '' if nothing continues it.
 
     now: the state of the run in `path`.
     """

@@ -19,10 +19,10 @@ class State(NamedTuple):  # as queue.Job
     reason: why the job waits or what ended it, from Slurm. exit_status: after the end, if a source has it.
     source: which source reported the state. by_hand: the user started the script of the last attempt manually.
     link: 'job 2 of a chain of 5', or ''. others: other jobs of the chain that are still in the queue.
-    restart: number of the last attempt that this job started, from its own record; None before the first.
+    restart: number of the last attempt that this job started, from its own record, or None before the first.
     away: whether the controller did not reply.
     start: the start, or Slurm's estimate of it, in this machine's time ('2026-11-21T14:02:00'), or ''.
-    elapsed_s, left_s: seconds since the start and until the time limit; None if no source has them.
+    elapsed_s, left_s: seconds since the start and until the time limit, or None if no source has them.
     folder_deleted: the job is in the queue, but its run folder does not exist.
     """
 
@@ -80,7 +80,7 @@ def of_slurm(job: Job) -> State:
 class Known:
     """All information about one Slurm job.
 
-    slurm: from squeue, sacct or scontrol; None if Slurm does not know the job. record: from exit.json; it is over if
+    slurm: from squeue, sacct or scontrol, or None if Slurm does not know the job. record: from exit.json; it is over if
     the batch script has ended. unreachable: why the controller did not reply, or ''. cancelled: returns whether
     `hpcinit cancel` recorded this job in the run folder.
     """

@@ -75,7 +75,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def hang_note(path: Path, now: State) -> HangReport | None:
-    """Return the hang report in the run folder; None if the job does not run, or makes progress again."""
+    """Return the hang report in the run folder, or None if the job does not run, or makes progress again."""
     if now.name != "RUNNING":
         return None
     from hpcinit.records import hang_report  # noqa: PLC0415 - only needed for a running job

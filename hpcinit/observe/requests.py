@@ -39,7 +39,7 @@ def read(path: Path) -> Submission:
 
 
 def submitted(path: Path) -> float | None:
-    """Return when the run or task in `path` was submitted, in seconds since 1970; None without a submission.json."""
+    """Return when the run or task in `path` was submitted, in seconds since 1970, or None without a submission.json."""
     try:
         at = state.last_submission(path).get("submitted")
     except RequestError:

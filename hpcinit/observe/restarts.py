@@ -24,7 +24,8 @@ MOST_SHOWN = 5
 
 
 def left(found: Sequence[Restart]) -> int | None:
-    """Return how many restarts the run's last job has left; None if not recorded. Each job of a chain has its own."""
+    """Return how many restarts the run's last job has left, or None if not recorded. Each job of a chain has its
+    own."""
     last = found[-1] if found else None
     return None if last is None or last.max_restarts is None else max(0, last.max_restarts - last.restart)
 

@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 def result(path: Path) -> results.Value | None:
-    """Return the value of result.json; None if the run wrote none that is a number."""
+    """Return the value of result.json, or None if the run wrote none that is a number."""
     try:
         return results.read_numbers(path)
     except RequestError:

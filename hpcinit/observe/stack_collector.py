@@ -209,7 +209,7 @@ def _environ(pid: int, raw: bytes = b"") -> dict[str, str]:
 
 
 def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
-    """Return rank and level of a process; -1 if it is none. tasks: each Slurm task is a rank."""
+    """Return rank and level of a process, or -1 if it is none. tasks: each Slurm task is a rank."""
     given = env.get("RANK", "")
     if label:
         return label.rank, 2 if TORCHRUN in env else 1
@@ -364,7 +364,7 @@ def _signal_thread(one: Process) -> bool:
 
 
 def _probe_gil(one: Process) -> int:
-    """Ask the rank's thread to read two bytes, and return the pipe; -1 if there is none."""
+    """Ask the rank's thread to read two bytes, and return the pipe, or -1 if there is none."""
     if one.label:
         for file in (PROC / str(one.pid) / "fd").iterdir():
             with contextlib.suppress(OSError):

@@ -85,7 +85,7 @@ class _Run:
 
     @property
     def wanted(self) -> JobQuery | None:
-        """Return what to query Slurm for; None for a run without Slurm."""
+        """Return what to query Slurm for, or None for a run without Slurm."""
         if self.engine == "local":
             return None
         if self.is_chain:
@@ -170,7 +170,7 @@ def last_job(path: Path) -> str:
 
 
 def exit_status(path: Path) -> int | None:
-    """Return the exit status that the batch script of the last attempt recorded; None before its end."""
+    """Return the exit status that the batch script of the last attempt recorded, or None before its end."""
     status = _json(path / run_folder.EXIT).get("exit_status")
     return status if isinstance(status, int) else None
 
@@ -210,7 +210,7 @@ def of_array(job_id: str) -> list[State]:
 
 
 def foreign_job(job_id: str) -> queue.Job | None:
-    """Return what Slurm reports about a job without a run folder; None if it does not know it or does not reply."""
+    """Return what Slurm reports about a job without a run folder, or None if it does not know it or does not reply."""
     return queue.query([JobQuery([job_id], job_id)]).jobs.get(job_id) if shutil.which("squeue") else None
 
 

@@ -258,7 +258,7 @@ def secondary_name(record: ErrorRecord) -> str:
 
 
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
-    """Return the row of KINDS for another program's message, and the ranks at fault that it names; None for none.
+    """Return the row of KINDS for another program's message, and the ranks at fault that it names, or None for none.
 
     A text in quotes may be a value, as in KeyError: 'nan'. Only patterns with quotes match it.
     """

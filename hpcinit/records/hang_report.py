@@ -163,7 +163,7 @@ class Waiting:
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
-    """Return the ranks that wait in another call than the majority; None if all wait in one, or in more than two."""
+    """Return the ranks that wait in another call than the majority, or None if all wait in one, or in more than two."""
     if len(calls) != 2:
         return None
     few, many = sorted(calls, key=lambda call: len(call.ranks))
@@ -215,7 +215,7 @@ class HangReport:
     """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt their sentences.
 
     rank, host, state: of the rank at fault; rank is None if a whole node is at fault, and all are empty if the culprit
-    is unknown. silent_s: since any rank took a step; None if none has. last_steps: (step, the ranks that reported it
+    is unknown. silent_s: since any rank took a step, or None if none has. last_steps: (step, the ranks that reported it
     last). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
 
     Of a program that reports no steps: output_silent_s: since any rank printed something. cpu: (percent of a core,
@@ -386,8 +386,8 @@ def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> d
 def without_output(
     run: Path, job_id: str, restart: object, now_s: float | None = None, raised: Mapping[int, Place] | None = None
 ) -> HangReport | None:
-    """Return what the ranks of a program that reports no steps do while none prints; None if one does. now_s: seconds
-    since 1970 while the job runs. raised: where collectives have timed out since, by rank."""
+    """Return what the ranks of a program that reports no steps do while none prints, or None if one does. now_s:
+    seconds since 1970 while the job runs. raised: where collectives have timed out since, by rank."""
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             marker, noted = safe_files.read_json(folder / SILENT), (folder / SILENT).stat().st_mtime
@@ -464,7 +464,7 @@ def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangR
 
 
 def left(run: Path, job_id: str, restart: object) -> HangReport | None:
-    """Return the report of an attempt, in hang/JOB.STEP.RESTART of the run folder; None if there is none.
+    """Return the report of an attempt, in hang/JOB.STEP.RESTART of the run folder, or None if there is none.
 
     restart: a number, or None for any. job_id: for an array's task ('18_1') any job counts: Slurm names its steps after
     another id, and no other job has its folder.

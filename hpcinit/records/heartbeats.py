@@ -17,8 +17,8 @@ FRESH_PERIODS = 3  # a heartbeat thread that is late by this many periods does n
 class RankHeartbeat:
     """The heartbeat of one rank.
 
-    step: the last that it reported, -1 before the first. silent_s: seconds since then; None before the first. state: ''
-    while its thread runs; else the state of its process: 'stopped', 'in the kernel', 'gone', 'mute' (in C code).
+    step: the last that it reported, -1 before the first. silent_s: seconds since then, or None before the first. state:
+    '' while its thread runs; else the state of its process: 'stopped', 'in the kernel', 'gone', 'mute' (in C code).
     """
 
     rank: int

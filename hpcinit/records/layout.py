@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Groups of ranks that see different samples: dp_replicate x dp_shard. No degree may be -1."""
+        """The number of groups of ranks that see different samples: dp_replicate x dp_shard. No degree may be -1."""
         return self.dp_replicate * self.dp_shard
 
     def _open(self) -> list[str]:
@@ -97,7 +97,7 @@ class Layout:
         return full
 
     def _filled(self, world_size: int) -> Layout | None:
-        """Return the layout; None if no value fits. Raise RequestError if expert parallel ranks do not fit."""
+        """Return the layout, or None if no value fits. Raise RequestError if expert parallel ranks do not fit."""
         rest, remainder = divmod(world_size, math.prod(degree for degree in self.degrees().values() if degree != -1))
         if remainder or not rest or (rest > 1 and not self._open()):
             return None

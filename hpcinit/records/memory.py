@@ -81,7 +81,7 @@ class Demand:
 
     @property
     def block(self) -> int:
-        """The parameters of a layer, which FSDP gathers together; 0 if the number of layers is unknown."""
+        """The parameters of a layer, which FSDP gathers together, or 0 if the number of layers is unknown."""
         return -(-self.parameters // (self.layout.tp * self.layers)) if self.layers else 0
 
     @property

@@ -61,7 +61,7 @@ class NodeHistory:
         return self.until(limit, 0) is not None
 
     def until(self, limit: int, expiry_h: float) -> float | None:
-        """Return when the exclusion expires, in seconds since 1970; None if the node is not excluded."""
+        """Return when the exclusion expires, in seconds since 1970, or None if the node is not excluded."""
         times = [one.time for one in self.failures if one.kind in AT_ONCE]
         if len(self.failures) >= limit:
             times.append(self.failures[-limit].time)  # when this one expires, fewer than the limit remain

@@ -15,7 +15,7 @@ from hpcinit.records import run_folder
 class Restart:
     """One restart. reason: why the attempt before `restart` ended. step: the furthest step before it, if any.
     without_progress: how many restarts in a row until this one did not get beyond it. max_restarts: how many restarts
-    the job may have; None without a limit."""
+    the job may have, or None without a limit."""
 
     job: str
     restart: int

@@ -89,7 +89,7 @@ def _print() -> None:
 
 
 def read(folder: Path) -> Any:
-    """Return the result; None if the run wrote none. Raise RequestError if the file is not a result."""
+    """Return the result, or None if the run wrote none. Raise RequestError if the file is not a result."""
     file = folder / run_folder.RESULT
     try:
         return safe_files.read_json(file)["value"]
@@ -100,7 +100,7 @@ def read(folder: Path) -> Any:
 
 
 def read_numbers(folder: Path) -> Value | None:
-    """Return the result as floats; None if the run wrote none. Raise RequestError for anything else, and for NaN."""
+    """Return the result as floats, or None if the run wrote none. Raise RequestError for anything else, and for NaN."""
     file = folder / run_folder.RESULT
     value = read(folder)
     if value is None and not file.exists():

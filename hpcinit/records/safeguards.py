@@ -75,7 +75,7 @@ CACHES = tuple(variable.name for variable in _caches(Path()))
 def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: str) -> dict[str, str]:
     """Return the variables to add to `env`: those that it does not have under any of their names.
 
-    caches: two private folders on this node's disk, of this job and of all jobs; None if there are none.
+    caches: two private folders on this node's disk, of this job and of all jobs, or None if there are none.
     dumps: the path of the flight recorder's files
     without the rank at the end, '' if no folder can be written.
     """

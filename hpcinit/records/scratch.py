@@ -33,7 +33,7 @@ def folder_name(job: str) -> str:
 
 
 def base(env: Mapping[str, str], room: int = 0) -> Path | None:
-    """Return this user's folder on the site's local disk, in TMPDIR, /tmp or /var/tmp; None if none is suitable.
+    """Return this user's folder on the site's local disk, in TMPDIR, /tmp or /var/tmp, or None if none is suitable.
 
     The first suitable one counts. Compiled extensions are loaded from it, so a mount with noexec is not suitable. Code
     that another user writes there would run as this user, so a folder that another user created or can enter is not
@@ -55,7 +55,7 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
 
 
 def parents(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return where base() looks, in this order; '' for a variable that is not set."""
+    """Return where base() looks, in this order, or '' for a variable that is not set."""
     return (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp")
 
 

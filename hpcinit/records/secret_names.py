@@ -56,7 +56,7 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 
 
 def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
-    """Return why `value` under this name is a secret, as in 'a URL with a password'; '' if it is none.
+    """Return why `value` under this name is a secret, as in 'a URL with a password', or '' if it is none.
 
     patterns: as for named(). An exception counts whatever the value is.
     """

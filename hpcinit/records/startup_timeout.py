@@ -45,7 +45,8 @@ class StartupTimeout:
     def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
         """Return the timeout until all ranks of `nodes` nodes have joined, in whole seconds.
 
-        left: the remaining time of the job, see left_of_job(); None if unknown. Raise RequestError if it is too short.
+        left: the remaining time of the job, see left_of_job(), or None if unknown. Raise RequestError if it is too
+        short.
         """
         seconds = min(self.max_s, self.base_s + math.ceil(self.per_node_s * nodes))
         if left is None:
@@ -72,7 +73,7 @@ class StartupTimeout:
 
 
 def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
-    """Return the remaining time of the job, negative after its end; None if the environment does not contain it.
+    """Return the remaining time of the job, negative after its end, or None if the environment does not contain it.
 
     now_s: seconds since 1970.
     """
@@ -84,7 +85,8 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
 
 
 def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
-    """Correct the end of the job if it is impossible by this node's clock, and return a warning; '' if it is possible.
+    """Correct the end of the job if it is impossible by this node's clock, and return a warning, or '' if it is
+    possible.
 
     The end is a time of the controller's clock. If it is in the past when the job starts, or later than the job's limit
     allows, this node's clock is wrong, or the limit was changed. Then the end becomes now plus the limit; if the limit

@@ -51,7 +51,7 @@ class Rank:
     """The start-up of one rank. events: a key of EVENTS to seconds since 1970. pid, local_rank: on its node.
 
     clock: (offset, error): rank 0's clock minus this node's, in seconds, and the largest error of that, measured in the
-    rendezvous; None if not measured. returned: when the program ended with status 0, None if it did not.
+    rendezvous, or None if not measured. returned: when the program ended with status 0, None if it did not.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Rank:
     returned: float | None = None
 
     def between(self, first: str, second: str) -> float | None:
-        """Return the seconds from one event to another; None if one is missing."""
+        """Return the seconds from one event to another, or None if one is missing."""
         if first in self.events and second in self.events:
             return self.events[second] - self.events[first]
         return None
@@ -109,8 +109,8 @@ class Attempt:
 
     @property
     def waited_s(self) -> float | None:
-        """The longest time of a rank under the start-up timeout, which restarts in the rendezvous and in init; None if
-        no rank completed either. Clocks of different nodes are not compared."""
+        """The longest time of a rank under the start-up timeout, which restarts in the rendezvous and in init, or None
+        if no rank completed either. Clocks of different nodes are not compared."""
         found = []
         for rank in self.ranks:
             up = "forked" if "forked" in rank.events else "interpreter"
@@ -168,7 +168,7 @@ def begun(attempt: Attempt) -> float | None:
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Return the attempt of one folder timeline/JOB; None if it has no readable line."""
+    """Return the attempt of one folder timeline/JOB, or None if it has no readable line."""
     ranks: dict[int, dict[str, Any]] = {}
     hosts = 0
     for file in sorted(folder.glob("*.jsonl")):

@@ -155,7 +155,7 @@ class RendezvousEndpoint(ABC):
 
     address: where rank 0 was found. own_address: of this node, as seen from rank 0. program_port: for the program's own
     rendezvous. failure: why the start-up has failed, '' if it has not. clock_offset_s: add it to a time of this node
-    (seconds since 1970) for rank 0's time, within clock_uncertainty_s; None if it was not measured.
+    (seconds since 1970) for rank 0's time, within clock_uncertainty_s, or None if it was not measured.
     """
 
     address = ""
@@ -182,7 +182,7 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def missing(self, phase: str) -> str:
-        """Return a message about the ranks that have not reached the phase; '' if that is unknown."""
+        """Return a message about the ranks that have not reached the phase, or '' if that is unknown."""
 
     @abstractmethod
     def fail(self, error: str) -> None:

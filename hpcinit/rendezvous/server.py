@@ -63,7 +63,10 @@ class Roster:
         self._reached = dict.fromkeys(PHASES, 0)
 
     def enter(self, peer: Peer, ranks_here: Iterable[int] = ()) -> None:
-        """Add the peer, instead of an earlier one of the same rank. ranks_here: all ranks of its node, if known."""
+        """Add the peer. It replaces an earlier one of the same rank.
+
+        ranks_here: all ranks of its node, if known.
+        """
         self._host_of.update(dict.fromkeys(ranks_here, peer.host))
         if before := self.peers.get(peer.rank):
             self._count(before.phase, -1)
@@ -138,7 +141,7 @@ class Roster:
         return sorted(late, key=lambda peer: peer.rank)
 
     def _absent(self) -> dict[str, list[int]]:
-        """Return the ranks that never connected, by host; '' for a host that no peer has reported."""
+        """Return the ranks that never connected, by host, or '' for a host that no peer has reported."""
         found: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             if rank not in self.peers:

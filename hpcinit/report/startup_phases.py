@@ -32,7 +32,7 @@ class Clock:
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """Return the offsets of the hosts that have bounds; rank 0's node has the offset 0."""
+    """Return the clock offset of each host whose offset has bounds. That of rank 0's node is 0."""
     home = next((rank.host for rank in attempt.ranks), "")
     found = {}
     for host, (least, most) in _bounds(attempt, home).items():
@@ -203,7 +203,7 @@ def slow_phases(report: Report, phase: Phase) -> list[SlowPhase]:
 
 
 def waited_for(report: Report, phase: Phase) -> tuple[SlowPhase, float] | None:
-    """Return the rank that all others waited for, and its delay after half of the ranks; None if that is short."""
+    """Return the rank that all others waited for, and its delay after half of the ranks, or None if that is short."""
     if phase.ends != "store" or len(phase.start) < 2:
         return None
     last = max(phase.start, key=lambda rank: phase.start[rank])

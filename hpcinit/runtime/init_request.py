@@ -73,7 +73,7 @@ class Request:
     started_by: str | None
 
     def differences(self, other: Request) -> str:
-        """Return the fields that differ, as 'seed was 1 and is 2 now'; '' for the same request."""
+        """Return the fields that differ, as 'seed was 1 and is 2 now', or '' for the same request."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return ", ".join(f"{name} was {_shown(a)} and is {_shown(b)} now" for name, a, b in pairs if a != b)
 

@@ -97,7 +97,7 @@ def group_members(layout: Layout, name: str) -> list[range]:
 
 
 def rank_table(layout: Layout) -> str:
-    """Return a table of the groups, one line per dimension and combination; '' for plain data parallelism."""
+    """Return a table of the groups, one line per dimension and combination, or '' for plain data parallelism."""
     if layout.pp * layout.dp_shard * layout.cp * layout.tp * layout.ep == 1:
         return ""
     sizes = mesh_dimensions(layout)
@@ -226,7 +226,8 @@ def size(mesh: DeviceMesh, name: str) -> int:
 
 
 def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Return the mesh of one or several dimensions or combinations, without those of size 1; None if all have size 1.
+    """Return the mesh of one or several dimensions or combinations, without those of size 1, or None if all have size
+    1.
 
     `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard takes for HSDP. Raise RequestError if MEANING
     lacks a name.

@@ -143,7 +143,7 @@ def _one_builder(root: Path, say: Say) -> Iterator[Path]:
 
 
 def _lock(file: int, root: Path, say: Say) -> bool:
-    """Wait for the lock, and return True; False if this file system has no locks."""
+    """Wait for the lock, and return True, or False if this file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

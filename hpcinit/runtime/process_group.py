@@ -172,7 +172,7 @@ def _change(backend: object, timeout: timedelta) -> None:
 
 
 def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
-    """Return the timeout of the group's collectives on `device`; None if its backend does not report it."""
+    """Return the timeout of the group's collectives on `device`, or None if its backend does not report it."""
     asked: Any = group or dist.group.WORLD
     try:
         return _timeout_given_to(_unwrapped(asked._get_backend(device)))

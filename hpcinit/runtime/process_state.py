@@ -40,7 +40,7 @@ class OutputWatch(Protocol):
 class Timeline:
     """This process's part of the start-up timeline.
 
-    writer: of the node's file; None before the start and after its last event. file: its path. opened: set once per
+    writer: of the node's file, or None before the start and after its last event. file: its path. opened: set once per
     process.
     """
 
@@ -99,7 +99,7 @@ class LoaderWorkers:
 class ProcessState:
     """All state of this process. The defaults are the values before hpcinit does anything.
 
-    runtime: the Runtime that init() returned; None before it and after shutdown(). Its class uses this module.
+    runtime: the Runtime that init() returned, or None before it and after shutdown(). Its class uses this module.
     rendezvous: the current one. rendezvous_count: how many there were; it keeps ranks of two generations apart.
     agent_store_rounds: how often torchrun's store was used; its keys remain.
     stuck_group: why a process group of this process could not be destroyed, '' if none was stuck.
@@ -107,7 +107,7 @@ class ProcessState:
     claimed: (folder, token) of the checkpoint folders that this process claimed.
     damaged: (checkpoint, its save) -> what load() found wrong with its content.
     removal: the last thread that removes old checkpoints.
-    output_watch: of this rank; None before it starts.
+    output_watch: of this rank, or None before it starts.
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, 0 for none.
     stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
     """

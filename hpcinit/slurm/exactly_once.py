@@ -159,7 +159,7 @@ class _Submission:
             self._give_up_at = time.monotonic() + self._patience_s
 
     def _look(self) -> str | None:
-        """Return the job that an attempt made although sbatch failed; None if there is certainly none."""
+        """Return the job that an attempt made although sbatch failed, or None if there is certainly none."""
         absent_at: float | None = None
         number = 0
         while True:

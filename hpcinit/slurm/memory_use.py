@@ -38,7 +38,7 @@ def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
 
 
 def _mb(text: str) -> float:
-    """Return the megabytes of '481.25M'; 0 for ''."""
+    """Return the megabytes of '481.25M', or 0 for ''."""
     try:
         return float(text.removesuffix("M"))
     except ValueError:

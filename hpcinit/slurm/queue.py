@@ -45,7 +45,7 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
 
     state: as Slurm prints it. reason: why it waits or what ended it. exit_status: after its end, None if unknown.
     start: when it started or, as Slurm estimates, will start ('2026-11-21T14:02:00', this machine's time zone), or ''.
-    elapsed_s, left_s: since its start and until its time limit, in seconds; None if unknown.
+    elapsed_s, left_s: since its start and until its time limit, in seconds, or None if unknown.
     command: the script and its arguments. comment: as submitted, or as the site replaced it. From sacct both are the
     command line of sbatch.
     """
@@ -94,7 +94,7 @@ class Allocation(NamedTuple):
 
 
 def allocation(job_id: str) -> Allocation | None:
-    """Return the nodes of a job; None if it has none. Raise Unreachable if Slurm does not reply."""
+    """Return the nodes of a job, or None if it has none. Raise Unreachable if Slurm does not reply."""
     form = SEPARATOR.join(("%i", "%A", "%N"))
     command = ("squeue", "--noheader", "--all", "--array", f"--jobs={job_id}", f"--format={form}")
     rows = [line.strip().split(SEPARATOR) for line in slurm_client.run(command).stdout.splitlines()]
@@ -202,7 +202,7 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: time
 
 
 def has_ended(job_id: str, at_most: timedelta) -> bool | None:
-    """Return whether the job has ended, with all of its components or tasks; None if Slurm does not report it.
+    """Return whether the job has ended, with all of its components or tasks, or None if Slurm does not report it.
 
     Only a final state proves that: squeue omits jobs of hidden partitions, a site's squeue may be cached, and the
     controller forgets a job some minutes after its end. at_most: the limit of each of the two commands. Raise
@@ -251,14 +251,14 @@ def accounting(
 
 
 def status_of(code: str) -> int | None:
-    """Return the exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137; None if it has none."""
+    """Return the exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137, or None if it has none."""
     status, _, number = code.partition(":")
     return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
 
 
 @cache
 def seconds(text: str) -> int | None:
-    """Return the seconds of '1-02:03:04', '2:03:04', '3:04' or '4'; None for 'UNLIMITED', 'INVALID', 'NOT_SET'."""
+    """Return the seconds of '1-02:03:04', '2:03:04', '3:04' or '4', or None for 'UNLIMITED', 'INVALID', 'NOT_SET'."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if not match:
         return None
@@ -317,7 +317,7 @@ def _of_scontrol(record: Mapping[str, str]) -> Job:
 
 
 def _exit_status(state: str, code: str) -> int | None:
-    """Return the exit status; None before the end and for a job canceled while it waited (Slurm prints '0:0')."""
+    """Return the exit status, or None before the end and for a job canceled while it waited (Slurm prints '0:0')."""
     status = status_of(code)
     return status if state in FINAL and (status or state == "COMPLETED") else None
 

@@ -35,5 +35,5 @@ MEANINGS = (
 
 @cache
 def explain(reason: str) -> str:
-    """Return what the reason means and what to do; '' if it needs no explanation (Priority) or is unknown."""
+    """Return what the reason means and what to do, or '' if it needs no explanation (Priority) or is unknown."""
     return next((meaning for pattern, meaning in MEANINGS if re.fullmatch(pattern, reason)), "")

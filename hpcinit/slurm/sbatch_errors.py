@@ -69,7 +69,7 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
 
 
 def explain(message: str, script: str, key: Callable[[str], str]) -> str:
-    """Return the lines of `script` that sbatch's `message` is about, or the limit; '' if unknown.
+    """Return the lines of `script` that sbatch's `message` is about, or the limit, or '' if unknown.
 
     key: returns the config key that sets an option of sbatch.
     """

@@ -70,24 +70,25 @@ def config(text: str) -> dict[str, str]:
 
 
 def value_or_none(value: str | None) -> str | None:
-    """Return the value; None if it is missing or one of Slurm's spellings of 'none'."""
+    """Return the value, or None if it is missing or one of Slurm's spellings of 'none'."""
     return None if value is None or value in NOTHING else value
 
 
 def preempted_at(job: Mapping[str, str]) -> str:
-    """Return the time of a preemption since the start of the job, such as '2026-11-21T14:02:00'; '' without one. Slurm
-    keeps an earlier one over a requeue."""
+    """Return the time of a preemption since the start of the job, such as '2026-11-21T14:02:00', or '' without one.
+    Slurm keeps an earlier one over a requeue."""
     at = value_or_none(job.get("PreemptTime")) or ""
     return at if at and at != "None" and at >= job.get("StartTime", "") else ""
 
 
 def names(value: str | None) -> frozenset[str] | None:
-    """Return the names of a list such as AllowAccounts=phys,chem; None if all are allowed."""
+    """Return the names of a list such as AllowAccounts=phys,chem, or None if all are allowed."""
     return None if value_or_none(value) is None or value == "ALL" else frozenset((value or "").split(","))
 
 
 def minutes(text: str | None) -> int | None:
-    """Return the minutes of '2-12:00:00', '01:30:00', '10:30' or '90', rounded down; None for no limit or no value."""
+    """Return the minutes of '2-12:00:00', '01:30:00', '10:30' or '90', rounded down, or None for no limit or no
+    value."""
     found = _TIME.fullmatch(text or "")
     if not found:
         return None
@@ -100,7 +101,7 @@ def minutes(text: str | None) -> int | None:
 
 
 def number(text: str | None) -> int | None:
-    """Return the whole number; None for no limit or no value."""
+    """Return the whole number, or None for no limit or no value."""
     return int(text) if text is not None and text.isdigit() else None
 
 

@@ -41,7 +41,7 @@ def find(
     alone: bool,
     started: Callable[[], str] = lambda: "",
 ) -> list[Job] | None:
-    """Return the jobs with `token`, ended ones too; [] if there is certainly none; None if Slurm gave no reply.
+    """Return the jobs with `token`, ended ones too; [] if there is certainly none, or None if Slurm gave no reply.
 
     known: ids that sbatch printed for it. alone: no other job runs `script`, so a job that runs it matches even if the
     site replaced its comment. started: returns the id of the job that started `script`, from its own record, or ''.

@@ -92,7 +92,7 @@ def _script(path: Path, end: state.State) -> str:
 
 
 def follow_sweep(path: Path) -> int:
-    """Wait until all tasks of a sweep are over and return their highest exit status. Ctrl-C stops waiting: 130."""
+    """Wait until all tasks of a sweep are over and return their highest exit status, or 130 after Ctrl-C."""
     console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     run = shlex.quote(str(path))
     try:

@@ -140,7 +140,7 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
 
 
 def memory_option(config: Config) -> str | None:
-    """Return --mem, the memory per node; None if the job does not set it."""
+    """Return --mem, the memory per node, or None if the job does not set it."""
     return None if (memory := mem_gb(config)) is None else _mem(memory)
 
 

@@ -222,7 +222,7 @@ def require_sbatch(config: Config) -> None:
 
 
 def _cluster_name() -> str:
-    """Return the ClusterName of the controller that SLURM_CONF names; '' if it does not reply."""
+    """Return the ClusterName of the controller that SLURM_CONF names, or '' if it does not reply."""
     try:
         text = slurm_client.run(["scontrol", "show", "config"]).stdout
     except slurm_client.Unreachable:

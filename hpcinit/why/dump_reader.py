@@ -168,7 +168,7 @@ def _groups(config: Mapping[Any, Any], check: Callable[[], None]) -> Iterator[tu
 
 @lru_cache(maxsize=256)  # all ranks list the group of all ranks
 def _ranks(text: str) -> tuple[int, ...] | None:
-    """Return the numbers in '[0, 1]'; None for other texts."""
+    """Return the numbers in '[0, 1]', or None for other texts."""
     if len(text) > 9 * MOST_RANKS or not _RANKS.fullmatch(text):
         return None
     numbers = re.findall(r"\d+", text)
@@ -176,7 +176,7 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _entry(raw: object) -> dict[str, Any] | None:
-    """Return the fields of an entry that the verdict needs; None for what is no entry."""
+    """Return the fields of an entry that the verdict needs, or None for what is no entry."""
     if not isinstance(raw, dict):
         return None
     found: dict[str, Any] = {}
@@ -196,7 +196,7 @@ _shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes are one obje
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text that is not too large, or a tuple of such values; None for everything else."""
+    """Return a number or text that is not too large, or a tuple of such values, or None for everything else."""
     kind = value.__class__
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else None

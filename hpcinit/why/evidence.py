@@ -152,7 +152,7 @@ class Verdict:
     time: on the common clock, None if unknown. flight: which ranks cause a hang,
     from torch's flight recorder. resubmit: whether the advice is to submit the run again. `why` replaces it if anything
     continues the run (observe/continuation.py). error: of the program, without rank and time, by which tasks of a sweep
-    are grouped; '' if the kind is enough."""
+    are grouped, or '' if the kind is enough."""
 
     headline: str
     kind: str

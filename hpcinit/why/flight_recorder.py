@@ -59,8 +59,8 @@ GroupOf = Callable[[int, str], "Group"]  # of a rank and a group's name
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group. members: global ranks; None if no dump lists them (gloo). order: the same by their rank in the
-    group."""
+    """A process group. members: global ranks, or None if no dump lists them (gloo). order: the same by their rank in
+    the group."""
 
     name: str
     description: str = field(default="", compare=False)
@@ -144,7 +144,7 @@ class Recording:
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
 
     def call(self, operation: Operation) -> Call | None:
-        """Return the rank's call of an operation; None if the recorder has none."""
+        """Return the rank's call of an operation, or None if the recorder has none."""
         if operation not in self._calls and (batch := self._batches.get(operation)):
             cut = not self.complete and not self.only_active and not batch[0][0] and _is_end(batch[-1][1])
             self._calls[operation] = replace(_call(batch), cut=cut)
@@ -427,7 +427,7 @@ def _group_name(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _number(value: Any) -> int | None:
-    """Return a number, which may be given as text; None for anything else."""
+    """Return a number, which may be given as text, or None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None

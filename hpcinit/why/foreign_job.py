@@ -165,7 +165,7 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
-    """Return what files with faulthandler's stacks show, one of each rank; None without such files."""
+    """Return what files with faulthandler's stacks show, one of each rank, or None without such files."""
     stacks = {}
     for log in logs:
         text = _FRAME.sub(r'  File "\2", line \3 in \1', _PY_SPY.sub(f"Thread 0x1 {_STACK}", log.text))
@@ -278,7 +278,7 @@ class ForeignJob:
 
 
 def find(name: str, dumps: Mapping[int, Mapping[str, object]] | None = None) -> ForeignJob | None:
-    """Return the job whose logs are at the path `name`; None if it is no file, no folder with logs, or a run folder.
+    """Return the job whose logs are at the path `name`, or None if it is no file, no folder with logs, or a run folder.
 
     dumps: of torch's flight recorder, beside the logs.
     """
@@ -299,7 +299,8 @@ def _ours(place: Path) -> list[Path]:
 
 
 def of_slurm(job_id: str) -> ForeignJob | None:
-    """Return the job with this id from Slurm; None if Slurm does not know it, or if it has neither a log nor failed."""
+    """Return the job with this id from Slurm, or None if Slurm does not know it, or if it has neither a log nor
+    failed."""
     if not re.fullmatch(r"\d+(_\d+)?", job_id):
         return None
     shown = _shown(job_id)

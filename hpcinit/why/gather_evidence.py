@@ -142,8 +142,10 @@ def _spec(path: Path) -> spec.Spec | None:
 
 
 def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[Found]) -> HangReport | None:
-    """Return the report of a hang that a timeout of collectives ended before a rank reported it; None if there was
-    none, or if no rank wrote its stack before."""
+    """Return the report of a hang that a timeout of collectives ended before a rank reported it.
+
+    Return None if there was no such hang, or if no rank wrote its stack before.
+    """
     timeouts = [one.record.time for one in found if causes.is_timeout(one.record)]
     if not timeouts or not all(causes.is_secondary(one.record) for one in found):
         return None
@@ -182,9 +184,9 @@ def age_s(path: Path, found: Evidence) -> float:
 
 
 def unwritable(path: Path) -> str:
-    """Return why the disk of the run folder takes no file now ('No space left on device', a quota); '' if it does.
+    """Return why the disk of the run folder takes no file now ('No space left on device', a quota).
 
-    Also '' for a folder that this user has no permission to write.
+    Return '' if it takes one, or if this user has no permission to write there.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / run_folder.LOGS, buffering=0) as file:

@@ -65,7 +65,7 @@ class Culprit:
 
     kind: 'not-called', 'device-stuck', 'mismatch', 'no-dump' or 'peer-lost'. group, description, collective, number:
     the call that the others wait in, by torch's name of the group; number is None for a send or receive.
-    waiting_ranks: those who wait in it. since_ns: when the first of them called, since 1970; 0 if no dump shows it.
+    waiting_ranks: those who wait in it. since_ns: when the first of them called, since 1970, or 0 if no dump shows it.
     shared: the evidence without its subject, as it reads for several ranks.
     """
 
@@ -92,8 +92,8 @@ class HangVerdict:
 
     culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
     do not show, with the line that would have shown it. differ: whether ranks called different things, and it is
-    unknown whose call is wrong. shown: whether the dumps show a hang; False if the only lines are of dumps that cannot
-    be read, and no rank waits.
+    unknown whose call is wrong. shown: whether the dumps show a hang, or False if the only lines are of dumps that
+    cannot be read, and no rank waits.
     """
 
     culprits: tuple[Culprit, ...] = ()
@@ -260,7 +260,7 @@ class Search:
     # What a rank has done about an operation
 
     def state(self, rank: int, operation: Operation) -> str | None:
-        """Return the state of a rank's call; None if the rank has made no call."""
+        """Return the state of a rank's call, or None if the rank has made no call."""
         one = self.ranks[rank]
         if call := one.call(operation):
             return call.state
@@ -487,8 +487,11 @@ class Search:
     def _like_similar_groups(
         self, operation: Operation, keys: Mapping[int, tuple[Any, ...]], *, sized: bool, typed: bool
     ) -> tuple[Any, ...] | None:
-        """Return which of two different calls groups of the same kind and size made at this point, as tensor-parallel
-        groups do; None if they made both or neither, or other calls before."""
+        """Return which of two different calls other groups of the same kind and size made at this point.
+
+        Tensor-parallel groups, for example, make the same calls. Return None if the groups made both or neither, or
+        other calls before.
+        """
         group, what = operation
         if not group.description or group.description in (DEFAULT, "undefined"):
             return None
@@ -751,7 +754,7 @@ def _type(types: Sequence[Any]) -> str:
 
 
 def _count(shapes: Any) -> int | None:
-    """Return the number of elements of the tensors with these shapes; None if it is unknown."""
+    """Return the number of elements of the tensors with these shapes, or None if it is unknown."""
     known = isinstance(shapes, tuple) and shapes and all(isinstance(shape, tuple) for shape in shapes)
     numbers = [number for shape in shapes for number in shape] if known else [None]
     return sum(math.prod(shape) for shape in shapes) if all(isinstance(one, int) for one in numbers) else None

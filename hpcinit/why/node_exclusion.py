@@ -156,8 +156,10 @@ class NodeFault(NamedTuple):
 
 
 def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
-    """Return each node with each kind of fault once. After the OOM killer, no node: running out of memory can take it
-    down."""
+    """Return each node with each kind of fault once.
+
+    If the OOM killer acted, Slurm's messages name no faulty node, because a lack of memory can take a node down.
+    """
     found = [*_of_errors(evidence)]
     if not evidence.oom:
         found += _of_slurm(evidence)

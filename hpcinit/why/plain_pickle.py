@@ -223,7 +223,7 @@ class Reader:
             raise ValueError(MALFORMED) from None
 
     def _end_of_item(self, at: int) -> int:
-        """Return where the dict at `at` ends, and memoize its texts, to which later items refer; 0 for a large or
+        """Return where the dict at `at` ends, and memoize its texts, to which later items refer, or 0 for a large or
         broken dict. No other value is created."""
         data, depth, most = self.data, 0, min(at + MOST_OF_ITEM, len(self.data) - 1)
         while at < most:

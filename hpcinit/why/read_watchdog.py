@@ -73,7 +73,7 @@ def _position(found: re.Match[str]) -> Position | None:
 
 
 def _group(found: re.Match[str]) -> str | None:
-    """Return the group's description; '' for the group of all ranks, None if the message does not show it."""
+    """Return the group's description, or '' for the group of all ranks, None if the message does not show it."""
     name = found["group"] or found["guid"] or found["id"]
     return "" if name in ("0", "default_pg") else name
 

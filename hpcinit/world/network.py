@@ -198,8 +198,10 @@ def towards(address: str) -> str:
 
 
 def default_address() -> str:
-    """Return this node's address on its default route, or else its first one that is not loopback or link-local; ''
-    without any. The addresses of the range for documentation are never contacted."""
+    """Return this node's address on its default route, or else its first one that is not loopback or link-local.
+
+    Return '' if it has none. Nothing is sent to the addresses below, which are reserved for documentation.
+    """
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):
             return found
@@ -211,7 +213,7 @@ def default_address() -> str:
 
 
 def blind_spot(name: str, resolver: Resolver = resolve) -> str:
-    """Return why other nodes could not connect to a program that listens at this node's own `name`; '' if they can.
+    """Return why other nodes could not connect to a program that listens at this node's own `name`, or '' if they can.
 
     gloo uses the first of the name's addresses that it can bind, and loopback if there is none
     (torch, GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.

@@ -67,7 +67,7 @@ def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
 
 
 def problem(text: str) -> str:
-    """Return why `text` is not a value of comm.ports, as a message without its name; '' if it is one."""
+    """Return why `text` is not a value of comm.ports, as a message without its name, or '' if it is one."""
     if text == FROM_ENV:
         return ""
     first, dash, last = text.partition("-")

@@ -81,7 +81,7 @@ def _address_towards_others(world: World) -> str:
 
 
 def _rank_0_file(world: World) -> Path | None:
-    """Return the file in which rank 0 publishes its host and address; None without a run folder."""
+    """Return the file in which rank 0 publishes its host and address, or None without a run folder."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     return Path(folder) / f"rank-0-of-{world.job}.txt" if folder else None
 

@@ -47,10 +47,10 @@ LOCAL_SIZES = {
 class Visible:
     """The devices that a process may see.
 
-    names: indices or UUIDs as the variables list them; None if no variable restricts them.
+    names: indices or UUIDs as the variables list them, or None if no variable restricts them.
     set_by: the variables that have an effect, as 'NAME=value'.
     private: no other rank sees these devices.
-    on_node: to how many ranks of this node Slurm gave a device; None if unknown.
+    on_node: to how many ranks of this node Slurm gave a device, or None if unknown.
     """
 
     names: tuple[str, ...] | None

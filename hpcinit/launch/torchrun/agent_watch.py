@@ -52,7 +52,7 @@ class AgentWatch:
 
 
 def _ranks_ended(agent: int) -> bool:
-    """Return whether all children of the agent have ended; False if that is unknown."""
+    """Return whether all children of the agent have ended, or False if that is unknown."""
     found = processes.children(agent)
     if os.getpid() not in found:  # the kernel does not list them
         return False

@@ -142,7 +142,8 @@ KERNEL = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk or a driv
 
 
 def awaited() -> str:
-    """Return the DataLoader worker for which the main thread waits: 'pid 4242, which sleeps in pipe_read'; '' if none.
+    """Return the DataLoader worker for which the main thread waits: 'pid 4242, which sleeps in pipe_read', or '' if
+    none.
 
     Called in another thread. Never raise.
     """
@@ -205,7 +206,7 @@ class _Unblock:
 
 
 def _survives(pid: int, number: int) -> bool:
-    """Return whether the process handles, ignores or blocks the signal; False if the process is gone."""
+    """Return whether the process handles, ignores or blocks the signal, or False if the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

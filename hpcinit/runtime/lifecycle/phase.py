@@ -68,5 +68,5 @@ def not_counted(seconds: float) -> None:
 
 
 def last_end() -> float:
-    """Return when the last declared phase ended, by time.monotonic(); 0 before the first."""
+    """Return when the last declared phase ended, by time.monotonic(), or 0 before the first."""
     return state.phase.ended_s

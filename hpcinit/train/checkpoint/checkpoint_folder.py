@@ -172,7 +172,7 @@ def name(step: int) -> str:
 
 
 def _has_room(folder: Path) -> bool:
-    """Return whether twice the newest step fits on the disk; False if unknown."""
+    """Return whether twice the newest step fits on the disk, or False if unknown."""
     try:
         found = newest(folder, lambda _: None)
         return found is not None and shutil.disk_usage(folder).free > 2 * sum(
@@ -302,7 +302,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Return why the checkpoint cannot be used; None if it is complete, judged by file names and sizes."""
+    """Return why the checkpoint cannot be used, or None if it is complete, judged by file names and sizes."""
     try:
         description = describe(path)
     except FileNotFoundError:

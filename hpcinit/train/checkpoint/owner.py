@@ -40,9 +40,9 @@ _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d
 class Owner(processes.Process):
     """The job whose rank 0 is this process.
 
-    job: World.job. cluster: Slurm's name of its cluster, which gives the job its id; '' without Slurm. run: the run
-    folder, because Slurm gives an id again if it loses its state; '' without one. token: random, unique to this process
-    and job. since: seconds since 1970.
+    job: World.job. cluster: Slurm's name of its cluster, which gives the job its id, or '' without Slurm. run: the run
+    folder, because Slurm gives an id again if it loses its state, or '' without one. token: random, unique to this
+    process and job. since: seconds since 1970.
     """
 
     job: str
@@ -159,7 +159,7 @@ def write(path: Path, owner: Owner) -> None:
 
 
 def has_ended(owner: Owner, mine: Owner) -> bool | None:
-    """Return whether `owner` can publish nothing more; None if neither its host nor Slurm shows that.
+    """Return whether `owner` can publish nothing more, or None if neither its host nor Slurm shows that.
 
     Only rank 0 publishes, so the end of its process suffices. On another node it may be alive, for example suspended,
     however old its files are: there, only a final state of its Slurm job counts.

@@ -66,7 +66,7 @@ _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 
 
 def off_the_device(engine: Any) -> str:
-    """Return the setting that already keeps states off the device, so that none is moved; '' if there is none.
+    """Return the setting that already keeps states off the device, so that none is moved, or '' if there is none.
 
     DeepSpeed 0.18.5 refuses to move any state then, by an assertion. 0.19.8 moves what is left with offload_optimizer.
     """

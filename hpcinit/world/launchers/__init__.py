@@ -76,10 +76,11 @@ ENV_STARTED_BY = "HPCINIT_STARTED_BY"
 
 
 class Launcher(Protocol):
-    """What each launcher answers; slurm_step is a module, the others are objects.
+    """What each launcher has. slurm_step is a module, the others are objects.
 
-    NAME: in messages and in HPCINIT_STARTED_BY. VARIABLES: which variable contains the rank, the size, ...
-    present: whether it started this process. read: the world, from its variables alone; raise WorldError.
+    NAME: its name in messages and in HPCINIT_STARTED_BY. VARIABLES: the variable for the rank, for the size, ...
+    present: returns whether it started this process. read: returns the world, from the launcher's variables alone, or
+    raises WorldError.
     """
 
     NAME: str

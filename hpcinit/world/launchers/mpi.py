@@ -39,7 +39,7 @@ class Rank0Unnamed:
         """Return the world from the variables `names`, by what they contain.
 
         job: the name of this start. own: this node's name. guess: an address that may be rank 0's. node_rank: the
-        variable with the node's number; '' if nodes are filled in order. node_count: 0 if unknown.
+        variable with the node's number, or '' if nodes are filled in order. node_count: 0 if unknown.
 
         Raise WorldError if a value is absent, or if there is no address for the rendezvous.
         """

@@ -42,7 +42,7 @@ _TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)")
 class Process:
     """This process, as Slurm started it.
 
-    pid: of this process; 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
+    pid: of this process, or 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
 
     step is '' if no slurmstepd is visible, which proves nothing (containers, hidepid).
     """
@@ -189,7 +189,7 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Return why this process is not a task of a step, as a clause for a message; '' if it is one.
+    """Return why this process is not a task of a step, as a clause for a message, or '' if it is one.
 
     Raise WorldError if the environment fits a task as well as a leak, and the process's parents are not visible.
     """
