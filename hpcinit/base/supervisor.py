@@ -91,7 +91,9 @@ class Supervisor:
         folder: Path | str | None = None,
         in_child: Callable[[], object] | None = None,
     ) -> Child:
-        """Start `command` in its own session. output: for stdout and stderr; None: this process's.
+        """Start `command` in its own session.
+
+        output: its stdout and stderr, or None to use this process's.
 
         Raise OSError if the process cannot be started.
         """

@@ -73,7 +73,10 @@ def cpus_per_rank(config: Config) -> int | None:
 
 
 def mem_gb(config: Config) -> float | None:
-    """Return the memory per node: as set, or the job's share of cluster.mem_gb; 0: all of it; None: no option."""
+    """Return the memory per node, as set or as the job's share of cluster.mem_gb.
+
+    0 is all memory of the node. None means that the script has no option for it.
+    """
     memory = config.cluster.mem_gb
     if config.mem_gb is not None or memory is None:
         return config.mem_gb

@@ -48,7 +48,9 @@ class Running:
 
 
 def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
-    """Start the check of this node; None if it is disabled, another process of the node starts it, or this is no step.
+    """Start the check of this node and return it.
+
+    Return None if it is disabled, if another process of the node starts it, or if this is no step.
 
     Call it while this process has one thread, and before it imports torch: the check is a fork of it.
     """

@@ -363,7 +363,10 @@ def _as_text(frames: Iterable[Frame]) -> str:
 def lines(
     groups: Sequence[Group], missing: Sequence[int], silent: Sequence[str], most: int | None = MOST_FRAMES
 ) -> Iterable[str]:
-    """Yield the text. missing: ranks without a process. silent: nodes that did not answer. most: frames, None: all."""
+    """Yield the lines of the output.
+
+    missing: ranks without a process. silent: nodes that did not answer. most: the number of frames, or None for all.
+    """
     if silent:
         yield f"no answer from {nodelist.compress(silent)}: is it down? The others answered"
     if missing:

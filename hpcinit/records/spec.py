@@ -75,7 +75,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class Samples:
-    """The requested batch sizes; None: not set.
+    """The requested batch sizes. None is one that is not set.
 
     Attributes:
         micro: samples per forward pass of a rank.
@@ -174,8 +174,8 @@ class Launch:
 
     kind: 'srun' starts each rank; with 'fork' and 'torchrun' it starts one process per node that starts the node's
     ranks. preload: modules to import before the fork. max_restarts: of torchrun's agents. wait_s: how long ranks may
-    run after the first has exited; None or 0: forever. cpus: per rank; None: not set. cpu_bind, gpu_bind: as srun's
-    options for one task per rank; None: the site's default.
+    run after the first has exited, forever if it is None or 0. cpus: per rank, if set. cpu_bind, gpu_bind: as srun's
+    options for one task per rank, or None for the site's default.
     """
 
     kind: str = "srun"

@@ -217,7 +217,7 @@ class RendezvousEndpoint(ABC):
         return self._store_port
 
     def on_failure(self, act: Callable[[str], None] | None) -> None:
-        """Call `act` when a rank fails, immediately if one already has. None: stop calling."""
+        """Call `act` when a rank fails, immediately if one already has. With None, call nothing any more."""
         with self._changed:
             self._act_on_failure = act
             failure = self._failure

@@ -50,7 +50,10 @@ from hpcinit.world.launchers.torch_variables import ENV_AGENT
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is started with. env: instead of this process's. cpus: for the rank; None: as this process."""
+    """What a rank is started with.
+
+    env: its environment, instead of this process's. cpus: its CPUs, or None for those of this process.
+    """
 
     env: Mapping[str, str]
     log: Path
