@@ -60,9 +60,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stopping:
-    """How ranks stop. margin_s: kept for the last checkpoint. every_steps: how often the ranks agree, or None for
-    an interval that costs less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1', or '' for none. continues: a
-    job of a chain, or a restart, continues the run."""
+    """How ranks stop.
+
+    margin_s: kept for the last checkpoint. every_steps: how often the ranks agree, or None for an interval that costs
+    less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1', or '' for none. continues: a job of a
+    chain, or a restart, continues the run.
+    """
 
     margin_s: float = 60.0
     every_steps: int | None = None

@@ -202,8 +202,8 @@ def verify(
 ) -> None:
     """Compare the settings of the group and of the process with the request. Raise BringUpError with each difference.
 
-    timeout: of collectives, or None to compare none. DeepSpeed takes a backend, a timeout and a device, and silently ignores
-    them if a group exists.
+    timeout: of collectives, or None to compare none. DeepSpeed takes a backend, a timeout and a device, and silently
+    ignores them if a group exists.
     """
     current = device
     if device.type != "cpu":

@@ -87,7 +87,7 @@ _clusters: ContextVar[str] = ContextVar("clusters", default="")  # of on_cluster
 
 @contextlib.contextmanager
 def on_cluster(name: str | None) -> Iterator[None]:
-    """Send the commands that start in this block to the cluster `name` of Slurm, without a name to that of SLURM_CONF."""
+    """Send the commands that start in this block to Slurm's cluster `name`, or without a name to that of SLURM_CONF."""
     before = _clusters.set(name or "")
     try:
         yield

@@ -18,7 +18,9 @@ _PROBLEM = re.compile(r"(?i)error|not found|no such|unknown|denied|fail|cannot")
 
 
 def read(path: Path, attempt: Mapping[str, Any], output: Sequence[str]) -> SetupLine | None:
-    """Return the line that ended the script before the ranks started, or else the first that failed, or None if no line did.
+    """Return the line that ended the script before the ranks started, or else the first that failed.
+
+    Return None if no line did.
 
     attempt: exit.json. output: the last lines of the job's log that are not Slurm's.
     """

@@ -40,7 +40,8 @@ def enter(phase: str, step: int | None = None) -> None:
 def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
     """Declare a phase: 'saving', 'loading', or the program's own name. While the block runs, silence is not a hang.
 
-    limit: the longest time, or None if the caller of silence_is_expected() decides. After an error the phase remains set.
+    limit: the longest time, or None if the caller of silence_is_expected() decides. After an error the phase
+    remains set.
     """
     mine = state.phase
     before = mine.name
