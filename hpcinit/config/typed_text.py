@@ -182,7 +182,7 @@ def put(container: Any, path: KeyPath, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value that is not text, what its file has for it, and the line, from 1."""
+    """A YAML value that is not text: the value, its text in the file, and its line number, from 1."""
 
     value: object
     text: str

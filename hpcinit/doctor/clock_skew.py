@@ -36,7 +36,7 @@ class ClockSkew(NamedTuple):
 
 
 def clock_skew(before: float, after: float, earliest: float, latest: float | None = None) -> ClockSkew:
-    """Return the skew of another clock, which was between `earliest` and `latest` during the query.
+    """Return the skew of another clock, which showed a time between `earliest` and `latest` during the query.
 
     before, after: this machine's clock before and after the query.
     """

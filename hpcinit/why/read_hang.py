@@ -89,7 +89,7 @@ def _of_report(report: HangReport, evidence: Evidence) -> Finding:
 
 
 def of_odd_call(odd: Waiting, calls: tuple[Waiting, ...], evidence: Evidence) -> Verdict:
-    """Return the verdict on ranks that wait in another call than the majority."""
+    """Return the verdict on ranks that wait in a different call from the majority."""
     others = next(call for call in calls if call is not odd)
     head = f"the ranks called different collectives{evidence.at_step}: {odd}; {others}"
     host = evidence.hosts.get(odd.ranks[0], "")
