@@ -247,8 +247,8 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
     """Return the group that this rank is in. If the dimension has size 1, the group has this rank only.
 
-        Raise RequestError if MEANING lacks the name.
-        """
+    Raise RequestError if MEANING lacks the name.
+    """
     _check(name)
     return mesh[name].get_group()
 
