@@ -84,6 +84,7 @@ SIGNALS = {
     "/dev/shm (files of other users and jobs count too)",
     "Terminated": "another process, not hpcinit or Slurm, sent SIGTERM to the rank: a kill command, a watchdog of the "
     "node, or the program itself; ask the site whether the node has a watchdog",
+    "Hangup": "SIGHUP: the terminal or the ssh connection was closed; start the program with sbatch, tmux or nohup",
     "Interrupt": "another process, not hpcinit or Slurm, sent SIGINT to the rank: a kill -INT, or the program itself; "
     "read the rank's log",
     "Aborted": "C code aborted; its message is at the end of that rank's log",
@@ -112,14 +113,17 @@ KINDS = (
     Message(failure_kinds.START_UP, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\]",
      "that rank has the store, and its process had ended: its own log shows why"),
     Message(failure_kinds.HANG, r"not received the Notify record from remote rank \[(?P<ranks>\d+)\]"  # Ascend's HCCL
-     r"|Missing ranks: (?P<missing>[\d, ]+)|timed out task names: .*?task:(?P<task>\d+)",  # Horovod, JAX
+     r"|[Mm]issing ranks: \{?(?P<missing>[\d, ]+)|timed out task names: .*?task:(?P<task>\d+)",  # torchfrtrace, JAX
      "that rank did not reach the collective or barrier: its own log shows what it did instead"),
     Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
-     r"|op\.preamble\.length <= op\.nbytes", DIFFERENT_CALLS),
+     r"|op\.preamble\.length <= op\.nbytes|Culprit rank (?P<ranks>\d+); Error type: \w*MISMATCH",  # torchfrtrace
+     DIFFERENT_CALLS),
     # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
-    Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined|store based barrier"
+    Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined|store[ _]based[ _]barrier"
      r"|[Tt]imed out initializing process group",
      "start as many processes as the world size, and read the log of the node that did not connect"),
+    Message(failure_kinds.HANG, r"wait timeout after \d+ ?ms, keys",
+     "the ranks waited in the store for another one: its log and its stack show what it did instead"),
     Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|(HIP|XPU|NPU) out of memory|CUDA error: out of memory"
      r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
      r"|NCCL WARN .*out of memory|OOM when allocating tensor|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
@@ -206,11 +210,14 @@ KINDS = (
      r"|NET/.* error|NET/.* status=\d+|NET/.* fatal|socketStartConnect|retry counter exceeded"
      r"|Call to (?:connect|ibv_\w+)\b.* failed",
      NETWORK),
+    Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal: (?:1$|.*SIGHUP)", SIGNALS["Hangup"]),
     Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal", SIGNALS["Terminated"]),
     Message(failure_kinds.NETWORK, r"lost communication with a remote daemon", NETWORK),
     Message(failure_kinds.NODE, r"DUE TO JOB NOT ENDING WITH SIGNALS", "Slurm drains this node: ask the site"),
     Message(failure_kinds.SIGNAL, r"Segmentation fault|Bus error|Illegal instruction|core dumped"
      r"|Caught signal \d+", SIGNALS["Segmentation fault"]),
+    Message(failure_kinds.SCRIPT, r"Error response from daemon|not enough slots available",
+     "the launcher or the container runtime refused to start the program: read its message"),
     Message(failure_kinds.SCRIPT, r"command not found$|/sh: .*: not found$",
      "a command was not found: check cluster.modules, cluster.setup, cluster.venv"),
     Message(failure_kinds.UNKNOWN, r"ncclInternalError|NCCL error",

@@ -22,9 +22,10 @@ from hpcinit.why.evidence import LAUNCHER, NO_RANK, Evidence
 from hpcinit.why.log_lines import Line, Log
 from hpcinit.why.read_tracebacks import Error
 
-# Not of a checkpoint: 'saved with world_size=10'.
+# Not of a checkpoint: 'saved with world_size=10'. NCCL prints 'nranks 8', and Lightning 'MEMBER: 1/8'.
 _SIZE = re.compile(
-    r"^(?!.*(?:saved|checkpoint|loaded|resum)).*?\b(?:dist_)?world[_ ]size\b['\"]?\s*[:=]?\s*(\d{1,6})(?!\d)",
+    r"^(?!.*(?:saved|checkpoint|loaded|resum)).*?\b(?:(?:dist_)?world[_ ]size\b['\"]?\s*[:=]?\s*|nranks |MEMBER: \d+/)"
+    r"(\d{1,6})(?!\d)",
     re.IGNORECASE | re.MULTILINE,
 )
 # As `scontrol show job` and `sacct` print it, which scripts call at their end.
@@ -35,15 +36,16 @@ _STATE = re.compile(
 )
 # What no reader knows may still be the cause.
 _ALARM = re.compile(
-    r"(?i)\b(?:error|exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
+    r"(?i)\b(?:\w*error|\w*exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
     r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable|"
     r"no module named|signal \d+|lost communication|times out|can't|low on resource|not enough|insufficient|invalid|"
-    r"no such file|closing signal)\b"
+    r"missing ranks|no such file|closing signal)\b"
 )
 # The ends of jobs of other schedulers: PBS and LSF.
 _OTHER_ENDS = (
     ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed")),
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
+    ("CANCELLED", re.compile(r"TERM_(?:FORCE_)?(?:OWNER|ADMIN): job killed")),
 )
 # torchrun restarts the ranks, or Slurm the job; and what shows that they started
 _RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")

@@ -66,6 +66,8 @@ _FIRST_WORD = re.compile(
     r"(?!srun|slurm|hpcinit|\[rank|\[default|Traceback|\w*Error)\S{0,40}[A-Za-z]\S{0,40}(?:[\]:] (?:\| )?| {1,40}\| )"
 )
 _NAMED = re.compile(r"(?i)\brank[\"']?[ =:_-]{0,2}(\d{1,6})\b")
+# What follows a progress bar in its line: a message of Slurm, or a line of a rank
+_WITHOUT_LINE_END = re.compile(r"(?<=[^\s:>])(?=(?:slurmstepd|srun): error: |\[rank\d{1,6}\]: ?\S)")
 _CLOCK = re.compile(r"[\d:.,/-]*\d:\d\d[\d:.,]*")
 _DAYTIME = re.compile(r"\b\d\d:\d\d:\d\d(?:[.,]\d+)?")
 CLOCK_BEFORE = 80  # characters of a line
@@ -153,7 +155,8 @@ def labels(logs: Sequence[Log]) -> Labels:
 
 def lines(log: Log, known: Labels) -> Iterator[Line]:
     """Yield the lines of a log."""
-    every = [part for line in textwrap.dedent(log.text).splitlines() for part in _unpacked(line[:MOST_LINE].rstrip())]
+    text = _WITHOUT_LINE_END.sub("\n", textwrap.dedent(log.text))
+    every = [part for line in text.splitlines() for part in _unpacked(line[:MOST_LINE].rstrip())]
     outer = _Prefixes([_TIME.sub("", line, count=1) for line in every])
     # srun and the user's shell print without a label.
     printed = [_TIME.sub("", outer.split(_TIME.sub("", line, count=1))[1], count=1) for line in every]

@@ -26,6 +26,7 @@ UNSEEN = (
 )
 _INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
 SHELL = 128  # a shell adds it to the number of a signal
+NOT_STARTED = (125, 126, 127)  # of a container runtime or a shell that cannot start the program
 READ_LOGS = "read the job's log, and the logs of ranks without an error record"
 
 
@@ -117,6 +118,8 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
     signal = job_log.how(SHELL - code) if code > SHELL else ""  # as a shell and a container report it
     if kind == failure_kinds.PROGRAM and signal in causes.SIGNALS:
         kind, do, head = failure_kinds.SIGNAL, causes.SIGNALS[signal], f"{head} (signal: {signal})"
+    if kind == failure_kinds.PROGRAM and code in NOT_STARTED:
+        kind, do = failure_kinds.SCRIPT, "the program did not start: the shell or the container runtime printed why"
     known, error = rank if rank >= 0 else None, brief(tail) or end.how
     verdict = evidence.verdict(head, kind, do, rank=known, host=end.host, error=error)
     yield Finding(Grade.EXITED, verdict, (rank,))

@@ -20,6 +20,7 @@ _ROOT = "Root Cause (first observed failure):"
 # Errors of launchers, which report that a rank failed, or that the launcher on another node ended.
 _LAUNCHER = re.compile(
     r"ChildFailedError|CalledProcessError|ActorDiedError|RayActorError|WorkerCrashedError|RendezvousClosedError"
+    r"|ProcessExitedException: process \d+ terminated with exit|processes exited with non-zero status"
     r"|'NoneType' object has no attribute 'is_failed'"
 )
 _OF_LAUNCHER = re.compile(
@@ -49,14 +50,15 @@ _SIGNALS = tuple(
 # Intel MPI: 'RANK 3 PID 4242 RUNNING AT n1', then 'KILLED BY SIGNAL: 9 (Killed)'
 _MPI_RANK = re.compile(r"(?:\bRANK (\d{1,6}) )?\bPID \d+ RUNNING AT (\S+)")
 _FIRST_NOTICED = re.compile(r"\(first noticed rank (\d{1,6})\)")
-# Open MPI's mpirun names the first process that failed.
-_MPI_SIGNAL = re.compile(r"process rank (\d{1,6}) with PID \d+ on node (\S+) exited on signal (\d{1,2})\b")
-# MPI_Abort of Open MPI and MPICH, and Composer's launcher
-_EXIT = re.compile(
-    r"(?:MPI_ABORT was invoked on rank|\(rank|Rank) (\d{1,6})(?: in comm\w*| crashed)(?:.*?exit code (-?\d{1,3}))?"
+# How launchers report the end of a rank: mpirun, Cray's mpiexec, horovodrun, Paddle, Composer, torch.multiprocessing
+_END = re.compile(
+    r"(?:^(?P<host>[\w.-]+): )?\b(?:[Rr]ank (?P<rank>\d{1,6})|[Pp]rocess (?P<process>\d{1,3}))\b"
+    r"(?:.{0,20} on node (?P<node>\S+))?.{0,20}\b(?:exit(?:ed)?|crashed|died|terminated|failed)\b.*?"
+    r"\b(?P<what>signal|code|status) (?P<number>-?\d{1,3})\b"
 )
+# MPI_Abort of Open MPI and MPICH
+_MPI_ABORT = re.compile(r"(?:MPI_ABORT was invoked on rank|\(rank) (\d{1,6}) in comm\w*(?:.*?exit code (-?\d{1,3}))?")
 _CHILD = re.compile(r"Child process with PID \d+ terminated with code (\d{1,3})\b")  # Lightning
-_PADDLE = re.compile(r"Container rank (\d{1,6}) status failed .* code (-?\d{1,3})\b")
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
 # pdsh; ssh itself exits with 255
@@ -109,7 +111,7 @@ def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
 def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
     """Return the ends of ranks that other launchers report. with_error: ranks that printed an error. listed: whether
     srun or torchrun list how ranks ended."""
-    known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_of_mpirun(lines)]
+    known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_by_rank(lines)]
     return known if known or listed else _without_rank(lines)
 
 
@@ -154,16 +156,16 @@ def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[En
     return ended
 
 
-def _of_mpirun(lines: Sequence[Line]) -> Iterator[End]:
+def _by_rank(lines: Sequence[Line]) -> Iterator[End]:
     rank = NO_RANK
     for line in lines:
-        if found := _MPI_SIGNAL.search(line.text):
-            yield End(found[2], (int(found[1]),), job_log.how(-int(found[3])), False)
-        elif found := _PADDLE.search(line.text):
-            yield End("", (int(found[1]),), job_log.how(int(found[2])), False)
+        if found := _END.search(line.text):
+            code = int(found["number"]) * (-1 if found["what"] == "signal" else 1)
+            ranks = (int(found["rank"] or found["process"]),)
+            yield End(found["node"] or found["host"] or "", ranks, job_log.how(code), False)
         elif line.rank != NO_RANK and (found := _CHILD.search(line.text)):
             yield End("", (line.rank,), job_log.how(int(found[1])), False)
-        elif found := _EXIT.search(line.text):
+        elif found := _MPI_ABORT.search(line.text):
             yield End("", (int(found[1]),), job_log.how(int(found[2] or 1)), False)
         elif found := _MPI_NAME.match(line.text):
             rank = int(found[1])

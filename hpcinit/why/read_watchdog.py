@@ -34,6 +34,7 @@ _STUCK = re.compile(rf"{_WHO}.*(?:watchdog got stuck for|Heartbeat monitor timed
 _DUMPED = re.compile(rf"{_WHO}.*due to a collective timeout")
 _ENDED = re.compile(rf"{_WHO}.*watchdog thread terminated with exception: (?P<text>(?!.*Watchdog caught).*)")
 MESSAGES = ("SEND", "RECV")
+ONE_WAY = ("BROADCAST", "REDUCE", "GATHER", "SCATTER")  # the source may finish before the others call
 UNEVEN = ("ALLTOALL", "SEND", "RECV", "GATHER", "SCATTER", "COALESCED")  # sizes of these may differ between ranks
 FEW = 4  # if more than a quarter of the ranks is missing, the log does not have all messages
 ADVICE = (
@@ -89,8 +90,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     known = [one for one in evidence.watched if one.rank != NO_RANK]
     if not evidence.watched:
         return
-    at = {one.rank: one.position for one in reversed(known) if one.position}
-    behind = {one.rank for one in known if one.enqueued is not None} - at.keys()
+    every = {one.rank: one.position for one in reversed(known) if one.position}
+    at = _without_sources(every)
+    behind = {one.rank for one in known if one.enqueued is not None} - every.keys()
     stuck = {one.rank for one in known if one.stuck} - at.keys()
     of_rank = {one.rank: one.group for one in reversed(known) if one.group is not None}
     groups = {of_rank.get(rank) for rank in at}
@@ -111,13 +113,20 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     elif late := {rank for rank in behind if at and _enqueued(rank, known) < min(each[0] for each in at.values())}:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
         yield _finding(head, sorted(late), ADVICE, evidence)
-    elif missing := _missing(at, evidence) if groups <= {"", None} else _between(at, known):
+    elif missing := _missing(every, evidence) if groups <= {"", None} else _between(at, known):
         head = f"{named(missing)} did not report a timeout of {_call(at)}, in which {named(at)} waited"
         yield _finding(head, missing, ADVICE, evidence)
     else:
         head = f"a collective timed out on {named(at)}: {_call(at)}" if at else "a collective timed out"
         head += ", and the logs do not show which rank, device or link was late"
         yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
+
+
+def _without_sources(at: Mapping[int, Position]) -> dict[int, Position]:
+    """Return the calls without those of ranks that have finished the call of the majority and wait in a later one."""
+    (usual, _), *_ = Counter(at.values()).most_common() or [((0, "", ()), 0)]
+    one_way = usual[1].startswith(ONE_WAY) and usual[1] != "REDUCE_SCATTER"
+    return {rank: position for rank, position in at.items() if not one_way or position[0] <= usual[0]}
 
 
 def _finding(
