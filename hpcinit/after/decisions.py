@@ -26,8 +26,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Facts:
-    """How the ranks ended. status: of srun. stop: the reason in stopped.json, '' without one. lost, unusable: nodes.
-    hung: the node at fault of each hang report, '' if unknown. node_failed: Slurm printed that a node was lost."""
+    """How the ranks ended. status: srun's exit status. stop: the reason in stopped.json, '' without one.
+
+    lost, unusable: nodes. hung: the node at fault of each hang report, '' if unknown. node_failed: Slurm printed that a
+    node was lost.
+    """
 
     status: int
     failures: Sequence[Failure] = ()

@@ -29,7 +29,7 @@ GIT_S = 120  # to list or compare the files of a large checkout on a slow file s
 
 
 def checkout_root(workdir: Path) -> Path:
-    """Return the top folder of the checkout that contains `workdir`. Raise RequestError."""
+    """Return the top folder of the checkout that contains `workdir`. Raise RequestError if it is in none."""
     done = _git(workdir, "rev-parse", "--show-toplevel")
     if done.returncode:
         problem = _git_error(done)
@@ -136,7 +136,10 @@ class SnapshotPlan:
 
 
 def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot of this request, or None without snapshot=git. Raise RequestError. Computed once."""
+    """Return the snapshot of this request, or None without snapshot=git. It is computed once.
+
+    Raise RequestError if `workdir` is in no checkout, or if its files are too large.
+    """
     if config.snapshot != "git":
         return None
     if taken := _taken_before(workdir.resolve()):

@@ -29,7 +29,11 @@ def folder() -> Path:
 
 
 def user_folders() -> list[Path]:
-    """Return the folders with the user's own YAML that exist, first match first. Raise ConfigError."""
+    """Return the folders with the user's own YAML that exist, first match first.
+
+    Raise ConfigError if HPCINIT_CONF names no folder, if other users can write to one, or if the current folder was
+    deleted.
+    """
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -107,7 +111,10 @@ LOCAL_CLUSTER = "local"
 
 
 def default_cluster() -> tuple[str, str]:
-    """Return the default cluster, and the variable or file that sets it; ('', '') if none does. Raise ConfigError."""
+    """Return the default cluster, and the variable or file that sets it, or ('', '') if none does.
+
+    Raise ConfigError if the file cannot be read, and whatever user_folders() raises.
+    """
     if name := os.environ.get(CLUSTER_VARIABLE):
         return name, CLUSTER_VARIABLE
     for place in user_folders():
@@ -134,7 +141,7 @@ def write_default_cluster(name: str) -> Path:
 
 
 def no_cluster_refusal() -> str:
-    """Return why a job without a cluster is not run on this machine, or '' if it may be: there is no sbatch on PATH."""
+    """Return the error for a job without a cluster if sbatch is on PATH, else '': then it runs on this machine."""
     if shutil.which("sbatch") is None:
         return ""
     known = ", ".join(choices("cluster"))

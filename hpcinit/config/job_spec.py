@@ -106,7 +106,7 @@ def program_kind(config: Config) -> str:
 
 
 def layout(config: Config) -> Layout:
-    """Return the layout as configured: a degree may be -1. Raise RequestError."""
+    """Return the layout as configured: a degree may be -1. Raise RequestError if a degree is impossible."""
     return _copied(Layout, config.parallel)
 
 

@@ -116,7 +116,10 @@ def instead(option: str, command: str) -> str:
 
 
 def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the command line with hpcinit's keys. flags: the options of Hydra, which stay. Raise ConfigError."""
+    """Return the command line with hpcinit's keys. Raise ConfigError with each value that cannot be translated.
+
+    flags: the options of Hydra, which stay.
+    """
     found: list[str] = []
     problems: list[str] = []
     rest = list(arguments)

@@ -140,11 +140,11 @@ class Texts:
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
-        """Return the texts by their places in the config: variables and arguments of the program, lines of the script.
+        """Return the program's variables and arguments, and the script's lines, as the user typed them.
 
-        A value that has no text, such as a list, stays what it is, and a text that YAML has changed is Rewritten:
-        checks/values.py reports both.
-        only: of these places.
+        The keys are their places in the config. A list or another value without a text remains unchanged, and a text
+        that YAML has changed is a Rewritten. checks/values.py reports both.
+        only: return just these places.
         """
         found: dict[KeyPath, Any] = {}
         for parent in TEXTS:
@@ -194,7 +194,7 @@ def _loader() -> Any:
     loader: Any = hydra_setup.yaml_loader()
 
     class Loader(loader):  # type: ignore[misc]
-        """OmegaConf's own loader, which keeps the text of what is not text."""
+        """OmegaConf's own loader, which also keeps how numbers, booleans and nulls were typed."""
 
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             value = super().construct_object(node, deep)

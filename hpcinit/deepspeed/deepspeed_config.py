@@ -106,7 +106,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
     """Return the ds_config for training, and notes: a line for each key of the user that overrides an option or that
     DeepSpeed ignores.
 
-    layout: without a -1. Raise RequestError.
+    layout: without a -1. Raise RequestError if deepspeed.hpz or a key of ds_config does not fit the ranks.
     """
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp

@@ -357,7 +357,10 @@ def read_cluster_file(path: Path) -> str | None:
 
 
 def write_cluster_file(path: Path, text: str) -> None:
-    """Write the text to a new file and rename it to `path`. A link and the mode are kept. Raise Failure."""
+    """Write the text to a new file and rename it to `path`. A link and the mode are kept.
+
+    Raise Failure if it cannot be written.
+    """
     target = path.resolve()
     part = ""
     try:

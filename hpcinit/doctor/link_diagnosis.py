@@ -34,7 +34,7 @@ HEALTHY = 0.5
 
 
 def link_gb_s(device: str) -> float | None:
-    """Return the speed of the links between GPUs `device` of a node, or None if unknown."""
+    """Return the speed of the links inside a node between GPUs of this model, or None if unknown."""
     return next((speed for pattern, speed in LINKS if pattern.search(device)), None)
 
 

@@ -66,8 +66,8 @@ class ProgramPath:
 class HydraTask:
     """A job of a multirun: a callable for hpcinit.Executor.
 
-    name: of the run. combination: the job's overrides, for people. program: the pickled function, Hydra's context and
-    the state of Hydra's singletons. config: the pickled config of the job, with its node `hydra`.
+    name: the run's name. combination: the job's overrides, to be displayed. program: the pickled function, Hydra's
+    context and the state of Hydra's singletons. config: the job's pickled config, with its node `hydra`.
     """
 
     name: str

@@ -32,7 +32,8 @@ MANY = 3  # nodes, from which on most of them can be right
 def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequence[int], ranks: int) -> Iterator[Check]:
     """Yield what the facts of a node show, without the comparisons of several nodes.
 
-    devices: of the ranks on the node, as torch calls them. pids: of these ranks. ranks: of the whole job.
+    devices: torch's names of the devices of this node's ranks. pids: the processes of these ranks. ranks: how many
+    the job has.
     """
     yield from _leftovers(node)
     for place in node.places:

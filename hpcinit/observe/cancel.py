@@ -120,7 +120,7 @@ def _check(run: overview.Run, save: bool) -> None:
         )
     if not save and now and now.engine == "local" and (host := _elsewhere(run.path)):
         raise RequestError(
-            f"{run.path.name} runs on {host}, and its processes are not visible here: type there: hpcinit cancel "
+            f"{run.path.name} runs on {host}, and its processes are not visible here. On {host}, type: hpcinit cancel "
             f"{run.path.absolute()}"
         )
     # A controller that lost its state has given the id to another job, which only its reply shows.

@@ -122,7 +122,10 @@ def _read(names: Sequence[str], runs_dir: Path) -> list[Run]:
 
 
 def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
-    """Return the runs with these names, also those in the queue whose folder was deleted. Raise RequestError."""
+    """Return the runs with these names, also those in the queue whose folder was deleted.
+
+    Raise RequestError if there is no run with one of the names.
+    """
     try:
         return _read(names, runs_dir)
     except RequestError:

@@ -285,9 +285,10 @@ def kind(error: str) -> tuple[str, str]:
 
 
 def of_record(record: ErrorRecord) -> tuple[str, str]:
-    """Return (kind, advice) of a record. For an error of hpcinit: of what it quotes, or else its own kind.
+    """Return (kind, advice) of a record.
 
-    Kinds of later versions count as 'program'.
+    An error of hpcinit that quotes another program has the kind of the quoted text, if one matches, else its own
+    kind. A kind of a later version counts as 'program'.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:

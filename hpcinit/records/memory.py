@@ -54,7 +54,7 @@ class Demand:
     """The model and how it is trained. layout: without a -1. layers: None if unknown.
 
     wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries.
-    Raises RequestError.
+    Raises RequestError for a number below 1 or another optimizer.
     """
 
     parameters: int

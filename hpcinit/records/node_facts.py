@@ -130,7 +130,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class OldFiles:
-    """Files in /dev/shm that no process uses. first: one of them. gb: of all."""
+    """Files in /dev/shm that no process uses. first: one of them. gb: their total size."""
 
     first: str
     count: int

@@ -69,7 +69,10 @@ def remove_lower(run: Path) -> None:
 
 
 def keep(runs: Iterable[Path]) -> None:
-    """Record the highest number of each name before these folders are removed. Raise OSError."""
+    """Record the highest number of each name before these folders are removed.
+
+    Raise OSError if a record cannot be written.
+    """
     highest: dict[tuple[Path, str], tuple[int, Path]] = {}
     for run in runs:
         if found := _RUN.fullmatch(run.name):

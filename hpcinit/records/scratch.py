@@ -84,7 +84,7 @@ def in_use(folder: Path) -> bool:
 def take(parent: Path, job: str) -> Path:
     """Return the folder of `job` on this node, below base(). It exists until the last process that took it ends.
 
-    Raise OSError.
+    Raise OSError if it cannot be created.
     """
     # The name of the host is part of it because TMPDIR may be on a shared disk.
     folder = parent / f"{folder_name(job)}-{os.uname().nodename}"
@@ -95,10 +95,10 @@ def take(parent: Path, job: str) -> Path:
 
 
 def kept(parent: Path) -> Path:
-    """Return the folder for compiled kernels of all this user's jobs on this node, below base(). Raise OSError.
+    """Return the folder for compiled kernels of all this user's jobs on this node, below base().
 
     It stays after a job, so that a requeued one need not compile again. sweep() removes it if no job has started on the
-    node for KEPT_S.
+    node for KEPT_S. Raise OSError if it cannot be created.
     """
     folder = parent / f"{KEPT}-{os.uname().nodename}"
     os.set_inheritable(_hold(folder), True)
@@ -107,7 +107,10 @@ def kept(parent: Path) -> Path:
 
 
 def _hold(folder: Path) -> int:
-    """Create `folder` if needed and return the descriptor of a shared lock in it. Raise OSError."""
+    """Create `folder` if needed, and return the descriptor of a shared lock in it.
+
+    Raise OSError if it is not a folder, cannot be created, or is removed again and again.
+    """
     for _ in range(TRIES):
         # Both errors occur if the last other process removes the folder at the same time.
         with contextlib.suppress(FileNotFoundError, FileExistsError):

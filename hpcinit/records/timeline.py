@@ -109,8 +109,11 @@ class Attempt:
 
     @property
     def waited_s(self) -> float | None:
-        """The longest time of a rank under the start-up timeout, which restarts in the rendezvous and in init, or None
-        if no rank completed either. Clocks of different nodes are not compared."""
+        """The longest wait of any rank that the start-up timeout limits, or None if no rank has finished one.
+
+        There are two: for the rendezvous, and for the process group in init(). Clocks of different nodes are not
+        compared.
+        """
         found = []
         for rank in self.ranks:
             up = "forked" if "forked" in rank.events else "interpreter"

@@ -298,7 +298,10 @@ class RendezvousClient(RendezvousEndpoint):
         self._thread.start()
 
     def _connect_to_rank_0(self, resolve: Callable[[], list[str]], deadline: float) -> JoinReply:
-        """Try all addresses and ports, with growing pauses, until rank 0 accepts this rank. Raise BringUpError."""
+        """Try all addresses and ports, with growing pauses, until rank 0 accepts this rank.
+
+        Raise BringUpError if it has not accepted the rank by the deadline.
+        """
         seen: dict[str, str] = {}
         listen_s: dict[str, float] = {}
         pause, longest_pause = FIRST_PAUSE_S, LAST_PAUSE_S * max(1.0, self._world.world_size / CONNECTING_RANKS)

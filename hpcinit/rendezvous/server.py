@@ -398,7 +398,10 @@ class RendezvousServer(RendezvousEndpoint):
             self._announce_progress()
 
     def listen_for_store(self) -> socket.socket:
-        """Return a listener for torch's store: at any port, or with comm.ports at a fixed one. Raise BringUpError."""
+        """Return a listener for torch's store: at any port, or with comm.ports at a fixed one.
+
+        Raise BringUpError if none of the ports is free.
+        """
         others = [port for port in self._store_ports if port not in (self.port, self.program_port)]
         found, refused = _bind(self.address, others)
         if found:

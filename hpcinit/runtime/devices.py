@@ -68,10 +68,10 @@ def backend(device: torch.device, asked: str = "auto") -> str:
 
 
 def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
-    """Return device type -> backend, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'. Raise BringUpError.
+    """Return device type -> backend, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'.
 
     Of pairs, those for device types that this rank does not have are omitted: on a machine without a GPU the example
-    is {'cpu': 'gloo'}.
+    is {'cpu': 'gloo'}. Raise BringUpError if a backend is not available, or if there is none for `device`.
     """
     if ":" not in asked:
         return {device.type: backend(device, asked)}

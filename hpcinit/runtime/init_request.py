@@ -122,7 +122,11 @@ class Plan:
 
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
-    """Return the plan, from the request, else the spec, else the defaults. Raise RequestError or BringUpError."""
+    """Return the plan, from the request, else the spec, else the defaults.
+
+    Raise RequestError if a value is wrong or does not fit the ranks, and BringUpError if a backend or DeepSpeed is
+    not available.
+    """
     training = _first(request.training, spec and spec.training, Training())
     comm = _comm(request, spec, training)
     timeout, formula = _start_up(request, comm, world)

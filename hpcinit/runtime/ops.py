@@ -198,7 +198,10 @@ def _load(name: str, root: Path) -> None:
 
 
 def loader(name: str) -> Callable[[], Any]:
-    """Return the function that compiles and loads an op for this machine's accelerator. Raise RequestError."""
+    """Return the function that compiles and loads an op for this machine's accelerator.
+
+    Raise RequestError if there is no such op, or none for this accelerator.
+    """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - takes seconds to import
 
     if name not in deepspeed_ops.BUILDERS:

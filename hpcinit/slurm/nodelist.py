@@ -112,7 +112,8 @@ def compress(hosts: Sequence[str]) -> str:
 def expand_counts(text: str) -> list[int]:
     """Return one number per node from SLURM_TASKS_PER_NODE or SLURM_JOB_CPUS_PER_NODE: `4(x2),3` -> [4, 4, 3].
 
-    Raise NodelistError. The grammar is that of `_uint16_array_to_str` in Slurm's `src/common/env.c`.
+    Raise NodelistError at the first wrong count. The grammar is that of `_uint16_array_to_str` in Slurm's
+    `src/common/env.c`.
     """
     counts: list[int] = []
     column = 0

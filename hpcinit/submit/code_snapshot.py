@@ -19,7 +19,10 @@ LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a Git LFS
 
 
 def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
-    """Copy the files into the run folder, and return the record for provenance.json. Raise SubmitError."""
+    """Copy the files into the run folder, and return the record for provenance.json.
+
+    Raise SubmitError if a file cannot be copied.
+    """
     digest, pointers = hashlib.sha256(), 0
     (folder / run_folder.CODE).mkdir(mode=0o700)
     try:

@@ -32,7 +32,7 @@ SHELL = ("sh", "-c", "command -v bash > /dev/null && exec bash; exec sh")
 class Container:
     """How a command starts in the container of a run.
 
-    options: of srun. prefix: of the command. pythons: to try inside an image of pyxis.
+    options: srun's options. prefix: what precedes the command. pythons: the ones to try inside an image of pyxis.
     """
 
     options: tuple[str, ...] = ()

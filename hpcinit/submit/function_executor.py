@@ -224,7 +224,7 @@ class FunctionExecutor(Executor):
             )
 
     def _requests(self, functions: Sequence[Callable[..., Any]]) -> list[Request]:
-        """Return a checked request for each function. Raise ConfigError."""
+        """Return a checked request for each function. Raise ConfigError with all errors of the configuration."""
         found: list[Request] = []
         first = _name(functions[0])
 

@@ -114,7 +114,10 @@ def estimate_memory(config: Config) -> Estimate:
 
 
 def demand_of(config: Config) -> Demand:
-    """Return the part of a config that determines its memory. Raise RequestError."""
+    """Return the part of a config that determines its memory.
+
+    Raise RequestError if model.params is not set, or if the layout does not fit the ranks.
+    """
     if config.model.params is None:
         raise RequestError("model.params is not set, expected the number of parameters, as in model.params=7e9")
     per_node = resources.ranks_per_node(config)
@@ -153,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hpcinit plan`. argv: as for `hpcinit submit`, and --json. Raise RequestError."""
+    """Run `hpcinit plan`. argv: as for `hpcinit submit`, and --json. Raise RequestError if it contains a program."""
     if "--" in argv:
         raise RequestError("plan got -- and a program, but it runs none: remove them, or use hpcinit submit")
     options, arguments = console.parse_known_arguments(parser(), list(argv))
@@ -185,7 +188,7 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
 
 
 def equations(config: Config) -> list[str]:
-    """Return the equations of the layout and of the batch. Raise RequestError."""
+    """Return the equations of the layout and of the batch. Raise RequestError if one has no solution."""
     per_node = resources.ranks_per_node(config)
     world_size = config.nodes * per_node
     layout = job_spec.layout(config).over(world_size, per_node)

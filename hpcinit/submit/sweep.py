@@ -93,9 +93,10 @@ DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 def fill_sweep_folder(
     path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance
 ) -> dict[int, dict[str, Any]]:
-    """Write all files except submission.json, which means that the jobs exist. Raise SubmitError.
+    """Write all files except submission.json, which means that the jobs exist.
 
-    Return what each task's submission.json has of its request: the program, and what the user typed.
+    Return what each task's submission.json has of its request: the program, and what the user typed. Raise SubmitError
+    if a file cannot be written.
     """
     summaries: dict[int, dict[str, Any]] = {}
     names = {request.number: job.env_names for job in jobs for request in job.requests}

@@ -247,7 +247,7 @@ class _Text:
                 raise Incomplete
 
     def expect(self, characters: str) -> str:
-        """Return the next character, which must be one of `characters`. Raise ValueError."""
+        """Return the next character. Raise ValueError if it is none of `characters`."""
         if (found := self.next()) not in characters:
             raise ValueError(f"it is no JSON: {found!r} instead of {' or '.join(characters)}")
         return found

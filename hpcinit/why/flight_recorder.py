@@ -167,7 +167,10 @@ class Recording:
 
 
 def load(data: bytes) -> Mapping[str, Any]:
-    """Return the document of a dump, pickled or JSON. Raise ValueError if it is none, or if it would call something."""
+    """Return the content of a dump, a pickle or JSON.
+
+    Raise ValueError if it is neither, or if loading it would run code.
+    """
     return dump_reader.load(data)
 
 

@@ -87,7 +87,7 @@ def _tables(cluster: str) -> dict[str, Path]:
 def _add(hosts: Sequence[str], options: argparse.Namespace, tables: dict[str, Path]) -> None:
     if len(tables) != 1:
         known = ", ".join(tables) or "none"
-        raise RequestError(f"no cluster is given, expected --cluster NAME; clusters with a table: {known}")
+        raise RequestError(f"no cluster is given, expected --cluster NAME; clusters with records: {known}")
     [(name, path)] = tables.items()
     now = time.time()
     # The time makes each key unique, so that a node can be added again after --forget.
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _configured(overrides: Sequence[str]) -> Limits:
-    """Return the limits of a submission with these overrides. Raise ConfigError."""
+    """Return the limits of a submission with these overrides. Raise ConfigError if one is wrong."""
     from hpcinit.config.compose import compose  # noqa: PLC0415 - only if limits are needed: Hydra is slow to import
 
     config = compose(overrides)

@@ -257,7 +257,7 @@ class Reader:
         return 0
 
     def _text(self, code: int, at: int) -> tuple[str, int]:
-        """Return the text whose length is at `at`, and where it ends. Raise Incomplete."""
+        """Return the text whose length is at `at`, and where it ends. Raise Incomplete if the data end before it."""
         start = at + (4 if code == 0x58 else 1)
         end = start + int.from_bytes(self.data[at:start], "little")
         if end > len(self.data):

@@ -186,7 +186,7 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--add", "n3"], "no cluster is given, expected --cluster NAME; clusters with a table: none"),
+        (["--add", "n3"], "no cluster is given, expected --cluster NAME; clusters with records: none"),
         (["--forget", "n9"], "no failure of n9 is recorded in "),
         (
             ["--forget", "n9", "--cluster", "x"],

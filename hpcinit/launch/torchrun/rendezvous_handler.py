@@ -124,7 +124,10 @@ class AgentRendezvous(RendezvousHandler):
     # ---
 
     def _start_next_round(self) -> None:
-        """Wait until all agents are ready for the next round, and learn why it starts. Raise BringUpError."""
+        """Wait until all agents are ready for the next round, and learn why it starts.
+
+        Raise BringUpError if an agent does not arrive in time, or if the first agent's reason cannot be read.
+        """
         before, self.round, self._done = self.round, self.round + 1, False
         timeout = self._timeout()
         deadline = time.monotonic() + timeout.total_seconds()

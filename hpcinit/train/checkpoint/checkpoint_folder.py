@@ -237,9 +237,10 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
 
 
 def sweep(folder: Path, owner: Owner) -> None:
-    """Remove, in the background, renamed folders and this user's unfinished steps whose job has ended. Raise OSError.
+    """Remove, in the background, renamed folders and this user's unfinished steps whose job has ended.
 
-    Print a line for an unfinished step whose job may still run. Do not call it while this job writes a step.
+    Print a line for an unfinished step whose job may still run. Do not call it while this job writes a step. Raise
+    OSError if `folder` cannot be read.
     """
     names = [path.name for path in folder.iterdir()]
     leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
@@ -265,7 +266,10 @@ def _exists_already(final: Path) -> str:
 
 
 def remove_if_ended(path: Path, mine: Owner) -> None:
-    """Remove the unfinished folder if its job has ended for certain; print a line if that is unknown. Raise OSError."""
+    """Remove the unfinished folder if its job has ended for certain, and print a line if that is unknown.
+
+    Raise OSError if it cannot be removed.
+    """
     if not safe_files.is_own(path):  # its owner removes it
         return
     owner = owners.read(path / OWNER)
@@ -292,7 +296,7 @@ def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description]
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all steps that are older than the `keep` newest complete ones. Raise OSError."""
+    """Remove all steps that are older than the `keep` newest complete ones. Raise OSError if one cannot be removed."""
     whole = [path for path in _steps(folder) if problem(path) is None]
     if len(whole) > keep:
         last = whole[keep - 1].name

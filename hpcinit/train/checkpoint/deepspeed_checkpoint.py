@@ -51,7 +51,10 @@ def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
 
 
 def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> bool:
-    """Return whether the state is divided differently than in the checkpoint. Raise RequestError."""
+    """Return whether the state is divided differently than in the checkpoint.
+
+    Raise RequestError if DeepSpeed cannot convert between the two ZeRO stages.
+    """
     was = saved.zero_stage or 0
     if was != stage and (min(was, stage) == 0 or max(was, stage) == 3):
         raise RequestError(

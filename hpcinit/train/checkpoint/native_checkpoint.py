@@ -124,7 +124,7 @@ def save_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> 
 
 
 def load_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-    """Load into both, in place. Raise CheckpointError if they do not match the saved model and optimizer."""
+    """Load the files into the model and the optimizer, in place. Raise CheckpointError if they do not match."""
     state = _state(model, optimizer)
     try:
         state_dict_loader.load(state, storage_reader=FileSystemReader(folder / FOLDER), process_group=agreement_group())

@@ -20,7 +20,8 @@ def prepare(
 ) -> list[nn.Module]:
     """Return the model's blocks, checkpointed and compiled if configured.
 
-    again: a context manager around a checkpointed block that runs again. Raise RequestError.
+    again: a context manager around a checkpointed block that runs again. Raise RequestError if checkpointing or
+    compiling is configured and the model has no blocks, or if `chosen` has a module that is not part of the model.
     """
     names = _names(model, chosen) if chosen is not None else found(model)
     if not names and (training.activation_checkpointing == "full" or training.compile):

@@ -63,7 +63,8 @@ def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: 
         return Attention()
     if compiled:
         raise RequestError(
-            "compile=true does not work with parallel.cp > 1: torch.compile cannot see its attention. Use one of them"
+            "compile=true does not work with parallel.cp > 1: torch.compile does not see the replaced "
+            "attention. Omit one of the two"
         )
     if layout.cp_kind == "ulysses":
         whole = partial(Ulysses, mesh["cp"])

@@ -44,4 +44,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
-        """Return the trainable model. Raise RequestError or BringUpError."""
+        """Return the trainable model.
+
+        Raise RequestError if the wrapper cannot do what is requested, and BringUpError if DeepSpeed cannot start.
+        """

@@ -227,7 +227,10 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
-        """Read what save_files() wrote below `path`, in place. Raise CheckpointError or RequestError."""
+        """Read what save_files() wrote below `path` into the model and the optimizer, in place.
+
+        Raise CheckpointError if it does not match them, and RequestError if it cannot be converted to this layout.
+        """
 
 
 def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:

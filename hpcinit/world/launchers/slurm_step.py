@@ -84,7 +84,10 @@ class Placement:
 
 
 def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int]) -> Placement:
-    """Return the placement from the step's nodelist, components and host file. Raise WorldError."""
+    """Return the placement from the step's nodelist, components and host file.
+
+    Raise WorldError if the nodelist is not set, or has no node with the number `node_rank`.
+    """
     # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
     # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
     text = env.get("SLURM_STEP_NODELIST")
