@@ -120,7 +120,7 @@ KINDS = (
      DIFFERENT_CALLS),
     # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
     Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined|store[ _]based[ _]barrier"
-     r"|[Tt]imed out initializing process group",
+     r"|mismatch in rank count|Invalid rank requested|[Tt]imed out initializing process group",
      "start as many processes as the world size, and read the log of the node that did not connect"),
     Message(failure_kinds.HANG, r"wait timeout after \d+ ?ms, keys",
      "the ranks waited in the store for another one: its log and its stack show what it did instead"),

@@ -38,7 +38,8 @@ _CANCELLED = re.compile(
 )
 # What srun, slurmctld, slurmd or the shell refuse, before any program runs.
 _REFUSED = re.compile(
-    r"^(?:srun: fatal: (.+)|srun: error: ((?:Task launch|Unable to (?:create|allocate|confirm)).+)"
+    r"^(?:srun: fatal: (.+)|srun: error: ((?:Task launch|Unable to (?:create|allocate|confirm)"
+    r"|Invalid|Unsupported|Unrecognized|Requested|[Cc]annot|[Cc]ouldn't|MPI: ).+)"
     r"|s(?:batch|alloc): error: (.+)|slurmstepd: error: ((?:execve\(\)|pyxis): .+)"
     r"|(\S+: line \d+: .+: (?:command not found|No such file or directory|Permission denied)))$"
 )

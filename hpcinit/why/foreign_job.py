@@ -41,9 +41,10 @@ _ALARM = re.compile(
     r"no module named|signal \d+|lost communication|times out|can't|low on resource|not enough|insufficient|invalid|"
     r"missing ranks|no such file|closing signal)\b"
 )
-# The ends of jobs of other schedulers: PBS and LSF.
+# The ends of jobs as PBS, LSF and submitit print them
 _OTHER_ENDS = (
-    ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed")),
+    ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed|: this job is timed-out")),
+    ("PREEMPTED", re.compile(r"TERM_PREEMPT: job killed|: this job is preempted")),
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
     ("CANCELLED", re.compile(r"TERM_(?:FORCE_)?(?:OWNER|ADMIN): job killed")),
 )

@@ -33,7 +33,7 @@ hang.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
 from hpcinit.base import failure_kinds
@@ -104,4 +104,14 @@ def explains(cause: Finding, effect: Finding) -> bool:
 def first(findings: Sequence[Finding]) -> Finding:
     """Return the finding that is the first cause. Readers return findings of a grade in the order of time."""
     left = [one for one in findings if not any(explains(other, one) for other in findings)]
-    return min(left or findings, key=lambda one: one.grade)
+    found = min(left or findings, key=lambda one: one.grade)
+    named = [one for one in findings if one.grade in HANGS and len(one.ranks) == 1 and explains(found, one)]
+    return _with_rank(found, named[0]) if named and not found.ranks and found.grade is Grade.RAISED else found
+
+
+def _with_rank(failure: Finding, hang: Finding) -> Finding:
+    """Return a failure of an unknown rank with the rank that the others waited for."""
+    lines = (*failure.verdict.evidence, f"probably of rank {hang.ranks[0]}: {hang.verdict.headline}")
+    host = failure.verdict.host or hang.verdict.host
+    verdict = replace(failure.verdict, rank=hang.ranks[0], host=host, evidence=lines)
+    return replace(failure, verdict=verdict, ranks=hang.ranks)
