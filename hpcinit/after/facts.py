@@ -36,7 +36,7 @@ class Job:
 
 
 def gather(job: Job, status: int, restarts: bool) -> Facts:
-    """Return the facts after srun ended with `status`. restarts: also those that only a restart needs."""
+    """Return the facts after srun ended with `status`. restarts: include those that only a restart needs."""
     lines = _log(job, job.job_from)
     return Facts(
         status=status,

@@ -61,7 +61,7 @@ class HpcinitError(Exception):
         self.rank_at_fault, self.host_at_fault, self.quoted = rank_at_fault, host_at_fault, quoted
 
     def document(self) -> dict[str, Any]:
-        """Return the error as `--json` prints it: the message, the class, and the fields that programs decide by."""
+        """Return the error as `--json` prints it: the message, the class, and fields for programs."""
         fields = {name: getattr(self, name) for name in FIELDS}
         return {"error": str(self), "type": type(self).__name__, "problems": [str(self)], **fields}
 

@@ -72,7 +72,7 @@ WARNINGS = (
 
 
 def problems(config: Config, *, to_submit: bool = True) -> list[str]:
-    """Return the messages of all checks. to_submit: also of those that only a submission needs."""
+    """Return the messages of all checks. to_submit: include the checks that only a submission needs."""
     found: list[str] = []
     for check in CHECKS:
         if (to_submit or not check.to_submit) and not (check.if_valid and found):

@@ -22,7 +22,7 @@ from hpcinit.world import network
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one message per problem: of the start-up timeout and host names, and of each world of ranks."""
+    """Yield one message per problem with the start-up timeout, the host names or a world of ranks."""
     for check in (
         lambda: network.rename_host("node", config.cluster.host_template),
         lambda: job_spec.startup_timeout(config),

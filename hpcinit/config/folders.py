@@ -176,7 +176,7 @@ def chosen_cluster(overrides: Sequence[str]) -> str:
 def cluster_choice(required: bool) -> str:
     """Return the cluster of a request that does not choose one.
 
-    required: if there is no default and this machine has Slurm, return '???', for which Hydra requires a choice.
+    required: without a default on a machine with Slurm, return '???', with which Hydra demands a choice.
     """
     name, _ = default_cluster()
     return name or (MISSING if required and no_cluster_refusal() else LOCAL_CLUSTER)

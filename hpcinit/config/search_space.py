@@ -29,7 +29,7 @@ Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
 
 @dataclass(frozen=True)
 class Batches:
-    """Submits trials. launch_batch: submits a batch whose first trial has this number, and returns the results."""
+    """Submits trials. launch_batch: gets a batch and the number of its first trial, and returns the results."""
 
     launch_batch: Launch
 

@@ -174,7 +174,7 @@ def _key(name: str, value: str) -> str:
 
 
 def key_meant(name: str) -> str:
-    """Return the key that is meant by the name of an option or key: cluster.venv for venv; `name` if it is unknown."""
+    """Return the key that the user means by this name: cluster.venv for venv. An unknown name is returned unchanged."""
     key = TABLE.get(name.replace("_", "-"), name)
     return name if keys.kind(name) is not None or " " in key else key
 

@@ -134,7 +134,7 @@ class Texts:
             self._keys[key] = None
 
     def typed(self, only: Collection[str] | None = None) -> dict[str, str]:
-        """Return the text of each key that an override sets to a single value. only: of these keys."""
+        """Return the text of each key that an override sets to a single value. only: just these keys."""
         keys = self._keys if only is None else [key for key in only if key in self._keys]
         values = {key: OmegaConf.select(self._config, key) for key in keys}
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}

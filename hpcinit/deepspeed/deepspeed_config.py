@@ -94,7 +94,7 @@ def _ignored(chosen: Options) -> list[str]:
 
 
 class Precision(Protocol):
-    """Number formats. param: of the model in training. reduce: of gradients while they are summed."""
+    """Number formats. param: the trained model's. reduce: that of gradients while they are summed."""
 
     @property
     def param(self) -> str: ...

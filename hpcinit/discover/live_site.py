@@ -26,7 +26,7 @@ ASSOCIATIONS = (
 class SiteAnswers:
     """The output of Slurm's commands.
 
-    texts: by command; without accounting those of sacctmgr are missing. silent: sacctmgr's error or ''.
+    texts: command -> its output; without accounting, sacctmgr's are missing. silent: sacctmgr's error or ''.
     """
 
     texts: Mapping[str, str]

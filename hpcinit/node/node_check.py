@@ -86,7 +86,7 @@ def _send_answer(pipe: int, spec: Spec, env: Mapping[str, str]) -> None:
 
 
 def finish(running: Running | None, folder: Path) -> None:
-    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
+    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: the run's."""
     if running is None:
         return
     node, off = os.environ[NODE], "to disable it: check_node.action=off"

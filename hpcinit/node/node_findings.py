@@ -200,7 +200,7 @@ def unusable(node: Node) -> str:
 
 
 def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
-    """Yield what would prevent NCCL from connecting the nodes. found: of the job's `nodes`.
+    """Yield what would prevent NCCL from connecting the nodes. found: NCCL's choice on each of the job's `nodes`.
 
     Each detail names its node, and `hosts` is the node that differs, if that is certain: what most nodes have in common
     is the job's setting.

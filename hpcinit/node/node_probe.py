@@ -28,7 +28,7 @@ SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # the site shares
 def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, timeout_s: float) -> Node:
     """Return the facts of this node.
 
-    own: its name. names: of the job's nodes, to resolve; without them the GPUs of others are not read either.
+    own: its name. names: the job's nodes, to resolve; without them, GPUs outside of the job are not read either.
     timeout_s: half of it is for Slurm's commands.
     """
     total, available = _memory()

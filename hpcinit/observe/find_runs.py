@@ -178,9 +178,7 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
     if found := next(matches, None):
         mine = _queue(found)
         if other := next((path for path in matches if _queue(path) != mine), None):
-            raise RequestError(
-                f"job {word} is a job of two clusters or engines: name the run, {found.name} or {other.name}"
-            )
+            raise RequestError(f"two clusters or engines have a job {word}: name the run, {found.name} or {other.name}")
         return found
     last = ", ".join(path.name for path in known[-5:]) or "none"
     if word.isdigit() and (job := state.foreign_job(word)):

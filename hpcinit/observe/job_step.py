@@ -73,7 +73,7 @@ def running(word: str, runs_dir: Path) -> RunningJob:
         raise Failure(f"Slurm does not reply ({now.reason}), so the nodes of {path.name} are unknown; try again later")
     if now.over:
         raise RequestError(
-            f"{path.name} has ended ({now.name}), so no rank runs; to see what happened: hpcinit why {path.name}"
+            f"{path.name} has ended ({now.name}), so its ranks are gone; to see what happened: hpcinit why {path.name}"
         )
     if now.name not in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
         waits = f", because of {now.reason}" if now.reason else ""

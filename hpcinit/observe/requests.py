@@ -77,8 +77,8 @@ def typed(submission: Submission) -> str:
 def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
     """Return the values of one task of a sweep by their names, {"lr": "0.1"}.
 
-    given: what differs between the tasks, "+lr=0.1". arguments: of the task's program. The Hydra launcher varies only
-    these, as key=value, and adds keys of Hydra that no user typed.
+    given: what differs between the tasks, "+lr=0.1". arguments: those of the task's program. The Hydra launcher varies
+    only these, as key=value, and adds keys of Hydra that no user typed.
     """
     pairs = [word.lstrip("+~").partition("=") for word in given if "=" in word]
     found = {name: value for name, _, value in pairs if name != "job.args"}

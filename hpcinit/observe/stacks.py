@@ -39,7 +39,9 @@ Frame = tuple[str, int, str]  # file, line (0: differs between the samples), fun
 
 @dataclass(frozen=True)
 class RankStack:
-    """One rank. state: one of the constants above. frames: of the main thread, or of the thread that holds the GIL.
+    """One rank.
+
+    state: one of the constants above. frames: the main thread's, or those of the thread that holds the GIL.
 
     wchan: the kernel function in which the main thread waits, '' if unknown. same: samples with the same stack as the
     last. note: why there is no stack. thread: the name of another thread that holds the GIL, else ''.

@@ -236,7 +236,7 @@ ADVICE = {
 def is_secondary_text(error: str, traceback: str = "") -> bool:
     """Return whether another program's message is a consequence of another rank's failure.
 
-    A broken connection counts only if it is one to other ranks. traceback: of the error, '' if unknown.
+    A broken connection counts only if it is one to other ranks. traceback: the error's, '' if unknown.
     """
     unquoted = _QUOTED.sub("''", error)
     if not (found := SECONDARY.search(unquoted)) or NAMES_THE_CAUSE.search(error):

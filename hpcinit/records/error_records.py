@@ -20,9 +20,10 @@ class ErrorRecord:
     does not change. phase: 'start-up', 'training', 'saving', ... step: the last reported step, or -1. job: World.job,
     unique to this start of this job.
 
-    kind: of base/failure_kinds.py if hpcinit raised the error, '' if another program did. rank_at_fault, host_at_fault:
-    the rank whose failure caused this one, None and '' if unknown. quoted: another program's output in hpcinit's
-    message. hang: the fields of hang_report.HangReport, None for other errors."""
+    kind: one of base/failure_kinds.py if hpcinit raised the error, '' if another program did. rank_at_fault,
+    host_at_fault: the rank whose failure caused this one, None and '' if unknown. quoted: another program's output in
+    hpcinit's message. hang: the fields of hang_report.HangReport, None for other errors.
+    """
 
     time: float
     rank: int

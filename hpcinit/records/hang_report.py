@@ -55,7 +55,7 @@ class Place:
 
     waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if unknown. outside: hpcinit has not started
     the program yet, or waits for other ranks after its end. loader: 'its DataLoader worker (pid 4242, ...)' if the
-    thread waits for one, else ''. worker: the process of that worker, 0 if unknown. host, pid: of the rank's process.
+    thread waits for one, else ''. worker: the process of that worker, 0 if unknown. host, pid: the rank's process.
     """
 
     waits_in: str
@@ -214,13 +214,13 @@ class StuckRank:
 class HangReport:
     """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt their sentences.
 
-    rank, host, state: of the rank at fault; rank is None if a whole node is at fault, and all are empty if the culprit
-    is unknown. silent_s: since any rank took a step, or None if none has. last_steps: (step, the ranks that reported it
-    last). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
+    rank, host, state: the rank at fault; rank is None if a whole node is at fault, and all are empty if the culprit is
+    unknown. silent_s: time since any rank took a step, or None if none has. last_steps: (step, the ranks that reported
+    it last). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
 
-    Of a program that reports no steps: output_silent_s: since any rank printed something. cpu: (percent of a core,
-    ranks). certain: each rank was seen in one function for half of the silence, and made no collective; some wait in a
-    collective, and others do not.
+    For a program that reports no steps, output_silent_s: time since any rank printed something. cpu: (percent of a
+    core, ranks). certain: each rank was seen in one function for half of the silence, and made no collective; some wait
+    in a collective, and others do not.
     """
 
     rank: int | None = None
@@ -331,8 +331,8 @@ def report(
 ) -> HangReport:
     """Return the report: how long no step was taken, which ranks wait in which collective, and which do not.
 
-    now_s: seconds since 1970, compared with each node's last heartbeat. size: of the world. fresh_s: the largest age of
-    a node's heartbeat while one of its ranks runs.
+    now_s: seconds since 1970, compared with each node's last heartbeat. size: the world size. fresh_s: the largest age
+    of a node's heartbeat while one of its ranks runs.
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
     silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])

@@ -58,8 +58,8 @@ class Gpu:
     """A GPU as nvidia-smi reports it before the job uses it; None or '' for what it does not report.
 
     used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
-    Clocks are in MHz. pcie_gen, pcie_width: of the link now; an idle link may have a lower generation than its maximum.
-    slowed: NVML's bits for why the clocks are lower. recovery: what the driver needs to repair the GPU, 'Reset'.
+    Clocks are in MHz. pcie_gen, pcie_width: those of the link now; an idle link may have a lower generation than its
+    best. slowed: NVML's bits for why the clocks are lower. recovery: what the driver needs to repair the GPU, 'Reset'.
     """
 
     uuid: str

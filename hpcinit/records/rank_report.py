@@ -24,8 +24,8 @@ BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: started, in the pro
 class Link:
     """A link between two ranks, measured by the first. It has one value per round, the best of several tries.
 
-    round_trip_s: of 8 bytes. gb_s: 10^9 bytes per second in one direction. ahead_s: how far the second rank's clock is
-    ahead, with an error of at most within_s; measured between nodes only.
+    round_trip_s: time for 8 bytes. gb_s: 10^9 bytes per second in one direction. ahead_s: how far the second rank's
+    clock is ahead, with an error of at most within_s; measured between nodes only.
     """
 
     a: int
@@ -70,9 +70,9 @@ class Copies:
 class Report:
     """What one rank of the doctor found.
 
-    device: as torch calls it, with name, uuid and pci as far as known. node: of local rank 0. hosts: of rank 0's
-    world. cpus: cores it may run on. driver: of the GPU. on_node: the all-reduce within the node, of local rank 0. pid:
-    of the rank's process. copies: of a GPU only.
+    device: as torch calls it, with name, uuid and pci as far as known. cpus: cores it may run on. driver: the
+    GPU's. pid: the rank's process. copies: for a GPU only. Only local rank 0 reports node, hosts (those of the world)
+    and on_node (the all-reduce within the node).
     """
 
     rank: int
@@ -181,7 +181,10 @@ class Rule(NamedTuple):
 
 
 def slow_links(times: Mapping[K, Sequence[float]], rule: Rule) -> list[K]:
-    """Return the slow keys; none if there are fewer than three. times: of each round; larger is slower."""
+    """Return the slow keys; none if there are fewer than three.
+
+    times: key -> its times in each round; larger is slower.
+    """
     rounds = min((len(values) for values in times.values()), default=0)
     if len(times) < 3 or not rounds:
         return []

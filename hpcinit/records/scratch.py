@@ -125,7 +125,10 @@ def _hold(folder: Path) -> int:
 
 
 def sweep(parent: Path, *, kernels: bool = False) -> None:
-    """Remove the folders of this host that no process uses: those of killed jobs. kernels: also new ones of kernels."""
+    """Remove the folders of this host that no process uses: those of killed jobs.
+
+    kernels: also folders for kernels that are not old.
+    """
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():
             if folder.name.endswith(GONE):

@@ -58,7 +58,7 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
     """Return why `value` under this name is a secret, as in 'a URL with a password', or '' if it is none.
 
-    patterns: as for named(). An exception counts whatever the value is.
+    patterns: those of named(). An exception counts whatever the value is.
     """
     plain = _plain(name)
     if any(p.startswith("-") and fnmatchcase(plain, _plain(p)) for p in patterns):

@@ -173,9 +173,9 @@ class Launch:
     """How the ranks are started.
 
     kind: 'srun' starts each rank; with 'fork' and 'torchrun' it starts one process per node that starts the node's
-    ranks. preload: modules to import before the fork. max_restarts: of torchrun's agents. wait_s: how long ranks may
-    run after the first has exited, forever if it is None or 0. cpus: per rank, if set. cpu_bind, gpu_bind: as srun's
-    options for one task per rank, or None for the site's default.
+    ranks. preload: modules to import before the fork. max_restarts: how often torchrun's agents restart the ranks.
+    wait_s: how long ranks may run after the first has exited, forever if it is None or 0. cpus: per rank, if set.
+    cpu_bind, gpu_bind: as srun's options for one task per rank, or None for the site's default.
     """
 
     kind: str = "srun"
@@ -196,8 +196,8 @@ class Spec:
     """What the job needs to know about a submission.
 
     nonce: random, the same on every rank, and secret from other jobs. workdir: where the user's code runs. seed_by:
-    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. components: of a
-    heterogeneous job with one world, else (). `nodes` are then those of all, and ranks_per_node that of the first.
+    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. components: those of
+    a heterogeneous job with one world, else (). `nodes` are then those of all, and ranks_per_node that of the first.
     """
 
     name: str

@@ -78,8 +78,8 @@ class Rank:
 class Attempt:
     """One start of the ranks. job: World.job, Slurm's 'JOB.STEP.RESTART'. ranks: those with a line, by rank.
 
-    nodes, world_size: the expected numbers. hosts: of the step, in Slurm's order, () if unknown. timeout_s, formula: of
-    init on rank 0; 0 and '' if it did not get there.
+    nodes, world_size: the expected numbers. hosts: the step's, in Slurm's order, () if unknown. timeout_s, formula:
+    those of init() on rank 0; 0 and '' if it did not get there.
     """
 
     job: str

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class WrongWorldSize:
     """The record of a process group that differs from the job's.
 
-    launcher: what started the group. world_size: of the group. host, pid: of its rank 0. ranks: of the job.
+    launcher: what started the group. world_size: the group's. host, pid: its rank 0. ranks: how many the job has.
 
     shape: '2 nodes x 4 ranks', or for a heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
     """

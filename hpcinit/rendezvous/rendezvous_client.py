@@ -52,7 +52,7 @@ class JoinRequest:
 
 class JoinReply(NamedTuple):
     """An accepted connection. program_port: the port for the program's own rendezvous. rest: further messages of rank 0
-    that have already arrived. offset: of rank 0's clock."""
+    that have already arrived. offset: rank 0's clock minus this node's."""
 
     socket: socket.socket
     lines: protocol.Lines
@@ -153,7 +153,7 @@ class Stage(IntEnum):
 class RendezvousEndpoint(ABC):
     """One process's part in the rendezvous.
 
-    address: where rank 0 was found. own_address: of this node, as seen from rank 0. program_port: for the program's own
+    address: where rank 0 was found. own_address: this node's, as seen from rank 0. program_port: for the program's own
     rendezvous. failure: why the start-up has failed, '' if it has not. clock_offset_s: add it to a time of this node
     (seconds since 1970) for rank 0's time, within clock_uncertainty_s, or None if it was not measured.
     """

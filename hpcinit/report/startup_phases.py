@@ -106,7 +106,7 @@ MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase. ends: the event that ends it. took: seconds by rank. start: by rank. waits: mostly waiting."""
+    """One phase. ends: the event that ends it. took: rank -> seconds. start: rank -> time. waits: mostly waiting."""
 
     ends: str
     took: Mapping[int, float]

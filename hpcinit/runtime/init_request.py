@@ -82,7 +82,7 @@ class Request:
 class Plan:
     """The settings that init() chose, from its arguments, the submission and the defaults.
 
-    device: this rank's device. backends: device type -> the group's backend. timeout: of the start-up; formula: its
+    device: this rank's device. backends: device type -> the group's backend. timeout: the start-up's; formula: its
     terms, for the log. layout: with every degree computed. batch: samples per step. training: settings of wrap(). seed:
     as requested, before seed_by ('same', 'rank' or 'data') derives this rank's seed. stopping: settings of
     should_stop(). hang: how long without a step is a hang. checkpoint_timeout: how long ranks wait for each other in

@@ -202,7 +202,7 @@ def verify(
 ) -> None:
     """Compare the settings of the group and of the process with the request. Raise BringUpError with each difference.
 
-    timeout: of collectives, or None to compare none. DeepSpeed takes a backend, a timeout and a device, and silently
+    timeout: that of collectives, or None to skip it. DeepSpeed takes a backend, a timeout and a device, and silently
     ignores them if a group exists.
     """
     current = device

@@ -40,8 +40,8 @@ class OutputWatch(Protocol):
 class Timeline:
     """This process's part of the start-up timeline.
 
-    writer: of the node's file, or None before the start and after its last event. file: its path. opened: set once per
-    process.
+    writer: the writer of the node's file, or None before the start and after its last event. file: its path. opened:
+    set once per process.
     """
 
     writer: timeline.Writer | None = None
@@ -107,7 +107,7 @@ class ProcessState:
     claimed: (folder, token) of the checkpoint folders that this process claimed.
     damaged: (checkpoint, its save) -> what load() found wrong with its content.
     removal: the last thread that removes old checkpoints.
-    output_watch: of this rank, or None before it starts.
+    output_watch: this rank's, or None before it starts.
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, 0 for none.
     stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
     """

@@ -29,7 +29,10 @@ def is_other(comment: str, command: str, known: Sequence[str], script: str) -> b
 
 
 def own_jobs(env: Mapping[str, str], *, ended: bool) -> QueueQuery:
-    """Start squeue for this user's jobs, an array as one job. ended: also jobs that ended, for MinJobAge."""
+    """Start squeue for this user's jobs, an array as one job.
+
+    ended: also list jobs that ended, which Slurm does for MinJobAge.
+    """
     return QueueQuery("--me", ended=ended, arrays=False, env=env)
 
 

@@ -19,8 +19,8 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 def block(max_array_size: int | None) -> int:
     """Return the number of tasks in an array: a power of ten, or 1 if the site allows no arrays.
 
-    A power of ten lets a file name consist of block and index. Indices are smaller than MaxArraySize. With 1001, task
-    2017 has index 17 in the array of block 2, and Slurm writes its folder as '2%3a'.
+    Then the number of a task is that of its block, followed by its index in the array. Indices are smaller than
+    MaxArraySize. With 1001, task 2017 has index 17 in the array of block 2, and Slurm writes its folder as '2%3a'.
     """
     most = SMALLEST if max_array_size is None else max_array_size
     size = 1

@@ -41,8 +41,8 @@ class RunPath:
 class TaskPath(RunPath):
     """The folders of the tasks of a job array. path: the folder of the sweep. Task `base` has index 0 in the array.
 
-    digits: of the highest index below `base`. Task 2017 has index 17 in the array with base 2000 and 3 digits, and
-    Slurm writes its folder as '2%3a'.
+    digits: how many the highest index below `base` has. Task 2017 has index 17 in the array with base 2000 and 3
+    digits, and Slurm writes its folder as '2%3a'.
     """
 
     base: int = 0

@@ -25,7 +25,7 @@ from hpcinit.submit.transaction import Transaction
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: of a block of tasks.
+    """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: the tasks in a block.
 
     env_names: variables that each task reads from its own file.
     """

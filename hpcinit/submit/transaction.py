@@ -93,7 +93,7 @@ class Transaction:
     ) -> tuple[str, Sequence[str]]:
         """Hand `script` to Slurm or to the local engine, exactly once; return the job id and the command.
 
-        options: of sbatch. parts: those that belong to this job. Raise SubmitError if there is no job, and its
+        options: sbatch's. parts: the run folders that belong to this job. Raise SubmitError if there is no job, and its
         subclass MaybeSubmitted if there may be one.
         """
         self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own

@@ -62,7 +62,7 @@ class Evidence:
     the hang report, None if there is none. silence: what the ranks do while none prints, None if one does. flight: the
     verdict on the dumps of torch's flight recorder. tails: the last line in the log of each rank without an error
     record. step: the last step that rank 0 reported, -1 before the first. uses: what the program
-    used of hpcinit (records/program_use.py). size: of the world, 0 if unknown. hosts: by rank, as far as known.
+    used of hpcinit (records/program_use.py). size: the world size, 0 if unknown. hosts: rank -> its host, if known.
     returned: ranks whose program ended with status 0. every_end_is_logged: whether the job's log has a line for each
     rank whose exit status is not 0. has_clock: whether the times of the errors are times, not only an order.
     preempted: whether Slurm reports that it preempted this start of the job.
@@ -151,8 +151,8 @@ class Verdict:
     rank that failed, None if no rank did. ranks: all ranks at fault.
     time: on the common clock, None if unknown. flight: which ranks cause a hang,
     from torch's flight recorder. resubmit: whether the advice is to submit the run again. `why` replaces it if anything
-    continues the run (observe/continuation.py). error: of the program, without rank and time, by which tasks of a sweep
-    are grouped, or '' if the kind is enough."""
+    continues the run (observe/continuation.py). error: the program's, without rank and time, to group the tasks of a
+    sweep, or '' if the kind is enough."""
 
     headline: str
     kind: str

@@ -80,8 +80,11 @@ def gather(
     dumps: Mapping[int, Mapping[str, object]] | None = None,
     preempted_at: str = "",
 ) -> Foreign:
-    """Return the evidence in the logs. state: of Slurm's job, '' if unknown. dumps: of torch's flight recorder.
-    preempted_at: when Slurm preempted the job, '' if it did not."""
+    """Return the evidence in the logs.
+
+    state: the job's in Slurm, '' if unknown. dumps: those of torch's flight recorder. preempted_at: when Slurm
+    preempted the job, '' if it did not.
+    """
     known = log_lines.labels(logs)
     by_log = [_last_attempt([*log_lines.lines(log, known)]) for log in logs]
     lines = [line for found in by_log for line in found]
@@ -283,7 +286,7 @@ class ForeignJob:
 def find(name: str, dumps: Mapping[int, Mapping[str, object]] | None = None) -> ForeignJob | None:
     """Return the job whose logs are at the path `name`, or None if it is no file, no folder with logs, or a run folder.
 
-    dumps: of torch's flight recorder, beside the logs.
+    dumps: those of torch's flight recorder, beside the logs.
     """
     place = Path(name)
     if not name or not place.exists() or (place.is_dir() and any(_ours(place))):

@@ -129,8 +129,8 @@ class HangVerdict:
 def verdict(
     dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None, ended: Collection[int] = ()
 ) -> HangVerdict:
-    """Return the root causes of a hang. dumps: by rank, as flight_recorder.load() returns them. hosts: by rank. ended:
-    ranks whose program has ended with status 0."""
+    """Return the root causes of a hang. dumps: rank -> what flight_recorder.load() returned. hosts: rank -> its host.
+    ended: ranks whose program has ended with status 0."""
     if not dumps:
         return HangVerdict()
     found = search(dumps, ended).verdict()

@@ -85,7 +85,7 @@ _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
 class Log:
     """The text of one log.
 
-    text: of a file. rank: whose file it is, None if several ranks write to it. written: its modification time.
+    text: the file's content. rank: the rank that writes it, None if several do. written: its modification time.
     skipped: the number of bytes that are not in the text.
     """
 

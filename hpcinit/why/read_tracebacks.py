@@ -66,7 +66,7 @@ _HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback
 @dataclass(frozen=True)
 class Error:
     """An error in a log. rank: who printed it, or who the message names. text: its message, of several lines.
-    traceback: with its frames. number: of its line. handled: whether its process trained on. alone: whether the
+    traceback: with its frames. number: that of its line. handled: whether its process trained on. alone: whether the
     message has no traceback, so that the program has caught the exception. host: in the prefix of its line, '' if
     unknown. raised_from: the message of the exception that is its direct cause. in_thread: whether it ended a thread
     of its process only."""

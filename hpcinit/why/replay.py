@@ -40,10 +40,13 @@ NO_DEVICE = "all ranks have made the calls that do not finish: a device or a lin
 
 @dataclass(frozen=True)
 class Replay:
-    """The result. ranks, groups, calls: how many were replayed. blocked_at: in which calls the ranks at fault let the
-    others wait. same_call: whether exactly the calls blocked that the dumps show as unfinished, None if not replayed.
-    finished: whether the repaired program finished, None if there was none. not_replayed: what the replay does not
-    show. text: the result as a sentence."""
+    """The result of a replay. text: the same as a sentence.
+
+    ranks, groups, calls: how many were replayed. blocked_at: the calls that the ranks at fault did not make, and in
+    which others wait. same_call: whether the calls that blocked are those that the dumps show as unfinished, None
+    if nothing was replayed. finished: whether the repaired program finished, None if there was none. not_replayed: what
+    the replay does not show.
+    """
 
     text: str
     ranks: int = 0
@@ -72,7 +75,7 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
 
 
 def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
-    """Return what the results of jobs/replay_ranks.py show: of the program as it is, and of the repaired one."""
+    """Return what jobs/replay_ranks.py found with the program as it is, and with the repaired one."""
     if failed := next((one for one in results if one["error"] or not one["settled"]), None):
         raise NotReplayable(failed["error"] or "a rank of the replay has ended")
     steps = {rank: program.steps(rank, repaired=False) for rank in program.ranks}

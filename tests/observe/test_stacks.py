@@ -135,7 +135,7 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
         hpcinit("cancel", folder.name)
     until(lambda: hpcinit("stacks", folder.name).returncode == 2)
     assert hpcinit("stacks", folder.name).stderr == (
-        f"hpcinit: error: {folder.name} has ended (CANCELLED), so no rank runs; "
+        f"hpcinit: error: {folder.name} has ended (CANCELLED), so its ranks are gone; "
         f"to see what happened: hpcinit why {folder.name}\n"
     )
 

@@ -164,6 +164,6 @@ def start(world: World, after_s: float, folder: Path) -> None:
 
 
 def stop(failed: bool = False) -> None:
-    """End the watch: the program reports steps, which show more, or it has ended. failed: keep the stacks."""
+    """End the watch, because the program has ended or reports steps, which show more. failed: keep the stacks."""
     if state.output_watch is not None:
         state.output_watch.stop(failed)

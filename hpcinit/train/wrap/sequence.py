@@ -58,7 +58,7 @@ class Attention:
 
 
 def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: bool) -> Attention:
-    """Return the context managers for this layout. mesh: of the run. Raise RequestError if a setting is unsupported."""
+    """Return the context managers for this layout. mesh: the run's. Raise RequestError if a setting is unsupported."""
     if layout.cp == 1:
         return Attention()
     if compiled:
