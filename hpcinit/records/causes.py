@@ -31,6 +31,7 @@ SECONDARY = re.compile(
             r"SignalException: Process \d+ got signal: 15",  # torchrun's agent
             r"Horovod has been shut down",
             r"successfully reached monitoredBarrier, but received errors",
+            r"NVRM: Xid .*: 45, ",  # the driver removes a process after another error
         )
     )
 )
@@ -143,7 +144,8 @@ KINDS = (
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
      "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
      "crashed; with num_workers=0 the rank's log shows the traceback"),
-    Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded|low on resource: ephemeral-storage",
+    Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded|StorageFull|QuotaExceeded"
+     r"|low on resource: ephemeral-storage",
      "free space (df -h, quota), or write to another disk: runs_dir, TMPDIR"),
     # torch.save on a full disk: https://github.com/pytorch/pytorch/issues/121833
     Message(failure_kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing"
@@ -160,16 +162,17 @@ KINDS = (
      "the ranks' torch has no CUDA support, or their node has no GPU: check cluster.venv, cluster.conda or "
      "container.image; hpcinit doctor cluster=... nodes=1 shows torch and the GPUs of a node"),
     Message(failure_kinds.NO_GPU, r"invalid device ordinal|Duplicate GPU detected|machine only has: \[", _OWN_DEVICE),
-    # https://docs.nvidia.com/deploy/xid-errors: 13, 31, 43 and 45 are errors of the program, the others of the device.
-    Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43|45), ", _KERNEL),
+    # https://docs.nvidia.com/deploy/xid-errors: 13, 31 and 43 are errors of the program, the others of the device.
+    Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43), ", _KERNEL),
     Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|uncorrectable|"
      r"amdgpu: GPU reset|HW Exception by GPU|"
      r"system not yet initialized",
      _HARDWARE),
-    Message(failure_kinds.PROGRAM, r"device-side assert|illegal memory access|misaligned address"
+    Message(failure_kinds.PROGRAM, r"device-side assert\b|illegal memory access|misaligned address"
      r"|illegal instruction was encountered|Memory access fault by GPU", _KERNEL),
     Message(failure_kinds.PROGRAM, r"Cuda failure (?:1 )?'invalid argument'|CUDA error: invalid argument"
-     r"|no kernel image is available|CUDA driver version is insufficient|invalid resource handle",
+     r"|no kernel image is available|CUDA driver version is insufficient|invalid resource handle"
+     r"|nccl version \d+, expected",
      "the versions of torch, NCCL, CUDA and the driver may not fit each other: run python -m torch.utils.collect_env"),
     # Of a program or of a device: the message does not show which.
     Message(failure_kinds.GPU, r"CUDA error|Cuda failure|unhandled cuda error|HIP error",
@@ -185,20 +188,22 @@ KINDS = (
      r"|: can't open file |[Ss]tale (?:NFS )?file handle|transport endpoint|error: execve\(\): "
      r"|(?i:\b(?:fatal|error|failed)\b.*: (?:no such file or directory|permission denied)$)",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
-    Message(failure_kinds.NETWORK, r"^ssh could not connect|not reachable via ssh|^ssh: |Host key verification failed"
-     r"|Permission denied \((?:publickey|keyboard|password|gssapi)",
+    Message(failure_kinds.NETWORK, r"^ssh (?:probably )?could not connect|not reachable via ssh|^ssh: "
+     r"|Host key verification failed|Permission denied \((?:publickey|keyboard|password|gssapi)",
      "the launcher uses ssh: ssh HOST hostname must work without a password, from the first node to each other node"),
     # torch.multiprocessing.spawn; its process 3 is rank 3 of a node's ranks
     Message(failure_kinds.SIGNAL, r"ProcessExitedException: process (?P<ranks>\d+) terminated with signal",
      "the message does not show who sent the signal: for SIGKILL, dmesg on the node shows whether its memory was full"),
-    Message(failure_kinds.NETWORK, r"HTTPS?ConnectionPool|Max retries exceeded|Failed to resolve|urlopen error",
+    Message(failure_kinds.NETWORK, r"HTTPS?ConnectionPool|Max retries exceeded|Failed to resolve|urlopen error"
+     r"|[Cc]ould(?:n't| not) connect to",
      "the program could not download: compute nodes often have no access to the Internet; download before the job"),
     Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'"
      r"|client socket has timed out|connectFullMesh failed|Name or service not known|name resolution",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
      "the store (--rdzv-endpoint or MASTER_ADDR)"),
     # The driver of Ray, or a pool of processes, reports that a process ended.
-    Message(failure_kinds.UNKNOWN, r"ActorDiedError|RayActorError|WorkerCrashedError|BrokenProcessPool",
+    Message(failure_kinds.UNKNOWN, r"ProcessRaisedException:?\s*$|ActorDiedError|RayActorError|WorkerCrashedError"
+     r"|BrokenProcessPool",
      "the message does not show why the process ended: its own log does, and dmesg on its node"),
     # NCCL's own result codes: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html
     Message(failure_kinds.PROGRAM, r"ncclInvalidUsage|ncclInvalidArgument|invalid usage|NCCL error.*invalid argument",
@@ -296,6 +301,7 @@ def of_record(record: ErrorRecord) -> tuple[str, str]:
     return found
 
 
+WITHOUT_REASON = re.compile(r"unhandled (?:cuda|system) error")  # of NCCL, without its 'Last error'
 _LAST = re.compile(r"Last error:\s*(\S.*)")  # NCCL's message below torch's
 _OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in further lines
 

@@ -178,6 +178,7 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
         if log.rank is not None and _STACK in text:  # faulthandler writes the main thread last
             main = _THREAD.findall(text)[-1:] if text == log.text else ["0x1"]
             stacks[log.rank] = hang_report.place(f"main thread {''.join(main)}\n{text}")
+    stacks = {rank: place for rank, place in stacks.items() if place.at or place.waits_in}  # others are cut
     return hang_report.report([], stacks, 0.0, 0) if len(stacks) > 1 else None
 
 

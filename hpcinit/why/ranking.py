@@ -111,7 +111,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
     """Return a failure of an unknown rank with the rank that the others waited for."""
-    lines = (*failure.verdict.evidence, f"probably of rank {hang.ranks[0]}: {hang.verdict.headline}")
-    host = failure.verdict.host or hang.verdict.host
-    verdict = replace(failure.verdict, rank=hang.ranks[0], host=host, evidence=lines)
+    (rank,), known = hang.ranks, failure.verdict
+    head, lines = f"{known.headline} (probably rank {rank})", (*known.evidence, hang.verdict.headline)
+    verdict = replace(known, headline=head, rank=rank, host=known.host or hang.verdict.host, evidence=lines)
     return replace(failure, verdict=verdict, ranks=hang.ranks)

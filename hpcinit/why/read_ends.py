@@ -25,6 +25,7 @@ UNSEEN = (
     "collectives (comm.collective_timeout_s, or the program's own)"
 )
 _INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
+UNSHOWN = {"Aborted": "; the reason of the abort is unknown", "Terminated": "; the sender of the signal is unknown"}
 SHELL = 128  # a shell adds it to the number of a signal
 NOT_STARTED = (125, 126, 127)  # of a container runtime or a shell that cannot start the program
 READ_LOGS = "read the job's log, and the logs of ranks without an error record"
@@ -91,6 +92,8 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
     unnamed = f"a rank on {host}" if host else "a rank"
     who = replace(evidence, hosts=dict.fromkeys(end.ranks, host)).named(end.ranks) if end.ranks else unnamed
     head = f"{who} {how} first{evidence.at_step}"
+    if kind == failure_kinds.SIGNAL and not evidence.has_clock:  # lines of the log may be missing
+        head += UNSHOWN.get(name, "")
     return evidence.verdict(head, kind, do, rank=rank, host=host, evidence=tuple(line for line in lines if line))
 
 
@@ -120,6 +123,8 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
         kind, do, head = failure_kinds.SIGNAL, causes.SIGNALS[signal], f"{head} (signal: {signal})"
     if kind == failure_kinds.PROGRAM and code in NOT_STARTED:
         kind, do = failure_kinds.SCRIPT, "the program did not start: the shell or the container runtime printed why"
+    elif not evidence.has_clock and not causes.message(tail):
+        head += "; its error is unknown"
     known, error = rank if rank >= 0 else None, brief(tail) or end.how
     verdict = evidence.verdict(head, kind, do, rank=known, host=end.host, error=error)
     yield Finding(Grade.EXITED, verdict, (rank,))
@@ -146,7 +151,8 @@ def _early(evidence: Evidence) -> Iterator[Finding]:
     ranks = _ended_early(evidence)
     if not ranks:
         return
-    head = f"{evidence.named(ranks)} ended first, with exit status 0{evidence.at_step}"
+    shown = evidence.has_clock or _succeeded(evidence).issuperset(ranks)
+    head = f"{evidence.named(ranks)}{'' if shown else ' probably'} ended first, with exit status 0{evidence.at_step}"
     waiting = tuple(f"{call} when {'they' if len(ranks) > 1 else 'it'} ended" for call in _calls(evidence))
     verdict = _of_ranks(head, failure_kinds.EARLY_END, EARLY, ranks, evidence)
     lines = (*waiting, *read_hang.in_dumps(evidence))
@@ -158,7 +164,7 @@ def _unlisted(evidence: Evidence) -> Iterator[Finding]:
     timed_out = any(causes.is_timeout(one.record) for one in evidence.found)
     if evidence.lists_failed_ranks and evidence.found and not _without_error(evidence) and not timed_out:
         lost = named(one.record.rank for one in evidence.found)
-        head = f"a rank that is not among the failed ones ended first, with exit status 0; {lost} lost it"
+        head = f"a rank that is not among the failed ones probably ended first, with exit status 0; {lost} lost it"
         yield Finding(Grade.UNLISTED, evidence.verdict(head, failure_kinds.EARLY_END, EARLY))
 
 
@@ -173,7 +179,7 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
     texts = (one.record.foreign for one in evidence.found)
     broken = next((found for text in texts if (found := _INFINIBAND.search(text))), None)
     if broken:
-        head = f"a connection over InfiniBand broke ({broken[0]}): the link, or the process of that peer, failed"
+        head = f"a connection over InfiniBand broke ({broken[0]}): the link may have failed, or that peer's process"
         yield Finding(Grade.LOST, evidence.verdict(head, failure_kinds.NETWORK, causes.NETWORK))
     elif not missing and evidence.found:
         yield Finding(Grade.LOST, evidence.verdict(GONE, failure_kinds.UNKNOWN, READ_LOGS))

@@ -80,7 +80,7 @@ def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
     for number, line in enumerate(lines):
         if found := _SSH.match(line.text):
             own = [one.text for one in lines[:number] if one.stream.startswith(f"{found[1]}:")]
-            text = f"ssh could not connect to {found[1]}, or lost the connection"
+            text = f"ssh probably could not connect to {found[1]}, or lost the connection"
             yield Error(LAUNCHER, ": ".join([text, *own[-1:]]), "", number, host=found[1])
 
 

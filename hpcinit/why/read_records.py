@@ -33,6 +33,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     elif interrupted:
         record, at = interrupted[0].record, evidence.when(interrupted[0])
         head = f"{who(record)} was interrupted by SIGINT first{_clock(at, evidence)}{_place(record)}"
+        head += "" if evidence.has_clock else "; the sender of the signal is unknown"
         when = at if evidence.has_clock else None
         rank = record.rank if record.rank >= 0 else None
         advice = causes.SIGNALS["Interrupt"]
@@ -92,6 +93,7 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
     rank = at_fault[0] if at_fault else record.rank
     subject = who(record) if rank == record.rank else evidence.named([rank])
     head = f"{subject} failed first{_clock(at, evidence)}{_place(record)}: {text}"
+    head += "; NCCL's reason is unknown" if causes.WITHOUT_REASON.search(text) else ""
     when = at if evidence.has_clock else None
     host = record.host if rank == record.rank else evidence.hosts.get(rank, "")
     known = rank if rank >= 0 else None

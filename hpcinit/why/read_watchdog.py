@@ -97,12 +97,10 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     of_rank = {one.rank: one.group for one in reversed(known) if one.group is not None}
     groups = {of_rank.get(rank) for rank in at}
     if len(groups - {None}) > 1:  # a rank of one group may wait for a rank that waits in another
-        head = (
-            f"collectives of several groups timed out on {named(at)}, and the logs do not show for which rank they wait"
-        )
+        head = f"collectives of several groups timed out on {named(at)}; the rank for which they wait is unknown"
         yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
     elif at and all(call.startswith(MESSAGES) for _, call, _ in at.values()):  # each is a call of two ranks
-        head = f"sends or receives timed out on {named(at)}, and the logs do not show for which rank they wait"
+        head = f"sends or receives timed out on {named(at)}; the rank for which they wait is unknown"
         yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
     elif len(set(at.values())) > 1:
         yield _different(at, evidence, same_group=None not in groups)
@@ -114,11 +112,12 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
         yield _finding(head, sorted(late), ADVICE, evidence)
     elif missing := _missing(every, evidence) if groups <= {"", None} else _between(at, known):
-        head = f"{named(missing)} did not report a timeout of {_call(at)}, in which {named(at)} waited"
+        it = "them" if len(missing) > 1 else "it"  # but lines of a log may be missing
+        head = f"{named(missing)} did not report a timeout of {_call(at)}: {named(at)} probably waited for {it}"
         yield _finding(head, missing, ADVICE, evidence)
     else:
         head = f"a collective timed out on {named(at)}: {_call(at)}" if at else "a collective timed out"
-        head += ", and the logs do not show which rank, device or link was late"
+        head += "; which rank, device or link was late is unknown"
         yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
 
 
@@ -147,8 +146,9 @@ def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bo
     many = sorted(at.keys() - set(odd))
     mine, theirs = _described(at[shown[0]], usual), _described(usual, at[shown[0]])
     head = f"{named(shown)} {_wait(shown)} in {mine}, and {named(many)} in {theirs}"
-    if 2 * most <= len(at) or not (same_group or len({number for number, _, _ in at.values()}) == 1):
-        head = f"the ranks wait in different collectives: {head}"
+    head += f": the call of {named(shown)} is probably wrong" if most <= 2 * (len(at) - most) else ""
+    if 2 * most <= max(len(at), evidence.size) or not (same_group or len({number for number, _, _ in at.values()}) == 1):
+        head = f"the ranks wait in different collectives, and whose call is wrong is unknown: {head}"
         odd = []
     return _finding(head, odd, causes.DIFFERENT_CALLS, evidence, failure_kinds.MISMATCH)
 
