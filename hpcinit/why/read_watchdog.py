@@ -147,7 +147,8 @@ def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bo
     mine, theirs = _described(at[shown[0]], usual), _described(usual, at[shown[0]])
     head = f"{named(shown)} {_wait(shown)} in {mine}, and {named(many)} in {theirs}"
     head += f": the call of {named(shown)} is probably wrong" if most <= 2 * (len(at) - most) else ""
-    if 2 * most <= max(len(at), evidence.size) or not (same_group or len({number for number, _, _ in at.values()}) == 1):
+    is_majority = 2 * most > max(len(at), evidence.size)
+    if not is_majority or not (same_group or len({number for number, _, _ in at.values()}) == 1):
         head = f"the ranks wait in different collectives, and whose call is wrong is unknown: {head}"
         odd = []
     return _finding(head, odd, causes.DIFFERENT_CALLS, evidence, failure_kinds.MISMATCH)
