@@ -102,7 +102,8 @@ def gather(
         [*read_tracebacks.read(lines), *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log
     )
     ended = bool(slurm.cancelled or preempted_at or state in ENDED_BY_SLURM)
-    failed = any(not end.succeeded for end in (*slurm.ends, *read_launchers.ends(lines, (), listed=bool(slurm.ends))))
+    about = read_launchers.about_ends(lines)
+    failed = any(not end.succeeded for end in (*slurm.ends, *read_launchers.ends(about, (), listed=bool(slurm.ends))))
     # Of several processes that print without a rank, one may fail while others train on.
     handled = [one for one in every if one.handled and not (failed and one.rank == NO_RANK)]
     cut = [one.rank for one in every if one.text == read_tracebacks.CUT]
@@ -112,7 +113,7 @@ def gather(
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
     with_error = {one.rank for one in errors if one.rank != NO_RANK}
-    by_others = read_launchers.ends(lines, with_error, listed=bool(slurm.ends))
+    by_others = read_launchers.ends(about, with_error, listed=bool(slurm.ends))
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
     errors = _assigned(errors, slurm)
     if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists

@@ -6,8 +6,8 @@ import os
 import re
 from typing import BinaryIO
 
-WHOLE = 8 << 20  # bytes of a log that is read completely
-START, END = 256 << 10, 4 << 20  # bytes: the size of the world is at the start, messages of Slurm are at the end
+WHOLE = 4 << 20  # bytes of a log that is read completely
+START, END = 256 << 10, 2 << 20  # bytes: the size of the world is at the start, messages of Slurm are at the end
 WINDOW, BEFORE = 16 << 10, 256  # bytes after and before a message
 MOST_WINDOWS = 64  # for each message: the first ones count, later errors are usually consequences
 CHUNK = 8 << 20

@@ -63,6 +63,11 @@ _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
 # pdsh; ssh itself exits with 255
 _SSH = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255$")
+# A part of each pattern above: a long log has few such lines.
+_WORDS = re.compile(
+    r"[Ee]xit|EXIT|[Ss]ignal|SIG|[Tt]erminat|[Kk]illed|KILLED|[Cc]rash|died|[Aa]bort|ABORT|CANCEL|fail|nnodes|spawned|noticed"
+    r"|RUNNING AT|[Ff]ault|Bus error|Illegal|Process name|code"
+)
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
 
 
@@ -108,9 +113,14 @@ def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
     return ends
 
 
+def about_ends(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines that can report how a rank ended."""
+    return [line for line in lines if _WORDS.search(line.text)]
+
+
 def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
-    """Return the ends of ranks that other launchers report. with_error: ranks that printed an error. listed: whether
-    srun or torchrun list how ranks ended."""
+    """Return the ends of ranks that other launchers report. lines: about ends. with_error: ranks that printed an error.
+    listed: whether srun or torchrun list how ranks ended."""
     known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_by_rank(lines)]
     return known if known or listed else _without_rank(lines)
 
