@@ -47,19 +47,30 @@ STATES = {"later": "sleeps", "first": "sleeps", "stopped": "is stopped"}
 def test_the_rank_that_waits_for_its_worker(hpcinit: Run, tmp_path: Path, how: str) -> None:
     """`why` names the rank, the worker's process and what the kernel shows of it, and calls no process dead."""
     (tmp_path / "train.py").write_text(PROGRAM)
-    words = ["submit", "cluster=local", "ranks_per_node=2", "hang.after_s=2", "--", "train.py", how]
+    # A rank once died of a segmentation fault at its start, and no log said where.
+    words = [
+        "submit",
+        "cluster=local",
+        "ranks_per_node=2",
+        "hang.after_s=2",
+        "+job.env.PYTHONFAULTHANDLER=1",
+        "--",
+        "train.py",
+        how,
+    ]
     run = folder_of(hpcinit(*words))
     try:
         with contextlib.suppress(AssertionError):  # the assertions below show more
             until(lambda: "the training hung" in hpcinit("why", str(run)).stdout, 150)
         text = hpcinit("why", str(run)).stdout
+        logs = "".join(f"\n{path.name}:\n{path.read_text()}" for path in sorted(run.rglob("*.log")))
         found = json.loads(hpcinit("why", "--json", str(run)).stdout)
         worker = (tmp_path / "worker").read_text()
         assert re.match(
             rf"the training hung: rank 1 on \S+ waits for its DataLoader worker \(pid {worker}, which {STATES[how]}.*\), "
             r"at train.py:20 in train",
             text,
-        ), text
+        ), text + logs
         assert "dead or unresponsive" not in text and "wrote no stack" not in text, text
         assert f"py-spy dump --pid {worker}" in text, text
         assert (found["rank"], found["kind"]) == (1, "hang"), found
