@@ -15,8 +15,10 @@ import pytest
 
 from tests.skip_or_fail import skip_or_fail
 
-PAGE = (Path(__file__).parent.parent / "docs/recipes.md").read_text()
-PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "recipes.md").read_text()
+LAUNCHING = (DOCS / "reference/launching.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE + LAUNCHING, re.DOTALL))
 COMMANDS = re.findall(r"^    ((?:rates=.*\n    )?(?:hpcinit|python) .*)$", PAGE, re.MULTILINE)
 # One import per node: of torch, and of what the ranks import later.
 FORK = "launch=fork launch.preload=[torch,torch._dynamo]"

@@ -47,7 +47,7 @@ STATES = {"later": "sleeps", "first": "sleeps", "stopped": "is stopped"}
 def test_the_rank_that_waits_for_its_worker(hpcinit: Run, tmp_path: Path, how: str) -> None:
     """`why` names the rank, the worker's process and what the kernel shows of it, and calls no process dead."""
     (tmp_path / "train.py").write_text(PROGRAM)
-    # A rank once died of a segmentation fault at its start, and no log said where.
+    # A rank once died of a segmentation fault at its start, and no log showed where.
     words = [
         "submit",
         "cluster=local",
