@@ -3,24 +3,21 @@
 `hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc: neither hpcinit
 nor the run's environment may exist outside a container.
 
-The handler that runtime/lifecycle/stack_signal.py installs writes the stacks; its own thread gets the signal. A process
-without that handler never gets the signal, which would end it. py-spy reads such a process, and a stopped one. Neither
-interrupts the program.
+The thread that runtime/lifecycle/stack_signal.py starts writes the stacks. If C code keeps the GIL, this thread cannot
+run, and gets a signal: its handler writes them. A process without that handler never gets the signal, which would end
+it. py-spy reads such a process, and a stopped one. None of these interrupts the program.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 import zlib
@@ -38,10 +35,10 @@ OF_A_RANK = re.compile(
 CHUNK = 800  # characters; Slurm mixes the output of tasks only between lines below 1 KiB
 PREFIX = "hpcinit-stacks"
 PY_SPY_S = 5.0  # py-spy needs 0.1 s on an idle core
-SETTLED_S, HANDLER_S = 0.03, 1.0  # a handler's output is complete if it does not grow for so long
+SETTLED_S, HANDLER_S = 0.03, 1.0  # the stacks are complete if they do not grow for so long; the handler's limit
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
 TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250}
-GIL_S = 0.5  # Python code gives the GIL to another thread within 5 ms
+GIL_S = 3.0  # Python code gives the GIL to another thread within 5 ms, but on a loaded machine that thread may wait
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -244,10 +241,7 @@ def _py_spy(candidates: list[str]) -> str:
 
 
 def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[str, Any]:
-    start, first, pipe = time.monotonic(), _cpu_s(one.pid), -1
-    if _state(one.pid) not in ("T", "t", "Z"):
-        with contextlib.suppress(OSError):
-            pipe = _probe_gil(one)
+    start, first, own = time.monotonic(), _cpu_s(one.pid), OwnStacks(one)
     found: list[dict[str, Any]] = []
     errors: list[str] = []
     for at in range(samples):
@@ -256,14 +250,10 @@ def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[st
         sample = {"state": state, "wchan": _read(one.pid, "wchan").strip("0\n")}
         if state in ("", "Z", "X"):
             break
-        sample.update(_stack(one, state, py_spy, errors))
+        sample.update(_stack(one, own, state, py_spy, errors))
         found.append(sample)
     last, elapsed = _cpu_s(one.pid), time.monotonic() - start
-    kept = None
-    if pipe >= 0:
-        with contextlib.suppress(OSError):
-            kept = _gil_is_kept(pipe)
-        os.close(pipe)
+    own.close()
     return {
         "rank": one.rank,
         "pid": one.pid,
@@ -271,19 +261,19 @@ def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[st
         "python": one.python,
         "state": _state(one.pid),
         "elapsed_s": elapsed,
-        "gil_kept": kept,
+        "gil_kept": own.gil_is_kept,
         "cpu_s": None if first is None or last is None else last - first,
         "samples": found,
         "error": errors[-1] if errors else "",
     }
 
 
-def _stack(one: Process, state: str, py_spy: str, errors: list[str]) -> dict[str, Any]:
+def _stack(one: Process, own: OwnStacks, state: str, py_spy: str, errors: list[str]) -> dict[str, Any]:
     """Return {"frames": [[file, line, function], ...]} of the main thread, the innermost first, and who has the GIL."""
     if not one.python:
         return {}
-    if one.label and state not in ("T", "t"):
-        frames = _by_handler(one)
+    if state not in ("T", "t"):
+        frames = own.frames()
         if frames:
             return {"frames": frames}
     if not py_spy:
@@ -330,22 +320,52 @@ def _frame(frame: dict[str, Any]) -> list[Any]:
     return [frame["filename"], frame["line"], frame["name"].rpartition(".")[2]]
 
 
-def _by_handler(one: Process) -> list[list[Any]]:
-    """Return the frames that the rank's own C handler writes, which needs no GIL."""
-    with contextlib.suppress(OSError):
-        if not _catches(one.pid, one.label.signal):
+class OwnStacks:
+    """The stacks that a rank writes itself. gil_is_kept: whether C code keeps the GIL, or None if it is unknown."""
+
+    def __init__(self, one: Process) -> None:
+        self._one, self._pipe = one, -1
+        self.gil_is_kept: bool | None = None
+        with contextlib.suppress(OSError):
+            for file in (PROC / str(one.pid) / "fd").iterdir() if one.label else ():
+                if self._pipe < 0 and _link(file) == one.label.pipe:
+                    self._pipe = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+
+    def close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+
+    def frames(self) -> list[list[Any]]:
+        """Return the frames of the main thread, or [] if the rank cannot write them."""
+        if self._pipe < 0:
             return []
-        os.truncate(one.label.path, 0)
-        if not _signal_thread(one):
-            return []
-        end, size, since = time.monotonic() + HANDLER_S, 0, time.monotonic()
+        with contextlib.suppress(OSError):
+            os.truncate(self._one.label.path, 0)
+            limit_s = SETTLED_S
+            if not self.gil_is_kept:  # otherwise the thread has not answered the last request yet
+                os.write(self._pipe, b".")
+                limit_s = GIL_S
+            self.gil_is_kept = not self._written(limit_s)
+            if self.gil_is_kept and _catches(self._one.pid, self._one.label.signal) and _signal_thread(self._one):
+                self._written(HANDLER_S)
+            return main_frames(self._one.label.path.read_text(errors="replace"), self._one.label.main)
+        return []
+
+    def _written(self, limit_s: float) -> bool:
+        """Wait for the rank's stacks, and return whether it has written them."""
+        end, size, since = time.monotonic() + limit_s, 0, time.monotonic()
         while time.monotonic() < end and (size == 0 or time.monotonic() - since < SETTLED_S):
             time.sleep(0.005)
-            now = one.label.path.stat().st_size
+            now = self._one.label.path.stat().st_size
             if now != size:
                 size, since = now, time.monotonic()
-        return main_frames(one.label.path.read_text(errors="replace"), one.label.main)
-    return []
+        return size > 0
+
+
+def _link(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        return str(file.readlink())
+    return ""
 
 
 def _signal_thread(one: Process) -> bool:
@@ -361,28 +381,6 @@ def _signal_thread(one: Process) -> bool:
             number = TGKILL.get(os.uname().machine)  # glibc before 2.30
             return number is not None and libc.syscall(number, *words) == 0
     return False
-
-
-def _probe_gil(one: Process) -> int:
-    """Ask the rank's thread to read two bytes, and return the pipe, or -1 if there is none."""
-    if one.label:
-        for file in (PROC / str(one.pid) / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                if str(file.readlink()) == one.label.pipe:
-                    pipe = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
-                    os.write(pipe, b"..")
-                    return pipe
-    return -1
-
-
-def _gil_is_kept(pipe: int) -> bool:
-    """Return whether the thread still cannot read the second byte, because C code keeps the GIL."""
-    end = time.monotonic() + GIL_S
-    while True:
-        left = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
-        if left == 0 or time.monotonic() > end:
-            return bool(left)
-        time.sleep(0.01)
 
 
 def main_frames(text: str, thread: str) -> list[list[Any]]:

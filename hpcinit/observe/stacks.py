@@ -295,7 +295,7 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
 def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
     """Return the name of the thread that keeps the GIL in all samples, or ''.
 
-    kept: whether the rank's own thread waited for the GIL for a second, or None if it has no such thread. Without that,
+    kept: whether the rank's own thread waited for the GIL for seconds, or None if it has no such thread. Without that,
     Python code that runs in each of the samples looks like C code that keeps it.
     """
     holders = {one.get("gil", "") for one in samples if "gil" in one or "frames" in one}
