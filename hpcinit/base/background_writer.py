@@ -27,7 +27,7 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def suppressed(what: str) -> Iterator[None]:
-    """Suppress an OSError of the block that writes the report `what`, and print one warning per report and process."""
+    """Suppress an OSError raised in the block, which writes the report `what`. Warn once per report and process."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def suppressed(what: str) -> Iterator[None]:
 
 
 class _Writer:
-    """A daemon thread, which starts with the first report. Its attributes are guarded by `_changed`."""
+    """A daemon thread that starts with the first report. `_changed` guards its attributes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -54,7 +54,7 @@ class _Writer:
         self._started = False
 
     def put(self, what: str, write: Callable[[], object], keep_first: bool, every_s: float) -> None:
-        """Add a report to those that wait; see later()."""
+        """Queue a report; see later()."""
         with self._changed:
             if keep_first and what in self._waiting:
                 return
@@ -84,17 +84,17 @@ class _Writer:
             return not self._waiting and not self._busy
 
     def _due(self) -> str | None:
-        """Return the first report that is to be written now, or None."""
+        """Return the first report that must be written now, or None."""
         now = time.monotonic()
         return next((what for what in self._waiting if now >= self._not_before.get(what, now)), None)
 
     def _pause_s(self) -> float | None:
-        """Return how long the thread waits for the next report that is due, or None if none waits."""
+        """Return the seconds until the next waiting report is due, or None if none waits."""
         times = [self._not_before.get(what, 0.0) for what in self._waiting]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _run(self) -> None:
-        """Write the reports that are due, one after the other, until the process ends."""
+        """Write each report when it is due, until the process ends."""
         while True:
             with self._changed:
                 while (what := self._due()) is None:
@@ -121,16 +121,16 @@ _writer = _Writer()
 
 
 def later(what: str, write: Callable[[], object], *, keep_first: bool = False, every_s: float = 0.0) -> None:
-    """Have the thread call `write`, which may raise OSError, until it succeeds; return at once.
+    """Make the thread call `write` until it succeeds, and return at once. `write` may raise OSError.
 
-    It replaces a `write` for the same report that still waits; with keep_first, the earlier one is kept. every_s: the
-    shortest time between two writes of this report; the latest one is always written.
+    If an earlier `write` for the same report still waits, the new one replaces it; with keep_first, the earlier one
+    stays. every_s: the shortest time between two writes of this report. The latest one is always written.
     """
     _writer.put(what, write, keep_first, every_s)
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Try all waiting reports again; return whether all are written after at most `timeout_s` seconds."""
+    """Retry all waiting reports; return whether all were written within `timeout_s` seconds."""
     return _writer.flush(timeout_s)
 
 

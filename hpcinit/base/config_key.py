@@ -19,11 +19,11 @@ def key(
     sbatch: str = "",
     owns: str = "",
 ) -> Any:
-    """Declare a key. `--help`, the reference page, the checks and the messages are made from this declaration.
+    """Declare a key. `--help`, the reference page, the checks and the messages all use this declaration.
 
-    The key's name ends in its unit: _s, _min, _h, _gb, _mb. least, above, most: bounds of a number; an Optional key may
-    always be null. filled: what a message expects instead of ''. sbatch: the option that takes the value unchanged.
-    owns: other options of sbatch and srun that hpcinit derives from this key.
+    The name of a key with a unit ends in it: _s, _min, _h, _gb, _mb. least, above, most: the bounds of a number. An
+    Optional key may always be null. filled: what a message expects instead of ''. sbatch: the option that takes the
+    value unchanged. owns: other options of sbatch and srun that hpcinit derives from this key.
     """
     about = {
         "help": help,

@@ -1,7 +1,7 @@
 """Prints notes and warnings of a command to stderr, and implements the options -q and -v.
 
-With -q only errors, and what differs from the request, are printed to stderr, and the answer has its shortest form. A
-process runs one command, so the level is set once, from the command line.
+With -q, stderr shows only errors and differences from the request, and the answer has its shortest form. A process
+runs one command, so the level is set once, from the command line.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _CONTROL = re.compile(
 
 
 def plain(text: str) -> str:
-    """Return `text` with control characters written as '\\x1b' or '\\u202e', except tabs and line feeds."""
+    r"""Return `text` with control characters escaped, as in '\x1b' or '\u202e'. Tabs and line feeds stay."""
     return _CONTROL.sub(lambda found: "".join(map(_shown, found[0])), text)
 
 
 def plain_lines(lines: Iterable[str]) -> str:
-    """Return lines that contain text from files, joined. A line feed inside a line is written as '\\x0a'."""
+    r"""Join lines that contain text from files. Escape a line feed inside a line as '\x0a'."""
     return "\n".join(plain(line).replace("\n", "\\x0a") for line in lines)
 
 
 def colored(text: str) -> str:
-    """Return `text` with control characters written as '\\x1b', except tabs, line feeds and colors. Reset the color.
+    r"""Return `text` with control characters escaped, as in '\x1b', except tabs, line feeds and colors.
 
-    With NO_COLOR, remove the colors.
+    Reset the color at the end. With NO_COLOR, remove the colors.
     """
     keep = color_system() is not None
     safe = _CONTROL.sub(lambda found: (found[1] if keep else "") if found[1] else _shown(found[0]), text)
@@ -65,7 +65,7 @@ def _shown(character: str) -> str:
 
 
 def color_system() -> Literal["auto"] | None:
-    """Return the color_system of every Console: None with NO_COLOR, which rich itself does not apply to bold text."""
+    """Return the color_system of every Console: None with NO_COLOR, because rich would still print bold text."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 
@@ -83,20 +83,20 @@ def quiet() -> bool:
 
 
 def note(text: str) -> None:
-    """Print a line to stderr, unless quiet, after everything that was printed before, also if both are one pipe."""
+    """Print a line to stderr, unless quiet. Flush stdout first, so that the order is right if both are one pipe."""
     if not quiet():
         always(text)
 
 
 def always(text: str) -> None:
-    """Print a line to stderr, also with -q: a difference between what was requested and what is submitted."""
+    """Print a line to stderr, even with -q: how the submitted job differs from the request."""
     with contextlib.suppress(OSError, ValueError):  # stdout is closed; the code that prints the answer handles it
         sys.stdout.flush()
     print(plain(text), file=sys.stderr, flush=True)
 
 
 def message(text: str) -> None:
-    """Print a note that starts with 'hpcinit:', for a terminal in which other programs print too."""
+    """Print a note that starts with 'hpcinit:', for terminals in which other programs print too."""
     note(f"hpcinit: {text}")
 
 
@@ -106,10 +106,10 @@ def warning(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print 'hpcinit: text' to stderr in one write(2), also where several processes write to the same log.
+    """Print 'hpcinit: text' to stderr in one write(2), because several processes write to the same log.
 
-    print() writes the text and the end of line separately, so another process's line could be between them. Raise
-    nothing: a full disk under the log must not end a rank.
+    print() writes the text and the end of the line separately, so another process's line could land between them. Raise
+    nothing: a full disk must not end a rank.
     """
     with contextlib.suppress(OSError, ValueError):  # ValueError: the program has closed it
         if sys.stderr is not None:
@@ -155,7 +155,7 @@ def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixe
 
 
 def parse_known_arguments(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options among `words`; also return the other arguments, which are Hydra's, in their order."""
+    """Parse the options in `words`. Return them and the other arguments, which are Hydra's, in their order."""
     found, rest = parser.parse_known_args(words)
     _set_from_options(found)
     return found, rest
@@ -166,7 +166,7 @@ def _set_from_options(found: argparse.Namespace) -> None:
 
 
 def error(parser: argparse.ArgumentParser, words: Sequence[str], message: str) -> RequestError:
-    """Return argparse's `message` as an error. An option that does not exist is reported first, with a similar one."""
+    """Return argparse's `message` as an error. Report an unknown option first, with the most similar one."""
     command = re.sub(r"^(hpcinit |python -m hpcinit\.)", "", parser.prog)
     known = [option for action in parser._actions for option in action.option_strings]
     names = {option.lstrip("-"): option for option in known if option not in ("-h", "--help")}
@@ -193,7 +193,7 @@ def error(parser: argparse.ArgumentParser, words: Sequence[str], message: str) -
 
 
 def started(command: Sequence[str]) -> float:
-    """With -v, print the command that starts now. Return the time, for ended()."""
+    """With -v, print the command that is about to start. Return the current time, for ended()."""
     now = time.monotonic()
     if _chosen["level"] == VERBOSE:
         text = " ".join(shlex.join(command).split())
@@ -213,7 +213,7 @@ def _print_verbose(now: float, text: str) -> None:
 
 
 class ProgressLine:
-    """A progress line: updated in place in a terminal, else a new line for each new message."""
+    """A progress line: in a terminal it is updated in place, elsewhere each new message is a new line."""
 
     def __init__(self) -> None:
         self._shown, self._at, self._started = "", 0.0, time.monotonic()
@@ -239,7 +239,7 @@ class ProgressLine:
 
 
 def _write(text: str) -> None:
-    """Write to stderr. A closed terminal must not end a submission whose job exists."""
+    """Write to stderr. Ignore a closed terminal: it must not end a submission whose job exists."""
     if sys.stderr is not None and not quiet():  # `2>&-`
         with contextlib.suppress(OSError):
             sys.stderr.write(text)

@@ -14,8 +14,8 @@
         ├── TrainingHang     no rank finished a step for too long
         └── CheckpointError  a checkpoint could not be written or read
 
-A message has four parts: what is wrong, what was expected, why, and what to type. Messages are for people. What another
-part of hpcinit needs to know about an error is a field of it.
+A message has four parts: what is wrong, what was expected, why, and what to type. Messages are for people; code reads
+the fields of an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HpcinitError(Exception):
         kind: one of base/failure_kinds.py.
         rank_at_fault: the rank that failed first, or None if it is unknown.
         host_at_fault: the host that failed first, or '' if it is unknown.
-        quoted: the text of another program or of the system in the message, in which `hpcinit why` looks for the cause.
+        quoted: the part of the message that another program or the system wrote; `hpcinit why` finds the cause in it.
     """
 
     exit_status = 1
@@ -74,7 +74,7 @@ class RequestError(HpcinitError):
 
 
 class NodelistError(RequestError, ValueError):
-    """Text that is not a Slurm nodelist. The message points at the column."""
+    """The text is not a Slurm nodelist. The message points at the column."""
 
 
 class WorldError(RequestError):
@@ -82,18 +82,18 @@ class WorldError(RequestError):
 
 
 class SpecError(RequestError):
-    """`spec.json` is missing, unreadable, or of another version."""
+    """`spec.json` is missing, unreadable, or has another version."""
 
 
 class ConfigError(RequestError):
-    """One or more problems in the config, all found in the same pass. problems: one complete message each."""
+    """The config has problems, all found in one pass. problems: one complete message each."""
 
     def __init__(self, *problems: str) -> None:
         self.problems: Sequence[str] = problems
         super().__init__("\n".join(problems))
 
     def document(self) -> dict[str, Any]:
-        """Return the error as `--json` prints it, with each problem alone."""
+        """Return the error as `--json` prints it, with a list of the problems."""
         return {**super().document(), "problems": list(self.problems)}
 
 
@@ -109,7 +109,7 @@ class Interrupted(HpcinitError):
 
 
 class SubmissionInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a submission. runs: the folders of the runs that were submitted nevertheless."""
+    """Ctrl-C interrupted a submission. runs: the folders of the runs that were submitted anyway."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
         made = f"submitted before the interruption: {', '.join(map(str, runs))}" if runs else NOTHING_SUBMITTED
@@ -118,10 +118,7 @@ class SubmissionInterrupted(KeyboardInterrupt):
 
 
 class SubmitError(Failure):
-    """A failed submission. problem: the message without its last clause. outcome: that clause, the submission's state.
-
-    A caller that knows more about the outcome raises the problem again with another outcome.
-    """
+    """The submission failed. problem: the message without its last clause. outcome: that clause, the job's state."""
 
     kind = failure_kinds.SUBMISSION
 

@@ -1,6 +1,6 @@
 """Kinds of failures: the values of `kind` in hpcinit's errors, in error records and in verdicts of `hpcinit why`.
 
-hpcinit decides by these values, never by the text of a message: which failure was first, what caused it, what to do.
+hpcinit uses these values, never the text of a message, to decide which failure was first, what caused it, what to do.
 """
 
 from __future__ import annotations

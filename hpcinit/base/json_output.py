@@ -23,7 +23,7 @@ def line(document: str, fields: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null for each number that JSON does not have."""
+    """Return the value with null instead of NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""This process: its limits, its end with its parent or at a deadline, its title; and what /proc shows of processes."""
+"""Limits, lifetime and title of this process, and what /proc shows about any process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def terminate_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when `parent`, its parent, dies."""
+    """Make the kernel send SIGTERM to this process when its parent, `parent`, dies."""
     _signal_at_death_of(parent, signal.SIGTERM)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGKILL to this process when `parent`, its parent, dies.
+    """Make the kernel send SIGKILL to this process when its parent, `parent`, dies.
 
     SIGTERM is not enough: a shell that traps it waits for its foreground command, and a rank tries to save.
     """
@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
-    """Have the kernel send the signal when the parent dies; exit now if it is dead already."""
+    """Make the kernel send the signal when the parent dies; exit now if it has died already."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before prctl, which then sends nothing
@@ -53,10 +53,10 @@ ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of i
 
 
 def die_with_agent() -> None:
-    """Have the kernel send SIGKILL to this process when the agent in ENV_PARENT dies, however it ends.
+    """Make the kernel send SIGKILL to this process when the agent in ENV_PARENT dies, however it ends.
 
-    Not SIGTERM: with run.should_stop() a rank would try to save, and never finish without its peers. The variable is
-    removed, because child processes of this process have another parent.
+    Not SIGTERM: with run.should_stop() a rank would try to save, and never finish without its peers. Remove the
+    variable, because child processes of this process have another parent.
     """
     parent = os.environ.pop(ENV_PARENT, "")
     if parent.isdigit():
@@ -70,9 +70,9 @@ BESIDES = 1024  # for the program itself; the usual soft limit
 
 
 def raise_open_files_limit(ranks: int) -> None:
-    """Raise this process's soft limit of open files to what a job of `ranks` needs, or to the hard limit if lower.
+    """Raise this process's soft limit of open files to what a job of `ranks` needs, or at most to the hard limit.
 
-    Child processes inherit the limit. Raise nothing: a limit that is too low is reported when a connection fails.
+    Child processes inherit the limit. Raise no error: if the limit is too low, a connection will fail and report it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = PER_RANK * ranks + BESIDES
@@ -85,10 +85,10 @@ def raise_open_files_limit(ranks: int) -> None:
 
 @contextlib.contextmanager
 def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
-    """Terminate the process if the block takes longer than `seconds`: message, all stacks, exit status 1.
+    """If the block takes longer than `seconds`, print a message and all stacks and exit with status 1.
 
-    about: returns the message; it must not block for long. torch's own timeout is not sufficient: a client whose port
-    belonged to a silent server still waited after 200 s with a timeout of 5 s (torch 2.13).
+    about: returns the message; it must not block for long. torch's own timeout is not sufficient: with a timeout of 5
+    s, a client connected to a silent server still waited after 200 s (torch 2.13).
     """
 
     def end() -> None:
@@ -108,7 +108,7 @@ def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
 
 
 def end_hard(reason: str, stacks: bool = False) -> None:
-    """Print the reason and exit immediately: no exit handler may hang on a group whose peers are dead.
+    """Print the reason and exit at once, because an exit handler could hang on a group whose peers are dead.
 
     Nothing may prevent the exit: the program may have replaced or closed its streams.
     """
@@ -125,10 +125,10 @@ def end_hard(reason: str, stacks: bool = False) -> None:
 
 
 def set_title(title: str) -> None:
-    """Show this process as `title` in ps and top: as its short name, and instead of its command line.
+    """Show `title` as the name and command line of this process in ps and top.
 
-    The command line is in this process's own memory (proc(5), stat: arg_start, arg_end), where programs have written
-    titles since sendmail. As much of the title as fits there is shown. Raise nothing.
+    Overwrite the command line in this process's memory (proc(5), stat: arg_start, arg_end), as sendmail did. A title
+    that does not fit there is cut. Raise nothing.
     """
     text = title.encode()
     # No space in the short name: Slurm 22.05 (proctrack/linuxproc) splits /proc/PID/stat at spaces, and would neither
@@ -148,10 +148,10 @@ def stat(pid: int | str, proc: Path = PROC) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process, described so that another one can find out later whether it has ended.
+    """A process, described so that another process can find out later whether it has ended.
 
-    Its id does not suffice: the kernel uses ids again, and each boot and each pid namespace (a container) has its own.
-    boot: the id of the kernel's boot. namespace: the pid namespace. started: in clock ticks since the boot. '' if
+    Its id is not enough: the kernel reuses ids, and each boot and each pid namespace (a container) has its own. boot:
+    the id of the kernel's boot. namespace: the pid namespace. started: in clock ticks since the boot. A field is '' if
     unknown.
     """
 
@@ -162,9 +162,9 @@ class Process:
     started: str = ""
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended, or None if that is not visible from this host and pid namespace.
+        """Return whether the process has ended, or None if this host and pid namespace cannot see it.
 
-        Where the kernel hides processes of other users (hidepid), call it only for one of this user.
+        Where the kernel hides processes of other users (hidepid), call it only for a process of this user.
         """
         here = identity()
         if self.host != here["host"] or not (self.boot and here["boot"]):
@@ -177,7 +177,7 @@ class Process:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Return the fields of Process for this process, or for `pid`, a child of it."""
+    """Return the fields of Process for this process, or for its child `pid`."""
     try:
         namespace = str((PROC / "self/ns/pid").readlink())
     except OSError:
@@ -192,24 +192,26 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def _started(pid: int) -> str:
-    """Return when the process started, in clock ticks since the boot, or '' if it has ended, also as a zombie."""
+    """Return when the process started, in clock ticks since the boot, or '' if it has ended or is a zombie."""
     fields = stat(pid)
     return fields[22 - 3] if fields and fields[0] not in "ZX" else ""
 
 
 def state(pid: int) -> str:
-    """Return 'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ..., or '' if the process is gone."""
+    """Return the state: 'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ..., or '' if the process is gone."""
     return next(iter(stat(pid)), "")
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of a process with one thread, or [] if the kernel does not list them."""
+    """Return the ids of the children of a process with one thread, or [] if the kernel does not list them."""
     return [int(word) for word in read_or_empty(PROC / f"{pid}/task/{pid}/children").split()]
 
 
 def command_lines(pid: int, proc: Path = PROC) -> Iterator[str]:
-    """Yield the command lines of process `pid` and its parents, the nearest first, with NUL between arguments. Stop at
-    the first process that is not visible."""
+    """Yield the command lines of process `pid` and its parents, nearest first, with NUL between arguments.
+
+    Stop at the first process that is not visible.
+    """
     for _ in range(GENERATIONS):
         yield read_or_empty(proc / str(pid) / "cmdline")
         fields = stat(pid, proc)
@@ -219,7 +221,7 @@ def command_lines(pid: int, proc: Path = PROC) -> Iterator[str]:
 
 
 def stuck(pid: int) -> str:
-    """Return 'D (in nfs_wait_bit_killable)': the state of a process that survives SIGKILL, and its kernel function."""
+    """Return 'D (in nfs_wait_bit_killable)': the state and kernel function of a process that survives SIGKILL."""
     is_in, where = state(pid), read_or_empty(PROC / f"{pid}/wchan").strip("0")
     if not is_in:
         return "gone"

@@ -1,4 +1,4 @@
-"""Quotes values in a script, so that they are data and never shell code; makes command-line options from a table."""
+"""Quotes values in a script, so that the shell never runs them, and makes command-line options from a table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def unsafe(text: str) -> str | None:
-    """Return why `text` is not allowed in an #SBATCH line, or None if it is.
+    """Explain why `text` is not allowed in an #SBATCH line; return None if it is allowed.
 
-    sbatch reads directives line by line, with '...' and "..." as quotes (opt.c: _get_next_opt_from_batch_script).
-    A newline ends the directive and what follows is executed, NUL ends the script, an unmatched quote is an error.
+    sbatch reads directives line by line, with '...' and "..." as quotes (opt.c: _get_next_opt_from_batch_script). A
+    newline ends the directive and the shell runs what follows, NUL ends the script, and an unmatched quote is an error.
     """
     for character in text:
         # Unicode's line ends (NEL, LS, PS) too: programs do not agree on whether they end a line. Surrogates represent
@@ -36,12 +36,15 @@ def directive(text: str) -> str:
 
 
 def unsafe_path(path: str) -> str | None:
-    """Return why `path` is not allowed in an #SBATCH line. A backslash disables Slurm's replacements such as %j."""
+    """Explain why `path` is not allowed in an #SBATCH line, or return None.
+
+    A backslash is not allowed: it disables Slurm's replacements such as %j.
+    """
     return unsafe(path) or ("contains a backslash" if "\\" in path else None)
 
 
 class Raw(str):
-    """Text that the shell interprets; every other text is quoted."""
+    """Text that the shell interprets. All other text is quoted."""
 
     __slots__ = ()
 
@@ -52,7 +55,7 @@ def shell(text: str) -> str:
 
 
 def joined(separator: str, texts: Sequence[str]) -> str:
-    """Return `texts` joined with `separator`; the result is Raw if any of them is."""
+    """Join `texts` with `separator`. Return Raw if any of them is Raw."""
     if any(isinstance(text, Raw) for text in texts):
         return Raw(separator.join(map(shell, texts)))
     return separator.join(texts)
@@ -64,7 +67,7 @@ def pattern(path: str) -> str:
 
 
 def option_flags(options: Mapping[str, Any]) -> list[str]:
-    """Return options such as ['--nodes=2', '--unbuffered']: True makes a bare flag, None and False are skipped."""
+    """Return options as in ['--nodes=2', '--unbuffered']. True makes a bare flag; None and False are skipped."""
     return [
         f"--{name}" if value is True else joined("", [f"--{name}=", value if isinstance(value, str) else str(value)])
         for name, value in options.items()

@@ -1,6 +1,6 @@
-"""Writes files atomically, and checks who else can write a file or folder that hpcinit executes or trusts.
+"""Writes files atomically, and checks who else can write the files and folders that hpcinit executes or trusts.
 
-Also reads files that may be missing, and finds the type of a file system.
+It also reads files that may be missing, and finds the type of a file system.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PART = 65536
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a temporary file in the same folder, 'x.json.4242.tmp', and rename it. On OSError, `path` is unchanged.
+    """Write 'x.json.4242.tmp' in the same folder and rename it. If that raises OSError, `path` is unchanged.
 
-    mode: of a new file, before the umask.
+    mode: the permissions of a new file, before the umask.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -40,7 +40,7 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
 
 
 def read_or_empty(path: Path) -> str:
-    """Return the text of the file without surrounding space, or '' if it cannot be read."""
+    """Return the text of the file without surrounding whitespace, or '' if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -56,8 +56,8 @@ LARGEST = 2**28  # bytes of a file that is read as a whole; a submission.json of
 def descriptor_of(path: str | Path) -> int:
     """Open a regular file of this user, or of the owner of its folder, and return its descriptor.
 
-    A folder of another user is read only if the user of the command named it. Raise OSError for anything else, also for
-    a link, except those that submit makes in the folder of a heterogeneous job's component: '../submission.json'.
+    Read another user's folder only if this user named it on the command line. Raise OSError for anything else and for
+    links, except the link that submit makes for a component of a heterogeneous job: '../submission.json'.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -81,14 +81,15 @@ def descriptor_of(path: str | Path) -> int:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open such a file for reading, of any size. Raise OSError if the file cannot be opened."""
+    """Open a file of any size for reading, under the conditions of descriptor_of(). Raise OSError if that fails."""
     return os.fdopen(descriptor_of(path), "rb")
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return the content of such a file. Raise OSError, also if it has more than LARGEST bytes.
+    """Return the content of a file, under the conditions of descriptor_of().
 
-    A thousand runs are read: a file object makes twice as many system calls.
+    Raise OSError if that fails or the file has more than LARGEST bytes. A file object would need twice as many system
+    calls, and some commands read a thousand runs.
     """
     descriptor = descriptor_of(path)
     try:
@@ -103,7 +104,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of such a file; bytes that are not UTF-8 are replaced.
+    """Return the text of a file, as read_bytes() does. Replace bytes that are not UTF-8.
 
     Raise OSError if the file cannot be read.
     """
@@ -111,9 +112,9 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the JSON document in such a file.
+    """Return the JSON document in a file, as read_bytes() does.
 
-    Raise OSError or ValueError if the file cannot be read or is not JSON.
+    Raise OSError if the file cannot be read, and ValueError if it is not JSON.
     """
     try:
         return json.loads(read_bytes(path))
@@ -122,9 +123,9 @@ def read_json(path: str | Path) -> Any:
 
 
 def is_own(path: str | Path, *, folder: bool = False) -> bool:
-    """Return whether this user owns the file or folder. In a shared folder, those of others do not count.
+    """Return whether this user owns the file or folder; False if it does not exist.
 
-    folder: whether it must be a folder, and not a link to one.
+    folder: whether it must be a real folder, not a link to one.
     """
     try:
         found = os.lstat(path)
@@ -156,10 +157,10 @@ FOLDER_MODE = 0o755  # before the umask: others may enter the folders that we cr
 def ownership_problem(
     path: Path, found: os.stat_result, advice: str, *, owners: Container[int] = (), named: bool = False
 ) -> str:
-    """Return why `path` cannot be trusted, with what to type, or '' if it can.
+    """Explain why `path` cannot be trusted and what to type; return '' if it can.
 
     found: os.stat of the open file if a race matters, else of the path. advice: what to do about another owner. owners:
-    user ids that are trusted besides this user and root. named: the user named this path, so its group is trusted.
+    user ids that are trusted besides this user and root. named: the user named this path, so its group is trusted too.
     """
     mode = stat.S_IMODE(found.st_mode)
 
@@ -179,7 +180,7 @@ def ownership_problem(
         return ""
     shared = f", or chmod +t {shell(str(path))} if others need to create files there" if folder else ""
     return (
-        f"{about()} and {who} can write it, and so could run any program as you; "
+        f"{about()} and {who} can write it, so they could run any program as you; "
         f"chmod {change} {shell(str(path))}{shared}"
     )
 
@@ -190,9 +191,9 @@ def path_ownership_problems(path: Path, advice: str, *, owners: Container[int] =
 
 
 def pickle_problem(path: Path) -> str:
-    """Return why the pickle in `path` cannot be loaded, or ''. Loading runs whatever its author put into it.
+    """Explain why the pickle in `path` must not be loaded, or return ''. Loading runs whatever its author put in it.
 
-    Raise OSError if its folder does not exist. A pickle that does not exist is no problem.
+    Raise OSError if its folder does not exist. A missing pickle is no problem.
     """
     if problem := path_ownership_problems(path.parent, "submit again"):
         return problem
@@ -202,13 +203,16 @@ def pickle_problem(path: Path) -> str:
 
 
 def runs_dir_ownership_problems(path: Path) -> str:
-    """Return why another user could replace a run folder in `path`, or ''. Raise OSError if it does not exist."""
+    """Explain how another user could replace a run folder in `path`, or return ''.
+
+    Raise OSError if `path` does not exist.
+    """
     name = user(os.geteuid()).rpartition(" ")[2]  # '4242' for a user without a name
     return path_ownership_problems(path, f"choose your own folder: runs_dir={shell(str(path / name))}")
 
 
 def make_folders(path: Path) -> None:
-    """Create `path` and its parents, writable only by this user with any umask.
+    """Create `path` and its parents, writable only by this user, whatever the umask is.
 
     Raise OSError if a folder cannot be created.
     """
@@ -233,7 +237,7 @@ def _group(number: int) -> str:
 
 
 def _only_ours(path: Path, group: int) -> bool:
-    """Return whether this user is the only one in the group: with umask 002 each user has a group of the same name."""
+    """Return whether this user is alone in the group. With umask 002, each user has a group of the same name."""
     if not _private(group):
         return False
     try:

@@ -1,11 +1,11 @@
 """Signals: the only module that installs handlers, blocks signals or waits for them.
 
-There are four classes, because kinds of processes differ:
+There are four classes, for different kinds of processes:
 
-- Handlers: a Python handler, called between two bytecodes of the main thread.
-- Wakeup: a thread, which also works while the main thread is in C code, as in a collective that waits for a dead peer.
-- Listener: a thread that waits for blocked signals, and knows which process sent them.
-- Descriptor: no thread, for a process that forks: wait(timeout_s) returns the next blocked signal.
+- Handlers: a Python handler, which runs between two bytecodes of the main thread.
+- Wakeup: a thread. It works even while the main thread is in C code, as in a collective that waits for a dead peer.
+- Listener: a thread that waits for blocked signals and learns which process sent them.
+- Descriptor: no thread, for a process that forks. wait(timeout_s) returns the next blocked signal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def set_blocked(numbers: Iterable[int]) -> None:
 
 @contextmanager
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block these signals in this thread only: a signal to the process reaches another thread, or stays pending."""
+    """Block these signals in this thread only. A signal to the process reaches another thread or stays pending."""
     before = block(numbers)
     try:
         yield
@@ -54,7 +54,7 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def unblocked(numbers: Collection[int]) -> Iterator[None]:
-    """Unblock these signals for the block, so that a process started in it inherits them unblocked."""
+    """Unblock these signals during the block, so that a process started in it inherits them unblocked."""
     unblock(numbers)
     try:
         yield
@@ -63,23 +63,23 @@ def unblocked(numbers: Collection[int]) -> Iterator[None]:
 
 
 def reset(numbers: Iterable[int]) -> None:
-    """Give these signals their default action, from the main thread."""
+    """Restore the default action of these signals, from the main thread."""
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)
 
 
 def end_by(number: int) -> None:
-    """End this process as the signal would have ended it. Works in any thread."""
+    """End this process as the signal would have. Works in any thread."""
     ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's signal.signal works only in the main thread
     unblock({number})
     os.kill(os.getpid(), number)
 
 
 class Handlers:
-    """Installs `handler` for each of `numbers`, from the main thread. restore() puts the earlier handlers back.
+    """Installs `handler` for each of `numbers`, from the main thread. restore() reinstalls the earlier handlers.
 
-    only_free: skip signals for which the program has a handler. restart_calls: system calls of C libraries continue
-    after the signal instead of failing with EINTR.
+    only_free: skip signals for which the program has a handler. restart_calls: after the signal, system calls of C
+    libraries continue instead of failing with EINTR.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Handlers:
                 signal.siginterrupt(number, False)
 
     def restore(self) -> None:
-        """Put the earlier handlers back, but not where the program has set one since."""
+        """Reinstall the earlier handlers, except where the program has set one since."""
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, before)
 
 
 def collected(numbers: Iterable[int]) -> list[int]:
-    """Return a list to which each of these signals is appended from now on, instead of ending the process."""
+    """Append each of these signals to the returned list from now on, instead of ending the process."""
     came: list[int] = []
     Handlers(numbers, lambda number, frame: came.append(number))
     return came
@@ -111,10 +111,10 @@ def collected(numbers: Iterable[int]) -> list[int]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-C, SIGTERM and SIGHUP in the yielded list during the block, instead of acting on them.
+    """During the block, collect Ctrl-C, SIGTERM and SIGHUP in the yielded list instead of acting on them.
 
-    An interrupt between sbatch's start and the record of its job id would lose a job. Signals that are ignored (nohup,
-    a script's `&`) stay ignored, and in another thread than the main one nothing is deferred.
+    An interrupt between the start of sbatch and the record of its job id would lose a job. Ignored signals (nohup, a
+    script's `&`) stay ignored. Outside the main thread, nothing is deferred.
     """
     received: list[int] = []
     main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
@@ -133,7 +133,7 @@ def deferred_interrupts() -> Iterator[list[int]]:
 class Wakeup:
     """Calls `noted(number)` in a thread for each signal that has a Python handler. Create it in the main thread.
 
-    Others that listen on the wake-up descriptor (asyncio) still get each signal.
+    Other users of the wake-up descriptor, such as asyncio, still get each signal.
     """
 
     def __init__(self, noted: Callable[[int], object]) -> None:
@@ -144,7 +144,7 @@ class Wakeup:
         threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
 
     def close(self) -> None:
-        """Put the earlier descriptor back. From the main thread, or in a forked child."""
+        """Restore the earlier descriptor. Call it from the main thread, or in a forked child."""
         signal.set_wakeup_fd(self._before)
         with contextlib.suppress(OSError):
             os.close(self._write)
@@ -162,7 +162,7 @@ class Wakeup:
 class Listener:
     """Blocks `numbers` in this thread and those it starts, and calls `noted(number, sender)` in a thread.
 
-    sender: the process id, which sigwaitinfo(2) returns and a handler does not get. Create it before other threads.
+    sender: a process id, which sigwaitinfo(2) returns and a handler does not get. Create it before other threads.
     """
 
     def __init__(self, numbers: Collection[int], noted: Callable[[signal.Signals, int], object]) -> None:
@@ -177,10 +177,10 @@ class Listener:
 
 
 class Descriptor:
-    """Returns signals of `numbers`, which must be blocked in this process, one after the other. Linux only.
+    """Returns signals of `numbers` one after the other. They must be blocked in this process. Linux only.
 
-    signal.sigtimedwait of Python 3.11 fails if the process is stopped and continued after the timeout: it returns a
-    number from uninitialized memory. With it, scontrol suspend and resume ended the job.
+    signal.sigtimedwait of Python 3.11 has a bug: if the process is stopped and then continued after the timeout, it
+    returns a number from uninitialized memory. Because of it, scontrol suspend and resume ended the job.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:

@@ -1,11 +1,11 @@
-"""Supervises child processes: starts them in sessions, signals their groups, reaps them, and stops all on a failure.
+"""Supervises child processes: starts each in its own session, signals and reaps them, and stops all after a failure.
 
 Slurm's step daemon does this for ranks that srun starts. hpcinit does it for the ranks of launch=fork
-(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (local). Each has a subclass of
-Supervisor, which overrides the hooks.
+(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (local). Each of them has a subclass
+of Supervisor that overrides the hooks.
 
-A child that has exited is reaped late. Until then the kernel gives its process id, which is also its group's, to no
-other process, so a signal to the group never reaches an unrelated process.
+An exited child is reaped late. Until then the kernel cannot reuse its process id, which is also its group's, so a
+signal to the group never reaches an unrelated process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LOOK_S = 0.02
 
 
 class Child:
-    """A child process that leads its own session and process group. number: its supervisor's name for it.
+    """A child process that leads its own session and process group. number: how its supervisor identifies it.
 
-    code: its exit status after it is reaped; -9 if SIGKILL ended it.
+    code: the exit status after it is reaped; -9 if SIGKILL ended it.
     """
 
     def __init__(self, number: int, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -47,7 +47,7 @@ class Child:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def signal(self, number: int) -> None:
-        """Signal the child and its child processes. Do nothing if it was reaped."""
+        """Signal the child and its child processes. Do nothing after it was reaped."""
         if self.code is None:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError on macOS: a group of zombies
                 try:
@@ -69,7 +69,7 @@ class Child:
 
 
 class Supervisor:
-    """Supervises children. children: all that were started, by number, including those that have exited."""
+    """Supervises children. children: every child ever started, by number."""
 
     stuck_s = 10.0  # how long to wait after SIGKILL for a child that the kernel does not end
 
@@ -93,7 +93,7 @@ class Supervisor:
     ) -> Child:
         """Start `command` in its own session.
 
-        output: its stdout and stderr, or None to use this process's.
+        output: the file for stdout and stderr; None: inherit this process's.
 
         Raise OSError if the process cannot be started.
         """
@@ -130,7 +130,7 @@ class Supervisor:
         return False
 
     def on_stuck(self, running: Sequence[Child]) -> None:
-        """Handle children that still exist `stuck_s` after SIGKILL; supervise() then ends."""
+        """Handle children that still exist `stuck_s` after SIGKILL. Then supervise() ends."""
 
     def is_over(self) -> bool:
         """Return whether supervise() should end although children are still running."""
@@ -139,7 +139,7 @@ class Supervisor:
     # --- supervising
 
     def supervise(self, next_signal: Callable[[float], int | None]) -> None:
-        """Call the hooks until all children have exited. next_signal(timeout_s): returns a signal, None after it."""
+        """Call the hooks until all children have exited. next_signal(timeout_s): returns a signal, or None after it."""
         while self.left() and not self.is_over():
             if self._kill_if_due():
                 self.on_stuck(self.running())
@@ -155,18 +155,18 @@ class Supervisor:
                         return
 
     def kill_in(self, seconds: float) -> None:
-        """Have supervise() or stop() send SIGKILL to the children that still run after `seconds`."""
+        """Make supervise() or stop() send SIGKILL to the children that still run after `seconds`."""
         self._kill_at = time.monotonic() + seconds
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM, and have supervise() or stop() send SIGKILL to the children that still run after `grace_s`."""
+        """Send SIGTERM, and make supervise() or stop() send SIGKILL to the children that still run after `grace_s`."""
         self.signal(signal.SIGTERM)
         self.kill_in(grace_s)
 
     def stop(self, grace_s: float, *, terminated: bool = False) -> None:
-        """Terminate the children, wait for them without calling hooks, and kill what remains of their groups.
+        """Terminate the children, wait for them without calling hooks, and kill what is left of their groups.
 
-        terminated: they have received SIGTERM already, and a second one would interrupt what they do about it.
+        terminated: they have received SIGTERM already. A second one would interrupt their handling of it.
         """
         if terminated:
             self.kill_in(grace_s)
@@ -180,7 +180,7 @@ class Supervisor:
                 child.reap()
 
     def _kill_if_due(self) -> bool:
-        """Send SIGKILL at the time of kill_in(). Return True if children still run `stuck_s` after it."""
+        """Send SIGKILL at the time set by kill_in(). Return True if children still run `stuck_s` later."""
         if (deadline := self.deadline()) is None or time.monotonic() < deadline:
             return False
         if self._kill_at is None:

@@ -22,7 +22,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> set[int]:
-    """Return {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError if the text is no list of numbers."""
+    """Return {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError if the text is not a list of numbers."""
     found: set[int] = set()
     for word in filter(None, text.strip().split(",")):
         first, _, last = word.partition("-")
@@ -41,7 +41,7 @@ def rank_names(ranks: Collection[int]) -> str:
 
 
 def brief(error: str) -> str:
-    """Return one line of an error, without hpcinit's module name in front of it."""
+    """Return an error on one line, without hpcinit's module name in front of it."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     # A SyntaxError starts with the location: File "train.py", line 1
     line = lines[-1] if lines[0].startswith('File "') else lines[0]
@@ -50,7 +50,7 @@ def brief(error: str) -> str:
 
 
 def expanded(place: str) -> Path:
-    """Return `place` with a leading ~ or ~name expanded; unchanged if there is no such user.
+    """Return `place` with a leading ~ or ~name expanded. If there is no such user, return it unchanged.
 
     Path.expanduser() would raise RuntimeError for an unknown user, and ValueError for a NUL.
     """
@@ -61,15 +61,15 @@ def expanded(place: str) -> Path:
 
 
 def home() -> Path:
-    """Return the user's home folder, or /dev/null if there is neither HOME nor an entry in /etc/passwd.
+    """Return the user's home folder, or /dev/null if neither HOME nor /etc/passwd has one.
 
-    No file exists below /dev/null, and writing there fails with an OSError that contains the path.
+    Nothing exists below /dev/null, and writing there fails with an OSError that contains the path.
     """
     path = expanded("~")
     return path if path.is_absolute() else Path(os.devnull)
 
 
 def unknown_user(place: str) -> str:
-    """Return 'name' for a path ~name/... if there is no user of that name, else ''."""
+    """Return 'name' for a path ~name/... if no such user exists, else ''."""
     first = place.partition("/")[0]
     return first[1:] if len(first) > 1 and first.startswith("~") and str(expanded(first)).startswith("~") else ""

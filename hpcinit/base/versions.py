@@ -34,7 +34,7 @@ TESTED = {"torch": Tested("2.10.0", "2.15.0"), "deepspeed": Tested("0.18.5", "0.
 
 
 def newer_than_tested(package: str, version: str) -> str:
-    """Return a note about a version that is newer than all tested ones, or '' for others."""
+    """Return a note if the version is newer than all tested ones, else ''."""
     newest = TESTED[package].newest
     if key(version) <= key(newest):
         return ""
@@ -42,9 +42,9 @@ def newer_than_tested(package: str, version: str) -> str:
 
 
 def key(version: str) -> Key:
-    """Return a value that sorts as in PEP 440: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
+    """Return a sort key that follows PEP 440: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
 
-    The part after a '+' is ignored: it describes the build. Raise ValueError for an invalid version.
+    The part after a '+' describes the build and is ignored. Raise ValueError for an invalid version.
     """
     found = _VERSION.fullmatch(version.strip())
     if not found:
@@ -85,9 +85,9 @@ _FOLDER = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 @functools.cache
 def by_folder(path: tuple[str, ...]) -> Mapping[str, str]:
-    """Return {'hydra-core': '1.3.8'}: the packages installed in the folders of `path`, from names of metadata folders.
+    """Return {'hydra-core': '1.3.8'}: the packages in the folders of `path`, read from names of metadata folders.
 
-    importlib.metadata gives the same answer, but parses a package's whole description for it.
+    importlib.metadata gives the same answer, but also parses each package's description.
     """
     found: dict[str, str] = {}
     for place in path:

@@ -1,7 +1,7 @@
 """Every check of a request before the job is queued, in the order of the messages.
 
-A new check is a function in the file of its subject, and a line in CHECKS. The checks that need Slurm's answer run
-during the submission: duplicates.py and validate.py.
+A new check is a function in the file of its subject, and a line in CHECKS. Checks that query Slurm run during the
+submission: duplicates.py and validate.py.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hpcinit.config.schema import Config
 
 @dataclass(frozen=True)
 class RequestCheck:
-    """One check of a request, and when it runs.
+    """A check of a request, and when it runs.
 
     find: returns one complete message per problem.
-    to_submit: only before a submission, because it needs an account, files and so on, which `hpcinit plan` does not.
-    if_valid: only if no check above it has found a problem, because another message would only add noise.
+    to_submit: run it only before a submission, because it needs an account, files and so on. `hpcinit plan` skips it.
+    if_valid: run it only if no earlier check has found a problem, because another message would only add noise.
     """
 
     find: Callable[[Config], Iterable[str]]
@@ -87,5 +87,5 @@ def check(config: Config, document: Mapping[str, Any]) -> None:
 
 
 def warnings(config: Config) -> list[str]:
-    """Return the warnings about a config that has no problems."""
+    """Return the warnings about a config without problems."""
     return [text for find in WARNINGS for text in find(config)]

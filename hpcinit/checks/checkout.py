@@ -1,6 +1,6 @@
-"""snapshot=git: which files of the checkout a job's copy contains, and why there can be none.
+"""snapshot=git: which files of the checkout the job's copy contains, and why a copy may be impossible.
 
-We call git and never read its files, because git alone handles worktrees, sparse checkouts and a user's own excludes.
+hpcinit calls git and never reads its files: only git handles worktrees, sparse checkouts and a user's own excludes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GIT_S = 120  # to list or compare the files of a large checkout on a slow file s
 
 
 def checkout_root(workdir: Path) -> Path:
-    """Return the top folder of the checkout that contains `workdir`. Raise RequestError if it is in none."""
+    """Return the top folder of the checkout that contains `workdir`. Raise RequestError if there is none."""
     done = _git(workdir, "rev-parse", "--show-toplevel")
     if done.returncode:
         problem = _git_error(done)
@@ -42,15 +42,15 @@ def checkout_root(workdir: Path) -> Path:
 
 
 def checkout_commit(top: Path) -> str | None:
-    """Return the commit that is checked out, or None before the first commit."""
+    """Return the commit that is checked out, or None if there is no commit yet."""
     done = _git(top, "rev-parse", "--verify", "--quiet", "HEAD^{commit}")
     return os.fsdecode(done.stdout).strip() or None
 
 
 def checkout_files(top: Path) -> Iterator[str]:
-    """Yield the tracked files and the files that are neither tracked nor ignored, relative to `top`.
+    """Yield the tracked files, and the untracked files that git does not ignore, relative to `top`.
 
-    Submodules and nested repositories are included. Deleted files are not.
+    Files of submodules and nested repositories are included. Deleted files are not.
     """
     for name in _names(top, "--cached", "--others"):
         path = top / name
@@ -66,7 +66,7 @@ def untracked(top: Path) -> list[str]:
 
 
 def checkout_diff(top: Path) -> bytes:
-    """Return the uncommitted changes of tracked files, submodules included; nothing before the first commit."""
+    """Return the uncommitted changes of tracked files, including submodules; nothing if there is no commit yet."""
     options = ("--no-ext-diff", "--no-color", "--no-textconv", "--submodule=diff")
     return _git(top, "-c", "core.quotePath=false", "diff", *options, "HEAD").stdout
 
@@ -105,7 +105,7 @@ LARGEST_SHOWN = 5  # files in the error about a snapshot that is too large
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The content of a snapshot. root: the checkout, links resolved. files: relative to it. size: in bytes."""
+    """The content of a snapshot. root: the checkout, with links resolved. files: relative to root. size: in bytes."""
 
     root: Path
     workdir: Path
@@ -115,16 +115,16 @@ class SnapshotPlan:
     before: Mapping[str, Any] = field(default_factory=dict)  # the record of root, if root is a snapshot itself
 
     def place(self, folder: Path, path: Path | None = None) -> Path:
-        """Return the snapshot's copy, in the run folder `folder`, of a path in the checkout (default: workdir)."""
+        """Return where the snapshot in the run folder `folder` has a path of the checkout (default: workdir)."""
         inside = (path or self.workdir).resolve()
         return folder / run_folder.CODE / inside.relative_to(self.root) if inside.is_relative_to(self.root) else inside
 
     def target(self, folder: Path, target: str) -> str:
-        """Return what the job runs: an absolute path into the checkout becomes the snapshot's file."""
+        """Return what the job runs. An absolute path into the checkout becomes a path in the snapshot."""
         return str(self.place(folder, Path(target))) if os.path.isabs(target) else target  # noqa: PTH117
 
     def python_path(self, folder: Path) -> list[str]:
-        """Return the snapshot's copies of the checkout's folders in which this Python finds packages."""
+        """Return the snapshot's copies of those folders of the checkout from which this Python imports."""
         places = [Path(entry or ".").resolve() for entry in sys.path]
         # An editable install by setuptools adds a finder instead of a path. Its table maps packages to folders.
         tables = [getattr(m, "MAPPING", {}) for name, m in sys.modules.items() if name.startswith("__editable__")]
@@ -136,9 +136,9 @@ class SnapshotPlan:
 
 
 def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot of this request, or None without snapshot=git. It is computed once.
+    """Return the snapshot of this request, or None without snapshot=git. Compute it once.
 
-    Raise RequestError if `workdir` is in no checkout, or if its files are too large.
+    Raise RequestError if `workdir` is not in a checkout, or if its files are too large.
     """
     if config.snapshot != "git":
         return None
@@ -148,7 +148,7 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 
 
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot of an earlier run if the working folder is in one, because that run is submitted again."""
+    """Return the snapshot of an earlier run if the working folder is in it: that run is submitted again."""
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:
         try:
@@ -164,7 +164,7 @@ def _taken_before(workdir: Path) -> SnapshotPlan | None:
 
 
 def _record(run: Path) -> dict[str, Any]:
-    """Return the record of the run's snapshot in provenance.json, or {}."""
+    """Return the snapshot's record in the run's provenance.json, or {}."""
     document: dict[str, Any] = json.loads((run / run_folder.PROVENANCE).read_text())
     return dict(document.get("snapshot", {}))
 
@@ -188,7 +188,7 @@ def _plan(workdir: Path, exclude: tuple[str, ...], max_mb: float) -> SnapshotPla
 
 
 def _excluded(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches. 'data' excludes every file and folder of this name, '/data' and 'a/b' one path.
+    """Return whether a pattern matches. 'data' excludes all files and folders of that name, '/data' and 'a/b' one path.
 
     '*.bin' and 'a/*.bin' are globs.
     """
@@ -201,7 +201,7 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_in_run_folder(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
-    """Return whether `folder` is in a run folder of any runs_dir. A snapshot contains no run folders."""
+    """Return whether `folder` is in a run folder of any runs_dir. Snapshots contain no run folders."""
     if folder not in known:
         here = (folder / run_folder.SPEC).is_file() and (folder / run_folder.SCRIPT).is_file()
         known[folder] = here or (folder != root and _is_in_run_folder(folder.parent, root, known))
@@ -219,7 +219,7 @@ def _too_large(names: Sequence[str], sizes: Sequence[int], max_mb: float) -> str
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield why no snapshot is possible, or why the program would not be in it."""
+    """Yield why a snapshot is impossible, or why it would not contain the program."""
     workdir = job_spec.workdir(config)
     try:
         plan = plan_snapshot(config, workdir)

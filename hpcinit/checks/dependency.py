@@ -1,6 +1,6 @@
-"""The key dependency: Slurm's own text, as in afterok:4242,singleton, where runs may be named instead of job ids.
+"""The key dependency: Slurm's own syntax, as in afterok:4242,singleton, with run names allowed as job ids.
 
-For sbatch, runs become job ids, and what is fulfilled is omitted.
+For sbatch, hpcinit replaces runs by job ids and omits conditions that are already fulfilled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Condition:
-    """One type with one job: `type:name+delay`. name: a job id or a run, '' for singleton. delay: '+MINUTES' or ''."""
+    """A type and a job: `type:name+delay`. name: a job id or a run; '' for singleton. delay: '+MINUTES' or ''."""
 
     type: str
     name: str = ""
@@ -40,12 +40,12 @@ class Condition:
 
 
 def separator(text: str) -> str:
-    """Return '?' if one fulfilled condition is enough, ',' if all are required."""
+    """Return '?' if any fulfilled condition is enough, ',' if all are required."""
     return "?" if "?" in text else ","
 
 
 def conditions(text: str | None) -> list[Condition]:
-    """Return the conditions in `text`, one for each job. syntax_problems(text) must have found none."""
+    """Return the conditions in `text`, one for each job. Call it only if syntax_problems(text) finds none."""
     found = []
     for part in re.split("[,?]", text or ""):
         kind, *names = part.split(":")
@@ -58,7 +58,7 @@ def conditions(text: str | None) -> list[Condition]:
 
 
 def syntax_problems(text: str | None) -> Iterator[str]:
-    """Yield a message for each part that is not in Slurm's form."""
+    """Yield a message for each part that is not valid in Slurm's syntax."""
     if text is None:
         return
     if "," in text and "?" in text:
@@ -95,7 +95,7 @@ JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
 
 def dependency_option(config: Config) -> str | None:
-    """Return 'afterany:41:42,afterok:40,singleton' or None. Raise RequestError if a condition is impossible."""
+    """Return 'afterany:41:42,afterok:40,singleton', or None. Raise RequestError for an impossible condition."""
     any_is_enough = separator(config.dependency or "") == "?"
     waits: dict[str, list[str]] = {}  # type -> ids
     impossible: list[str] = []
@@ -124,7 +124,7 @@ def dependency_option(config: Config) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each condition that names no job, or that can never be fulfilled."""
+    """Yield a message for each condition that names no job or can never be fulfilled."""
     found = False
     for condition in conditions(config.dependency):
         try:
@@ -149,7 +149,10 @@ def has_singleton(config: Config) -> bool:
 
 
 def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
-    """Return why the job cannot wait for `job_id`: Slurm does not know it, or its end rules a start out; else ''."""
+    """Explain why the job cannot wait for `job_id`: Slurm does not know it, or it ended differently.
+
+    Return '' if it can.
+    """
     if any(now.purged for now in states):
         return (
             f"dependency={condition}: Slurm has no record of job {job_id} and would start this job at once: is the id "
@@ -170,14 +173,14 @@ def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
 
 
 def _is_fulfilled(condition: Condition, states: list[State]) -> bool:
-    """Return whether all the jobs have ended as required. In a dry run without Slurm the states are unknown."""
+    """Return whether all the jobs have ended as required. In a dry run without Slurm, their states are unknown."""
     if condition.type in ("aftercorr", "afterburstbuffer"):  # Slurm decides
         return False
     return all(now.over or now.name == NOT_SUBMITTED for now in states)
 
 
 def _targets(condition: Condition, config: Config) -> list[tuple[str, list[State]]]:
-    """Return the jobs of a condition, each with its state or the states of its array tasks."""
+    """Return the jobs of a condition, each with its state. For an array, include the states of all its tasks."""
     try:
         with slurm_client.on_cluster(name := config.cluster.clusters or ""):
             return _jobs_named(condition.name, config.runs_dir, condition.type == "after", name)
@@ -187,9 +190,9 @@ def _targets(condition: Condition, config: Config) -> list[tuple[str, list[State
 
 @cache
 def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tuple[str, list[State]]]:
-    """Return the jobs that `name` means, with their states: all of a sweep, and the last of a chain, or its first.
+    """Return the jobs of `name` with their states: all jobs of a sweep, or the last (or first) job of a chain.
 
-    clusters: cluster.clusters of the job that waits. Queried only once.
+    clusters: cluster.clusters of the job that waits. Each name is queried only once.
     """
     from hpcinit.observe import find_runs, state  # noqa: PLC0415 - psutil, only for those who wait for a job
 

@@ -1,4 +1,4 @@
-"""Refuse a request that is already queued or running: submitting it twice is usually a mistake."""
+"""Refuses a request that is already queued or running: submitting it twice is usually a mistake."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDING = "COMPLETING"  # the job is over, so submitting it again is intended
 
 
 def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, code: str = "") -> str:
-    """Return 12 hexadecimal digits that depend on config, program, arguments and folders.
+    """Return 12 hexadecimal digits that depend on the config, the program, its arguments and the folders.
 
     document: the composed config as plain containers. code: the hash of a snapshot. Without a snapshot, the content of
     the program's file does not count, because a job reads it when it starts.
@@ -34,12 +34,12 @@ def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, cod
 
 
 def find(jobs: Sequence[Job], request: str) -> Job | None:
-    """Return the first of `jobs` that was submitted by the request with this hash, or None."""
+    """Return the first of `jobs` that the request with this hash submitted, or None."""
     return next((job for job in jobs if f"{MARK}{request}-" in job.comment and job.state != ENDING), None)
 
 
 def refuse_duplicate(queued: QueueQuery, request: str) -> None:
-    """Raise RequestError if the request is in the queue. Without a reply the submission waits for the controller."""
+    """Raise RequestError if the request is in the queue. Wait for the controller if it does not reply."""
     waiting = console.ProgressLine()
     try:
         jobs = queued.jobs(

@@ -1,4 +1,4 @@
-"""Checks of the environment of the ranks: a container, cluster.setup, the run folder, limits of the local machine."""
+"""Checks the environment of the ranks: container, cluster.setup, run folder, limits of the local machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_RANKS_PER_CORE = 32
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each contradiction, each missing path and an unusable runs_dir."""
+    """Yield a message for each contradiction, each missing path, and a runs_dir that cannot be used."""
     yield from _consistent(config)
     # On a laptop, a dry run cannot see the cluster's file systems.
     if config.check_paths and (config.cluster.engine == "local" or shutil.which("sbatch")):
@@ -37,7 +37,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _image(config: Config) -> Iterator[str]:
-    """Check that an image given as a path exists. An image in a registry (docker://, oras://, #) cannot be checked."""
+    """Check that an image given as a path exists. Images in a registry (docker://, oras://, #) cannot be checked."""
     image = config.container.image
     if not image or "://" in image or "#" in image:
         return
@@ -66,7 +66,7 @@ def _runs_dir(place: Path) -> Iterator[str]:
 
 
 def _consistent(config: Config) -> Iterator[str]:
-    """Check that the environment is either modules with Python or an image, and that its options are valid."""
+    """Check that the environment is either an image or modules with Python, and that its options are valid."""
     cluster, image = config.cluster, config.container.image
     if cluster.venv and cluster.conda:
         yield (
@@ -114,7 +114,7 @@ def _options(config: Config) -> Iterator[str]:
 
 
 def python(config: Config) -> str:
-    """Return the interpreter of the ranks: the image's, cluster.python, the environment's, or the one that submits."""
+    """Return the ranks' Python: the image's, cluster.python, the environment's, or the one that submits."""
     cluster = config.cluster
     if config.container.image:
         return config.container.python
@@ -128,7 +128,7 @@ def python(config: Config) -> str:
 
 
 def setup_syntax(config: Config) -> Iterator[str]:
-    """Yield bash's error and the lines of cluster.setup. Nothing if bash is missing or does not end."""
+    """Yield bash's syntax error and the lines of cluster.setup; nothing if bash is missing or does not exit."""
     if not config.cluster.setup:
         return
     setup = "\n".join(config.cluster.setup)

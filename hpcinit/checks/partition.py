@@ -1,6 +1,6 @@
-"""Checks of nodes, time, GPUs, cores and memory against the partition's limits, and of keys that a site requires.
+"""Checks nodes, time, GPUs, cores and memory against the partition's limits, and the keys that a site requires.
 
-They apply to each component of a heterogeneous job.
+The checks apply to each component of a heterogeneous job.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULES = "modules"  # a module with the site's plugin for NCCL
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each resource of which the job requests more than there is."""
+    """Yield a message for each resource of which the job requests more than the partition has."""
     has, memory = resources.partition(config), resources.mem_gb(config)
     yield from _nodes_and_time(config, has)
     if has.mem_gb is not None and memory and memory > has.mem_gb:
@@ -41,7 +41,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
-    """Check nodes and time against the limits of the QOS, or else of the partition."""
+    """Check nodes and time against the limits of the QOS or, without any, of the partition."""
     cluster, nodes, qos = config.cluster, config.nodes + config.spare_nodes, config.qos or config.cluster.qos
     own = cluster.qoses.get(qos or "") or Qos()
     here, there = _where(config), f"qos {qos!r} of cluster {cluster.name}"
@@ -64,7 +64,7 @@ def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
 
 
 def missing_keys(config: Config) -> Iterator[str]:
-    """Yield a message for each key that the cluster requires of every user and that is not set."""
+    """Yield a message for each unset key that the cluster requires of every user."""
     cluster = config.cluster
     for name in dict.fromkeys(cluster.needs):
         if name == MODULES:
@@ -86,9 +86,9 @@ def missing_keys(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Warn about a file that was never used at its site, and about a partition that the file does not contain.
+    """Warn about a file that was never used at its site, and about a partition that is not in the file.
 
-    An unknown partition is not an error, because Slurm itself validates it before submission.
+    An unknown partition is not an error, because Slurm validates it before submission.
     """
     cluster = config.cluster
     if cluster.untested:
@@ -113,7 +113,7 @@ def _where(config: Config) -> str:
 
 
 def _gpus(config: Config, has: Partition) -> Iterator[str]:
-    """Check that each rank gets a GPU, and that the nodes have the GPUs that the job requests."""
+    """Check that each rank gets a GPU, and that the nodes have the requested GPUs."""
     cluster, ranks, requested = config.cluster, ranks_per_node(config), resources.requested_gpus(config)
     own = cluster.partitions.get(config.partition or cluster.partition or "")
     listed = own is not None and own.gpus_per_node is not None
@@ -141,7 +141,7 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
 
 
 def _requested_gpus(config: Config, requested: int, there: int, source: str) -> Iterator[str]:
-    """Check gpus_per_node and gpus. there: the GPUs of a node. source: the key that has this number."""
+    """Check gpus_per_node and gpus. there: the GPUs of a node. source: the key with this number."""
     key = f"gpus={config.gpus}" if config.gpus_per_node is None else f"gpus_per_node={requested}"
     ranks, where = ranks_per_node(config), _where(config)
     if config.gpus is not None and config.gpus_per_node is not None:

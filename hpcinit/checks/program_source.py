@@ -1,8 +1,8 @@
-"""What the source of a Python program shows before the job is queued.
+"""Reads the source of a Python program before the job is queued.
 
-Syntax errors, whether it reads key=value, and whether it calls hpcinit, without which some settings have no effect.
-The program never runs here. A script that the Python of the ranks cannot compile is refused. If that Python cannot be
-started on this machine, another version may accept the script, so there is only a warning.
+This shows syntax errors, whether the program reads key=value, and whether it calls hpcinit, without which some settings
+have no effect. The program never runs here. A script that the ranks' Python cannot compile is refused. If that Python
+cannot be started on this machine, its version may accept the script, so there is only a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
 
 
 def source(config: Config) -> Path | None:
-    """Return the file of a Python program: a script, `python -u train.py`, or a module below the working folder."""
+    """Return the file of a Python program (a script, `python -u train.py`, or a module below the working folder).
+
+    Return None for other programs.
+    """
     job, workdir = config.job, job_spec.workdir(config)
     name = job.script
     if job.module:
@@ -50,8 +53,7 @@ def _module_file(module: str) -> str:
 
 
 def _run_by_python(arguments: Sequence[str]) -> str:
-    """Return the script, or the file of the module, that Python runs with `arguments`, or '' for -c and standard
-    input."""
+    """Return the script, or the file of the module, that Python runs with `arguments`; '' for -c and stdin."""
     rest = iter(arguments)
     for argument in rest:
         if argument in WITH_VALUE:
@@ -66,7 +68,7 @@ def _run_by_python(arguments: Sequence[str]) -> str:
 
 
 def reads_key_values(path: Path) -> bool:
-    """Return whether the script's syntax tree shows @hydra.main, OmegaConf.from_cli, sys.argv or another reader."""
+    """Return whether the script uses @hydra.main, OmegaConf.from_cli, sys.argv or another reader of key=value."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -88,14 +90,14 @@ def _reads(node: ast.AST) -> bool:
 
 
 def cannot_compile(config: Config) -> Iterator[str]:
-    """Yield a message for a script that the Python of the ranks cannot compile."""
+    """Yield a message for a script that the ranks' Python cannot compile."""
     name, error, certain = _syntax(config)
     if error and certain:
         yield f"{_python(config)} cannot compile {name!r}: {error}. Correct the script"
 
 
 def may_not_compile(config: Config) -> Iterator[str]:
-    """Yield a warning for a script that this Python cannot compile, if the one of the ranks cannot be started here."""
+    """Yield a warning if this Python cannot compile the script and the ranks' Python cannot be started here."""
     name, error, certain = _syntax(config)
     if error and not certain:
         python = _python(config)
@@ -107,7 +109,7 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script, why it cannot be compiled or '', and whether the Python of the ranks reported that."""
+    """Return the script, its syntax error or '', and whether the ranks' Python reported that."""
     path = source(config)
     if path is None:
         return "", "", True
@@ -119,7 +121,7 @@ def _syntax(config: Config) -> tuple[str, str, bool]:
 
 
 def _python(config: Config) -> str:
-    """Return the Python that runs the program: `python` of `-- python train.py`, or that of the environment."""
+    """Return the Python that runs the program: `python` in `-- python train.py`, else the environment's."""
     command = config.job.command
     if not command:
         return environment.python(config)
@@ -128,9 +130,9 @@ def _python(config: Config) -> str:
 
 @cache
 def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
-    """Return why the script cannot be compiled, and whether it was certainly the version of `python`; ''  if unknown.
+    """Return why the script cannot be compiled, or '', and whether `python` certainly has the version that tried.
 
-    It starts `python` only if its version may differ from this one.
+    Start `python` only if its version may differ from this one.
     """
     python = str(Path(python).expanduser()) if python else ""
     if python == sys.executable or (python and _is_our_version(python)):
@@ -157,9 +159,8 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 def _syntax_error(path: str) -> str:
     """Return 'line 3: invalid syntax' for a script that this Python cannot compile, else ''.
 
-    Raise OSError if the script cannot be read.
-
-    It is also the program of another Python 3, so it needs only these modules.
+    Another Python 3 may run this function as a program, so it needs only these modules. Raise OSError if the script
+    cannot be read.
     """
     with open(path, "rb") as file:  # noqa: PTH123 - no other import
         text = file.read()
@@ -175,7 +176,7 @@ def _syntax_error(path: str) -> str:
 
 
 def _is_our_version(python: str) -> bool:
-    """Return whether the environment of `python` has only this process's version of Python."""
+    """Return whether the environment of `python` has no other Python version than this process's."""
     versions = {folder.name for folder in python_environment.prefix_from(Path(python)).glob("lib/python3.*")}
     return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
 
@@ -183,7 +184,7 @@ def _is_our_version(python: str) -> bool:
 def unused_settings(config: Config) -> Iterator[str]:
     """Yield a warning that names the settings without effect.
 
-    The program may still call hpcinit through an installed package, so this is no error.
+    It is not an error, because the program may call hpcinit through an installed package.
     """
     path = source(config)
     workdir = job_spec.workdir(config)
@@ -202,8 +203,10 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 @cache
 def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
-    """Return whether the script, or a module beside it that it imports, mentions hpcinit, or True if it cannot be
-    read."""
+    """Return whether the script, or a module beside it that it imports, mentions hpcinit.
+
+    Return True if it cannot be read.
+    """
     seen, new = set[Path](), {script}
     while new and len(seen) <= MOST_FILES:
         path = new.pop()
@@ -223,7 +226,7 @@ def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
 
 
 def _imported(tree: ast.AST) -> set[str]:
-    """Return the first part of the name of each imported module: 'a' for `import a.b` and `from .a import c`."""
+    """Return the top-level name of each imported module: 'a' for `import a.b` and `from .a import c`."""
     found = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

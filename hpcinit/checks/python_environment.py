@@ -1,4 +1,4 @@
-"""Check before the job is queued that the ranks' Python exists and has hpcinit and torch, from files alone."""
+"""Checks before the job is queued that the ranks' Python exists and has hpcinit and torch, without starting it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message if the environment or Python does not exist, or lacks hpcinit or torch. Nothing is imported."""
+    """Yield a message if the environment or Python does not exist, or lacks hpcinit or torch. Import nothing."""
     cluster = config.cluster
     if config.container.image:
         return
@@ -47,7 +47,7 @@ def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_folder(environment: str) -> bool:
-    """Return whether cluster.conda is the folder of an environment and not its name."""
+    """Return whether cluster.conda is the folder of an environment, not its name."""
     return "/" in environment
 
 
@@ -67,12 +67,12 @@ def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
 
 
 def conda_setup(environment: str) -> str:
-    """Return the lines of cluster.setup that activate an environment where there is no command conda."""
+    """Return lines for cluster.setup that activate an environment without a conda command on PATH."""
     return f'\'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate {environment}"]\''
 
 
 def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message for an environment, a conda command or a Python that does not exist."""
+    """Yield a message for each environment, conda command or Python that does not exist."""
     loads = bool(cluster.modules or cluster.setup)  # modules may add commands, and setup may change PATH
     places = []
     if cluster.venv:
@@ -118,7 +118,7 @@ def _similar(name: str, path: str) -> str:
 
 
 def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message if the ranks run the Python that submits, and torch is not installed there."""
+    """Yield a message if the ranks run the Python that submits and it has no torch."""
     cluster = config.cluster
     variable = {**cluster.env, **config.job.env}.get("PYTHONPATH", "")
     folders = [*map(Path, sys.path), *map(Path, str(variable).split(os.pathsep)), expanded(config.job.workdir or ".")]
@@ -137,7 +137,7 @@ def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
 def _packages(
     config: Config, env: Mapping[str, str], what: str, prefix: Path, python: str | None = None
 ) -> Iterator[str]:
-    """Yield a message if hpcinit, or torch for a program that needs it, is not installed in `prefix`.
+    """Yield a message if `prefix` lacks hpcinit, or torch for a program that needs it.
 
     python: the one to install with; None: the environment's.
     """
@@ -167,7 +167,7 @@ def _packages(
 
 
 def _needs_torch(config: Config) -> bool:
-    """Return whether the program certainly imports torch: its file has such a line, or it is a program of hpcinit."""
+    """Return whether the program certainly imports torch: a line of its file does, or it is part of hpcinit."""
     job = config.job
     if (job.module or "").startswith("hpcinit.jobs."):
         return True
@@ -180,7 +180,7 @@ def _needs_torch(config: Config) -> bool:
 
 
 def search_path(prefix: Path, env: Mapping[str, str]) -> list[Path]:
-    """Return the folders that the Python of `prefix` imports from, as its files show them; [] if it has none."""
+    """Return the folders from which the Python of `prefix` imports, judging by its files; [] if it has none."""
     found = _site_packages(prefix)
     if not found:
         return []
@@ -200,7 +200,7 @@ def _site_packages(prefix: Path) -> list[Path]:
 
 
 def _path_files(folder: Path) -> Iterator[Path]:
-    """Yield the folders that *.pth files add."""
+    """Yield the folders that *.pth files add to the search path."""
     for file in folder.glob("*.pth"):
         try:
             lines = file.read_text(errors="replace").splitlines()
@@ -210,12 +210,12 @@ def _path_files(folder: Path) -> Iterator[Path]:
 
 
 def installed(package: str, folders: Sequence[Path]) -> bool:
-    """Return whether files of the package are in one of the folders."""
+    """Return whether one of the folders has files of the package."""
     return any(next(folder.glob(form.format(package)), None) for folder in folders for form in INSTALLED)
 
 
 def prefix_from(python: Path) -> Path:
-    """Return the folder of the environment or installation that a Python belongs to."""
+    """Return the folder of the environment or installation of a Python."""
     if (python.parent.parent / "pyvenv.cfg").is_file():
         return python.parent.parent
     return python.resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Checks that no secret would be written to a file. A job reads its secrets from files of mode 0600."""
+"""Checks that no secret would be written to a file. A job reads its secrets from files with mode 0600."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[str]:
-    """Yield a message for each of the user's own keys that would write a secret to config.yaml."""
+    """Yield a message for each of the user's own keys whose secret value would be written to config.yaml."""
     for key, text in _texts("", document):
         name = key.rpartition(".")[2]
         if key.startswith(("secrets.", "job.env.", "cluster.env.", "job.args", "cluster.setup", "secret_names")):
@@ -65,7 +65,7 @@ def _written(config: Config) -> Iterator[str]:
 
 
 def _how(name: str, variable: str = "") -> str:
-    """Return the advice. variable: of the secret, if it is not `name`."""
+    """Return advice on how to pass the secret. variable: the secret's name if it is not `name`."""
     variable = variable or name
     return f"{secret_names.unless(name)}; {HOW.format(name=variable, file=variable.lower())}"
 

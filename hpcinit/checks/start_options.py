@@ -1,4 +1,4 @@
-"""Checks of how Slurm starts and restarts the job: options of sbatch and srun, restart, chain, launch, ports."""
+"""Checks how Slurm starts and restarts the job: options of sbatch and srun, restart, chain, launch, ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 
 
 def slurm_options(config: Config) -> Iterator[str]:
-    """Yield a message for each option that hpcinit sets itself, or that does not exist."""
+    """Yield a message for each option that hpcinit sets itself or that does not exist."""
     if config.cluster.engine == "local" and config.cluster.srun:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     if name := config.cluster.clusters:

@@ -1,4 +1,4 @@
-"""Checks of the program: it exists, and neither it nor its shell script starts ranks itself, as a launcher does."""
+"""Checks that the program exists, and that neither it nor its shell script starts ranks, as a launcher does."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def _close(path: Path) -> str:
 
 
 def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[str]:
-    """Check the first argument of Python, as in `-- python trian.py`. An absolute path may exist only on the nodes."""
+    """Check the first argument of Python, as in `-- python trian.py`.
+
+    Skip an absolute path: it may be on the nodes only.
+    """
     first = next(iter(args), "")
     path = (workdir / first).absolute()
     if PYTHON.fullmatch(Path(command).name) and first.endswith(".py") and not (first[0] == "/" or path.is_file()):
@@ -81,7 +84,7 @@ def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[st
 
 
 def _command(command: str, workdir: Path) -> Iterator[str]:
-    """Check a command that is a path. A bare name is found on the PATH of the nodes, which may differ from ours."""
+    """Check a command that is a path. A bare name is found on the nodes' PATH, which may differ from ours."""
     path = workdir / command
     if "/" not in command and command not in {".", ".."}:
         if path.is_file() and shutil.which(command) is None:
@@ -100,7 +103,7 @@ def _command(command: str, workdir: Path) -> Iterator[str]:
 
 
 def _nested_launcher(config: Config) -> Iterator[str]:
-    """Yield a message if the program is a launcher that would start more ranks in each rank."""
+    """Yield a message if the program is a launcher, which would start more ranks in each rank."""
     job = config.job
     given, starter, args = _starter(job.command, job.module, list(job.args))
     ranks = ranks_per_node(config)
@@ -118,7 +121,7 @@ def _nested_launcher(config: Config) -> Iterator[str]:
 
 
 def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """Return the program as it was given, the launcher's name or '', and its arguments."""
+    """Return the program as the user gave it, the launcher's name or '', and its arguments."""
     name = PurePath(command or "").name
     if PYTHON.fullmatch(name) and "-m" in args[:2]:
         at = args.index("-m") + 1
@@ -131,13 +134,13 @@ def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tu
 
 
 def _fits(config: Config, command: str) -> bool:
-    """Return whether a launcher may be the program: of a single rank, or one per node that knows the other nodes."""
+    """Return whether a launcher may be the program: it starts one rank, or one per node and knows the other nodes."""
     ranks = ranks_per_node(config)
     return config.nodes * ranks == 1 or (ranks == 1 and OF_SEVERAL_NODES.search(command) is not None)
 
 
 def _program(*commands: Sequence[str]) -> str:
-    """Return '-- train.py --lr 3', with the script that the first of these commands starts."""
+    """Return '-- train.py --lr 3': the script that the first of these commands starts."""
     for arguments in commands:
         at = next((at for at, argument in enumerate(arguments) if argument.endswith(".py")), None)
         if at is not None:
@@ -160,7 +163,7 @@ class ScriptLine:
 
     @property
     def words(self) -> Sequence[str]:
-        """The arguments; none if they cannot be read."""
+        """Return the arguments, or none if they cannot be parsed."""
         try:
             return shlex.split(self.text)
         except ValueError:
@@ -168,7 +171,7 @@ class ScriptLine:
 
 
 def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
-    """Yield a message if the job runs a batch script, or a shell script with a line that starts ranks."""
+    """Yield a message if the job runs a batch script, or a shell script that starts ranks."""
     job = config.job
     if not job.check_script or not (source := _source(job.command, list(job.args), workdir)):
         return
@@ -205,7 +208,7 @@ def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
 
 
 def first_directive(text: str) -> ScriptLine | None:
-    """Return the first #SBATCH line before the first command, where sbatch stops reading."""
+    """Return the first #SBATCH line, or None. Like sbatch, stop reading at the first command."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#SBATCH"):
             return ScriptLine(number, line.strip(), "")
@@ -215,7 +218,7 @@ def first_directive(text: str) -> ScriptLine | None:
 
 
 def launchers(text: str) -> Iterator[ScriptLine]:
-    """Yield the lines that call a launcher, each with its continuation lines."""
+    """Yield each line that calls a launcher, with its continuation lines."""
     lines = enumerate(text.splitlines(), 1)
     for number, line in lines:
         whole = line
@@ -247,7 +250,7 @@ def _source(command: str | None, args: Sequence[str], workdir: Path) -> tuple[st
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of a script, or None for a file that is missing, unreadable, large or binary."""
+    """Return the content of a script, or None if it is missing, unreadable, too large or binary."""
     try:
         if not path.is_file() or path.stat().st_size > LARGEST:
             return None

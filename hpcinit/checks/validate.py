@@ -1,11 +1,11 @@
-"""`sbatch --test-only`: check whether Slurm would accept the job, and when it would start. Nothing is submitted.
+"""`sbatch --test-only`: checks whether Slurm would accept the job and when it would start. Nothing is submitted.
 
-Slurm computes the start from the time limits of the jobs that run now. It is too late if they end earlier: a job with a
-limit of 10 minutes that ends after a second postpones it by 10 minutes. The message shows that.
+Slurm computes the start from the time limits of the running jobs. If they end earlier, so does the wait: a job with a
+limit of 10 minutes that ends after a second postpones the estimate by 10 minutes. The message mentions this.
 
-The answer is on stderr. A refusal is "allocation failure: ..."; its exit status is 1 in Slurm 22.05 and 24.11, and 0 in
-26.05, whose sbatch accepts a job that can never start. The check ignores nodes that are down, drained or reserved,
-although sbatch accepts a job that waits for them.
+The answer is on stderr. A refusal is "allocation failure: ...". Its exit status is 1 in Slurm 22.05 and 24.11, and 0 in
+26.05, whose sbatch accepts a job that can never start. The check refuses jobs that need nodes that are down, drained or
+reserved, although sbatch accepts them and they wait.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KEYS = {
 
 
 def key_for(option: str) -> str:
-    """Return the config key that sets `option` of sbatch."""
+    """Return the config key that sets this option of sbatch."""
     return KEYS.get(option) or OWNED.get(option) or f"cluster.sbatch.{option}"
 
 
 def refused(message: str, script: str, advice: str = "") -> SubmitError:
-    """Return the error for a `script` that sbatch refused with `message`, with the lines, their keys and advice."""
+    """Return the error for a `script` that sbatch refused with `message`. It has the lines, their keys and advice."""
     problem = f"{message}\n{sbatch_errors.explain(message, script, key_for)}{advice}".rstrip("\n")
     return SubmitError(problem, NOTHING_SUBMITTED, separator="; " if advice else "\n")
 
@@ -60,7 +60,7 @@ EARLIER = ", or earlier if running jobs end before their time limits"
 
 
 def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """Return 'Slurm expects to start the job by 14:05 (in 3 h) ...', or '' without an answer from Slurm.
+    """Return 'Slurm expects to start the job by 14:05 (in 3 h) ...', or '' if Slurm does not answer.
 
     options: further arguments of sbatch. Raise SubmitError for a job that Slurm would never run.
     """
@@ -87,7 +87,7 @@ def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str
 
 
 def start_expectation(start: str, nodes: str, now: datetime) -> str:
-    """Return a sentence for Slurm's start time, which looks like '2026-11-21T14:05:00', in this machine's time zone."""
+    """Return a sentence about Slurm's start time, '2026-11-21T14:05:00' in this machine's time zone."""
     try:
         at = datetime.fromisoformat(start)
     except ValueError:  # 'Unknown'

@@ -1,4 +1,4 @@
-"""Checks of single values: choices, bounds, names, and every text that becomes part of the script."""
+"""Checks single values: choices, bounds, names, and every text that becomes part of the script."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _rewritten(key: str, value: Rewritten) -> str:
 
 
 def texts(config: Config) -> Iterator[str]:
-    """Check every text that becomes part of the script. The program's arguments do not: they are in spec.json."""
+    """Check every text that becomes part of the script. The program's arguments do not; they are in spec.json."""
     for key in ("job.args", "cluster.modules", "cluster.setup"):
         for at, item in enumerate(keys.value(config, key)):
             if isinstance(item, Rewritten):

@@ -1,9 +1,9 @@
-"""Splits a sweep into combinations, with Hydra's own sweeper, and makes a request for each.
+"""Splits a sweep into combinations with Hydra's own sweeper, and makes a request for each.
 
-Hydra would need tens of milliseconds to compose each combination. Those that choose the same groups differ in values
-only. The first one is composed; for the others, only what depends on a swept value is evaluated again. If it is not
-certain that this gives Hydra's result, the combination is composed in full. tests/config/test_combinations.py compares
-the two.
+Hydra would need tens of milliseconds to compose each combination. Combinations that choose the same groups differ only
+in values, so only the first is composed. For the others, hpcinit evaluates again what depends on a swept value. Where
+it is not certain that this gives Hydra's result, the combination is composed in full. tests/config/test_combinations.py
+compares the two.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hpcinit.config.typed_text import Texts, Typed, put
 
 
 class Searches(Exception):
-    """Raised for a sweep whose combinations are chosen by a sweeper that waits for results."""
+    """Raised for a sweep whose sweeper waits for results before it chooses combinations."""
 
 
 def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
-    """Return one request per combination, composed and prepared. Raise ConfigError with the problems of all."""
+    """Return one request per combination, composed and prepared. Raise ConfigError with all problems of all."""
     return make(split(overrides, composer), overrides, composer, prepare)
 
 
@@ -50,7 +50,8 @@ def make(
 ) -> list[Request]:
     """Return the requests of `combinations`, numbered from `first`. All have their overrides in the same order.
 
-    labels: their names. Without labels, each is named by what differs, and composed as a variation of another.
+    labels: their names. Without labels, the name is what differs, and the requests are variations of one that is
+    composed.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
@@ -76,7 +77,7 @@ def make(
 
 
 def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
-    """Return the combinations that Hydra's own sweeper makes of 1,2, range(), choice(), glob() and its params.
+    """Return the combinations that Hydra's own sweeper makes from 1,2, range(), choice(), glob() and its params.
 
     Raise Searches if the config names another sweeper. Raise ConfigError for an invalid sweep.
     """
@@ -106,7 +107,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
 
 def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
-    """Return each override as Hydra parses it. Raise ConfigError with all that it cannot parse."""
+    """Return each override as Hydra parses it. Raise ConfigError with all overrides that Hydra cannot parse."""
     parsed, wrong = [], []
     for override in overrides:
         try:
@@ -132,14 +133,14 @@ NUMBER = re.compile(r"0|-?[1-9]\d*")
 
 
 def set_number(composed: DictConfig, at: int) -> None:
-    """Set Hydra's ${hydra:job.num} to `at`, and its other settings to those of `composed`."""
+    """Set Hydra's ${hydra:job.num} to `at`, and copy its other settings from `composed`."""
     with read_write(composed.hydra), open_dict(composed.hydra):
         composed.hydra.job.num, composed.hydra.job.id = at, str(at)
     HydraConfig.instance().set_config(composed)
 
 
 class Quick:
-    """Makes requests from a base that is composed once for each choice of groups."""
+    """Makes requests from bases. Each choice of groups has one base, which is composed once."""
 
     def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
         self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
@@ -148,7 +149,7 @@ class Quick:
         self._few = len(combinations) < 3  # a base costs as much as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the swept positions that are independent values, and the other swept positions."""
+        """Return the swept positions with independent values, and the other swept positions."""
         with hydra_setup.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
@@ -176,7 +177,10 @@ class Quick:
 
 
 def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
-    """Return each override as Hydra parses it, which takes half a millisecond: of key=1, key=2, ... only the first."""
+    """Return each override as Hydra parses it.
+
+    This takes half a millisecond: of key=1, key=2, ... parse only the first.
+    """
     found: dict[str, Override] = {}
     first: dict[str, Override] = {}
     for override in overrides:
@@ -198,7 +202,7 @@ def _alone(keys: Sequence[str], at: int) -> bool:
 
 
 def _alike(overrides: Sequence[Override]) -> bool:
-    """Return whether all set the same key in the same way, to plain values or lists of them, without references."""
+    """Return whether all overrides set the same key in the same way, to plain values or lists, without references."""
     if len({(o.type, o.key_or_group, o.package) for o in overrides}) > 1:
         return False
     if overrides[0].package is not None or overrides[0].is_delete() or overrides[0].is_hydra_override():
@@ -217,8 +221,8 @@ def _plain(value: object) -> bool:
 class _Base:
     """The first combination of a choice of groups, from which the others are made.
 
-    written: its config with the interpolations. changing: the keys that depend on a swept value. numbered: whether a
-    key refers to Hydra's number of the combination.
+    written: the config with unresolved interpolations. changing: the keys that depend on a swept value. numbered:
+    whether a key refers to Hydra's number of the combination.
     """
 
     written: DictConfig

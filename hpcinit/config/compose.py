@@ -19,9 +19,10 @@ def main(
     """Compose and `prepare` every request, then call `task` with all: one, or with --multirun one per combination.
 
     line: Hydra's command line, including flags such as --cfg, --help and --multirun. search: returns the results to a
-    sweeper that waits for them, or None if searching is not supported. cluster_required: a request without any choice
-    of a cluster is an error if this machine has Slurm, instead of a job on this machine.
-    Return the task's exit status. Raise ConfigError with the problems of all requests before `task` is called.
+    sweeper that waits for them, or None if searching is not supported. cluster_required: on a machine with Slurm, a
+    request that chooses no cluster is an error instead of a job on this machine.
+
+    Return the exit status of `task`. Raise ConfigError with the problems of all requests before `task` is called.
     """
     from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 

@@ -1,7 +1,7 @@
-"""The folders with YAML, and the default cluster, which a file there or a variable sets.
+"""Finds the folders with YAML, and the default cluster, which a file there or a variable sets.
 
-First match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own. The default cluster is $HPCINIT_CLUSTER,
-else that of settings.yaml in one of the user's folders, else this machine.
+The first match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own. The default cluster is
+$HPCINIT_CLUSTER, else that of settings.yaml in one of the user's folders, else this machine.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def user_folders() -> list[Path]:
 
 @cache
 def _problems(place: Path, named: bool) -> tuple[str, ...]:
-    """Return why the YAML in `place` cannot be trusted. Its cluster.setup is shell that the job runs as this user.
+    """Explain why the YAML in `place` cannot be trusted: the job runs its cluster.setup as shell, as this user.
 
-    named: HPCINIT_CONF names the folder. Its owner and group are then trusted, because a site's folder often belongs
-    to a software account.
+    named: HPCINIT_CONF names the folder. Then its owner and group are trusted, because a site's folder often belongs to
+    a software account.
     """
     if place.samefile(folder()):  # its Python code is already running
         return ()
@@ -87,13 +87,15 @@ def _below(place: Path) -> Iterator[Path]:
 
 
 def choices(group: str) -> list[str]:
-    """Return the names of the YAML files of a group without .yaml; for '' those of the primary configs."""
+    """Return the names of a group's YAML files without .yaml; for '', those of the primary configs."""
     found = {path.stem for place in [*user_folders(), folder()] for path in (place / group).glob("*.yaml")}
     return sorted(found - {SETTINGS} if not group else found)
 
 
 def find(config: str) -> str:
-    """Return the path of the file for 'cluster/mini', relative if possible; 'cluster/mini.yaml' if there is none."""
+    """Return the path of the file for 'cluster/mini', relative if possible, or 'cluster/mini.yaml' if it does not
+    exist.
+    """
     for place in [*user_folders(), folder()]:
         if (path := place / f"{config}.yaml").is_file():
             return shown(path)
@@ -101,7 +103,7 @@ def find(config: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """Return a path relative to the current folder, if it is below it."""
+    """Return the path, relative to the current folder if it is below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
 
@@ -111,9 +113,9 @@ LOCAL_CLUSTER = "local"
 
 
 def default_cluster() -> tuple[str, str]:
-    """Return the default cluster, and the variable or file that sets it, or ('', '') if none does.
+    """Return the default cluster and the variable or file that sets it, or ('', '') if nothing does.
 
-    Raise ConfigError if the file cannot be read, and whatever user_folders() raises.
+    Raise ConfigError if the file cannot be read, or for the same reasons as user_folders().
     """
     if name := os.environ.get(CLUSTER_VARIABLE):
         return name, CLUSTER_VARIABLE
@@ -130,7 +132,7 @@ def settings_file() -> Path:
 
 
 def write_default_cluster(name: str) -> Path:
-    """Write `name` as the default cluster to the user's settings file, and return the file.
+    """Write `name` as the default cluster to the user's settings file. Return the file's path.
 
     Raise OSError if the file cannot be written.
     """
@@ -141,7 +143,7 @@ def write_default_cluster(name: str) -> Path:
 
 
 def no_cluster_refusal() -> str:
-    """Return the error for a job without a cluster if sbatch is on PATH, else '': then it runs on this machine."""
+    """Return the error for a job without a cluster if sbatch is on PATH; '' if the job runs on this machine."""
     if shutil.which("sbatch") is None:
         return ""
     known = ", ".join(choices("cluster"))
@@ -174,9 +176,9 @@ def chosen_cluster(overrides: Sequence[str]) -> str:
 
 
 def cluster_choice(required: bool) -> str:
-    """Return the cluster of a request that does not choose one.
+    """Return the cluster for a request that does not choose one.
 
-    required: without a default on a machine with Slurm, return '???', with which Hydra demands a choice.
+    required: on a machine with Slurm and without a default, return '???', which makes Hydra demand a choice.
     """
     name, _ = default_cluster()
     return name or (MISSING if required and no_cluster_refusal() else LOCAL_CLUSTER)

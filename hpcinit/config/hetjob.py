@@ -20,7 +20,7 @@ KEYS = (*COUNTS, "mem_gb", *TEXTS)
 
 
 def components(config: Config) -> list[Config]:
-    """Return the config of each component. One is the whole job if it is not heterogeneous."""
+    """Return the config of each component. A job that is not heterogeneous has one."""
     first = replace(config, hetjob=[])
     return [first, *(replace(first, gpus=None, **each) for each in config.hetjob)]
 
@@ -31,11 +31,11 @@ def worlds(config: Config) -> list[Config]:
 
 
 def parts(config: Config) -> tuple[Component, ...]:
-    """Return nodes and ranks of each component."""
+    """Return the nodes and ranks of each component."""
     return tuple(Component(each.nodes, ranks_per_node(each)) for each in components(config))
 
 
 def refuse(config: Config, command: str) -> None:
-    """Raise RequestError for a command that needs equal nodes."""
+    """Raise RequestError for a command that works only with equal nodes."""
     if config.hetjob:
         raise RequestError(f"{command} does not support heterogeneous jobs (hetjob is set)")

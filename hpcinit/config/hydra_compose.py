@@ -1,4 +1,4 @@
-"""Composes a Config from overrides with Hydra: of one request, of sweeps, and for --cfg, --help and completion."""
+"""Composes a Config from overrides with Hydra: for one request, for sweeps, for --cfg, --help and completion."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(
     search: Callable[[], Search] | None = None,
     cluster_required: bool = False,
 ) -> int:
-    """Do what compose.main does."""
+    """Implement compose.main."""
     line, every_key = _without_all(spellings.translate(line, flags()))
     args = command_line.parse(get_args_parser(), line)
     shows = any(getattr(args, flag) for flag in SHOW)
@@ -108,7 +108,7 @@ def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
 
 
 def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
-    """Yield every problem. Hydra stops at the first one, so add the overrides one by one and report each that fails."""
+    """Yield every problem. Hydra stops at the first, so add the overrides one by one and report each that fails."""
     # Choices first, because whether cluster.x exists depends on the cluster; and then a wrong default does not matter.
     ordered = sorted(overrides, key=lambda text: (not _is_cluster(text), "." in text.partition("=")[0]))
     local = [f"cluster={folders.LOCAL_CLUSTER}"]
@@ -156,7 +156,7 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
 
 
 def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -> list[str]:
-    """Return messages for missing mandatory values, or else for interpolations that cannot be resolved."""
+    """Return messages for mandatory values that are missing, or else for interpolations that cannot be resolved."""
     document = OmegaConf.to_container(config)
     if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
         # name is ${job.name} and missing only because that is
@@ -171,7 +171,7 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
 
 
 def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the command line without the `all` of `--help all`, and whether it was there."""
+    """Return the command line without the `all` of `--help all`, and whether it had one."""
     found = list(line)
     for at, (flag, word) in enumerate(pairwise(line)):
         if flag in ("--help", "-h") and word == "all":
@@ -181,7 +181,7 @@ def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task, every_key: bool) -> int:
-    """Let Hydra's own main run: for --cfg, --help, completion, and hydra.run, hydra.job and so on in one submission.
+    """Run Hydra's own main: for --cfg, --help, completion, and hydra.run, hydra.job and so on in one submission.
 
     every_key: --help lists all keys.
     """
@@ -214,7 +214,7 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
 
 @contextmanager
 def _hydra_command_line(line: list[str]) -> Iterator[None]:
-    """Set the command line that Hydra reads, and HYDRA_FULL_ERROR=1, with which Hydra raises instead of exiting."""
+    """Set the command line for Hydra, and HYDRA_FULL_ERROR=1, which makes Hydra raise instead of exit."""
     argv, flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *line], "1"
     try:

@@ -26,7 +26,7 @@ OMITTED = re.compile(r"\s*(full_key:|object_type=|reference_type=|See https).*")
 
 @dataclass(frozen=True)
 class _Parsed:
-    """The parts of an error. text: Hydra's. file: as in 'cluster/mini'. key: the full key. '' for what it lacks."""
+    """The parts of an error; a missing part is ''. text: from Hydra. file: as in 'cluster/mini'. key: the full key."""
 
     kind: str
     text: str
@@ -35,7 +35,7 @@ class _Parsed:
 
 
 def sentence(error: Exception, override: str = "") -> str:
-    """Return one line about `error`. override: the argument that caused it, or '' if unknown."""
+    """Describe `error` in one line. override: the argument that caused it, or '' if unknown."""
     missing: str | None = getattr(error, "missing_cfg_file", None)
     if missing is not None:
         return _no_such_choice(missing, override)
@@ -93,9 +93,9 @@ def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
 
 
 def _take_apart(error: Exception) -> _Parsed:
-    """Return the parts of an error. Hydra wraps OmegaConf's error: an override's as its cause, a file's as text:
+    r"""Return the parts of an error. Hydra wraps OmegaConf's error: for an override as its cause, for a file as text:
 
-    "In 'cluster/x': ConfigKeyError raised while composing config:\\nKey 'y' not in 'Cluster'\\n  full_key: cluster.y"
+    "In 'cluster/x': ConfigKeyError raised while composing config:\nKey 'y' not in 'Cluster'\n  full_key: cluster.y"
     """
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text, kind = str(cause), type(cause).__name__
@@ -126,7 +126,7 @@ def _no_such_choice(missing: str, override: str) -> str:
 
 
 def _further_up(key: str, value: str) -> str:
-    """Return a hint if the file exists in the conf/ of a parent folder: the user is in a subfolder of the project."""
+    """Return a hint if a parent folder has the file in its conf/: the user is in a subfolder of the project."""
     for folder in Path.cwd().parents if re.fullmatch(r"[\w.-]{1,99}", value) else ():
         if (path := folder / "conf" / key / f"{value}.yaml").is_file():
             return f"; {path} exists: cd {folder}, or set HPCINIT_CONF={folder / 'conf'}"
@@ -134,7 +134,7 @@ def _further_up(key: str, value: str) -> str:
 
 
 def _about_override(override: str, key: str, parsed: _Parsed) -> str:
-    """Return what is wrong with a key=value where Hydra's text would mislead; '' otherwise."""
+    """Explain what is wrong with a key=value where Hydra's text would mislead; '' otherwise."""
     if "Multiple values for" in parsed.text:
         return f"{key} exists already; remove the plus"
     if keys.is_group(key) and (
@@ -148,7 +148,7 @@ def _about_override(override: str, key: str, parsed: _Parsed) -> str:
 
 
 def _what(parsed: _Parsed, key: str, override: str) -> str:
-    """Return what is wrong: that the key does not exist, that its value has another type, or else Hydra's text."""
+    """Explain what is wrong: the key does not exist, its value has another type, or else Hydra's text."""
     wrong = parsed.key or key
     if parsed.kind in NO_KEY and not keys.is_table(wrong) and not keys.is_table(wrong.rpartition(".")[0]):
         return f"no such key {wrong!r}{_near(wrong, override)}"
@@ -159,7 +159,9 @@ def _what(parsed: _Parsed, key: str, override: str) -> str:
 
 
 def _near(key: str, override: str) -> str:
-    """Return the key that was probably meant, else the keys of the same table; at the top level, how to list them."""
+    """Suggest the key that the user probably meant, else the keys of the same table; at the top level, how to list
+    them.
+    """
     known = keys.beside(key)
     if near := keys.guess(key.rpartition(".")[2], known):
         return f"; did you mean {keys.nearest(key)!r}?" if override else near
@@ -172,6 +174,6 @@ def _near(key: str, override: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return `text` on one line of limited length."""
+    """Return `text` on one line, cut to a fixed length."""
     plain = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return plain if len(plain) <= 120 else f"{plain[:100]}... ({len(plain)} characters)"

@@ -1,10 +1,10 @@
-"""Prepares Hydra: what differs between its versions, its state in a user's process, and where it finds configs.
+"""Prepares Hydra: the differences between its versions, its state in a user's process, where it finds configs.
 
 Hydra 1.3 needs OmegaConf 2.3, and Hydra 1.4 needs OmegaConf 2.4.
 
-Hydra finds configs in the user's folders, then in the package's own; and two are made here. `hpcinit_schema` is the
-schema, `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. The source Made makes them
-when Hydra reads them: Hydra's ConfigStore would copy the schema several times.
+Hydra finds configs in the user's folders, then in the package's own. Two more configs are made here: `hpcinit_schema`
+is the schema, and `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. The source Made
+makes them when Hydra reads them, because Hydra's ConfigStore would copy the schema several times.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ yaml_loader: Callable[[], Any] = get_yaml_loader  # returns OmegaConf's class
 
 
 def register_resolver(name: str, resolver: Callable[[], str]) -> None:
-    """Make ${name:} the result of `resolver`, also if there is such a resolver already."""
+    """Make ${name:} the result of `resolver`. Replace an existing resolver of this name."""
     register: Any = OmegaConf.register_new_resolver if IS_1_3 else OmegaConf.register_resolver
     register(name, resolver, replace=True)
 
@@ -53,7 +53,7 @@ def register_resolver(name: str, resolver: Callable[[], str]) -> None:
 def state_kept() -> Iterator[None]:
     """Restore what composing changes for the whole process.
 
-    That is Hydra itself, which can be initialized only once, the config of ${hydra:...}, the job's name, and
+    That is: Hydra itself, which can be initialized only once, the config of ${hydra:...}, the job's name, and
     version_base.
     """
     hydra, ours, base, job = (
@@ -72,7 +72,7 @@ def state_kept() -> Iterator[None]:
 
 
 class Folders(SearchPathPlugin):
-    """Adds the folders in which Hydra looks for YAML, first match wins: the user's, the package's, --config-dir."""
+    """Adds the folders in which Hydra looks for YAML: the user's, the package's, --config-dir. The first match wins."""
 
     last: Path | None = None
     used = False  # Hydra keeps the plugin in a process whose own program may use Hydra for its own configs
@@ -88,7 +88,7 @@ class Folders(SearchPathPlugin):
 
 
 class ReadFiles(FileConfigSource):
-    """Reads YAML files as Hydra does. read: the files of the last composition."""
+    """Reads YAML files as Hydra does. read: the files that the last composition read."""
 
     read: ClassVar[list[str]] = []
 
@@ -98,7 +98,7 @@ class ReadFiles(FileConfigSource):
 
 
 class Made(ConfigSource):
-    """Makes the schema and the choice of the default cluster. cluster_required: as in compose.main."""
+    """Makes the schema and the choice of the default cluster. cluster_required: see compose.main."""
 
     cluster_required = False
 
@@ -139,7 +139,7 @@ CONFIGS: dict[str, Callable[[], Container]] = {
 
 
 def register(config_dir: str | None = None, cluster_required: bool = False) -> None:
-    """Register the search path with Hydra. config_dir: a last folder. cluster_required: as in compose.main."""
+    """Register the search path with Hydra. config_dir: a folder to search last. cluster_required: see compose.main."""
     Folders.last = Path(config_dir).absolute() if config_dir else None
     Made.cluster_required = cluster_required
     for plugin in (Folders, Made):
@@ -148,7 +148,7 @@ def register(config_dir: str | None = None, cluster_required: bool = False) -> N
 
 @contextmanager
 def used() -> Iterator[None]:
-    """Make Hydra use this search path for what it initializes in the context."""
+    """Make Hydra use this search path in the context."""
     sources = SourcesRegistry.instance().types
     hydras = sources[ReadFiles.scheme()]
     Folders.used, sources[ReadFiles.scheme()] = True, ReadFiles
@@ -161,6 +161,6 @@ def used() -> Iterator[None]:
 
 @contextmanager
 def initialized(job_name: str) -> Iterator[None]:
-    """Initialize Hydra with this search path. job_name: for ${hydra:job.name}."""
+    """Initialize Hydra with this search path. job_name: the value of ${hydra:job.name}."""
     with used(), hydra.initialize_config_dir(str(folders.folder()), job_name, **VERSION_BASE):
         yield

@@ -30,7 +30,7 @@ T = TypeVar("T")
 def make(config: Config, workdir: str, target: str) -> Spec:
     """Return the Spec of a config that has passed its checks.
 
-    workdir, target: the folder and the program, which differ from the config's in a code snapshot.
+    workdir, target: the folder and the program. With a code snapshot they differ from those in the config.
     """
     parts = hetjob.parts(config)
     return _copied(
@@ -66,9 +66,9 @@ def make(config: Config, workdir: str, target: str) -> Spec:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return what differs from the defaults in the Spec of a checked config, by its place there: 'layout.dp'.
+    """Return the values in the Spec of a checked config that differ from the defaults, as in {'layout.dp': 8}.
 
-    The job's name, shape and program are not part of it, and neither are the options of srun.
+    The job's name, shape and program and the options of srun are not included.
     """
     spec = make(config, "", "")
     plain = Spec(spec.name, spec.cluster, spec.nodes, spec.ranks_per_node, spec.program, "", spec.nonce)
@@ -87,7 +87,7 @@ def _flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _copied(kind: type[T], keys: object, **computed: Any) -> T:
-    """Return a `kind` whose fields are `computed`, or else the keys of the same name."""
+    """Return a `kind` with the fields `computed`. Copy its other fields from the keys of the same name."""
     names = [each.name for each in fields(kind) if each.name not in computed]  # type: ignore[arg-type]
     return kind(**{name: getattr(keys, name) for name in names}, **computed)
 
@@ -101,17 +101,17 @@ def runs_dir(config: Config) -> Path:
 
 
 def program_kind(config: Config) -> str:
-    """Return which of script, module and command the job has."""
+    """Return 'script', 'module' or 'command': the one that the job sets."""
     return next(kind for kind in ("script", "module", "command") if getattr(config.job, kind))
 
 
 def layout(config: Config) -> Layout:
-    """Return the layout as configured: a degree may be -1. Raise RequestError if a degree is impossible."""
+    """Return the layout as configured, where a degree may be -1. Raise RequestError if a degree is impossible."""
     return _copied(Layout, config.parallel)
 
 
 def full_layout(config: Config) -> Layout:
-    """Return the layout with every degree, over the ranks of all components. Raise RequestError if none fits."""
+    """Return the layout of the ranks of all components, with every degree. Raise RequestError if none fits."""
     parts = hetjob.parts(config)
     alike = parts[0].ranks_per_node if len({part.ranks_per_node for part in parts}) == 1 else None
     return layout(config).over(ranks(parts), alike).over(ranks(parts), ranks_in_a_row(parts))
@@ -134,7 +134,7 @@ def training(config: Config) -> Training:
 
 
 def launch(config: Config) -> Launch:
-    """Return how hpcinit starts the ranks."""
+    """Return the settings with which hpcinit starts the ranks."""
     deepspeed = ["deepspeed"] if uses_deepspeed(config) else []
     return _copied(
         Launch,
@@ -156,7 +156,7 @@ def startup_timeout(config: Config) -> StartupTimeout:
 
 
 def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
-    """Return each coefficient with the key that sets it: the request's, else the cluster's, else 'default'."""
+    """Return each coefficient and the key that sets it: the request's, else the cluster's, else 'default'."""
     found = {}
     for each in fields(StartupTimeout):
         found[each.name] = (float(str(each.default)), "default")
@@ -173,6 +173,6 @@ def ports_variable(config: Config) -> Mapping[str, str]:
 
 
 def uses_deepspeed(config: Config) -> bool:
-    """Return whether the ranks start DeepSpeed. False for an invalid wrapper, which the checks report."""
+    """Return whether the ranks start DeepSpeed. For an invalid wrapper, which the checks report, return False."""
     wrapper = WRAPPERS.get(config.parallel.wrap)
     return config.comm.deepspeed or (wrapper is not None and wrapper.needs_deepspeed)

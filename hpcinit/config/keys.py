@@ -20,7 +20,7 @@ LAST = ("cluster",)  # shown last, because a site's file sets these keys
 
 @cache
 def declared() -> dict[str, Field[Any]]:
-    """Return every key with its field, as in {'comm.backend': Field}. A table has no entry; what is in it does."""
+    """Return every key with its field, as in {'comm.backend': Field}. Tables have no entry, only the keys in them."""
     return dict(_declared("", Config))
 
 
@@ -33,12 +33,12 @@ def _declared(prefix: str, group: Any) -> Iterator[tuple[str, Field[Any]]]:
 
 
 def table(item: Field[Any]) -> Any:
-    """Return the dataclass of a table of keys, None for a key."""
+    """Return the dataclass of a table of keys, or None for a key."""
     return item.default_factory if is_dataclass(item.default_factory) else None
 
 
 def choices(key: str) -> tuple[str | None, ...]:
-    """Return the values that `key` may have, None (null) among them where its type allows it; () for any value."""
+    """Return the values that `key` may have, including None (null) if its type allows it; () if any is allowed."""
     item = declared().get(key)
     known = tuple(item.metadata["choices"]) if item else ()
     return (*known, None) if known and None not in known and _optional(key) else known
@@ -94,14 +94,14 @@ def is_container(key: str) -> bool:
 
 
 def beside(key: str) -> list[str]:
-    """Return the keys of the table that `key` would be in; none if users choose its names or it does not exist."""
+    """Return the keys in the table of `key`; none if users choose the names there or there is no such table."""
     parent = key.rpartition(".")[0]
     found = _plain(kind(parent)) if parent else Config
     return sorted(field.name for field in fields(found)) if is_dataclass(found) else []
 
 
 def expected(key: str) -> str:
-    """Return what a value of `key` must be, as text for a message, or '' if the schema has no such key."""
+    """Return what a value of `key` must be, for a message, or '' if the schema has no such key."""
     known = kind(key)
     if known is None:
         return ""
@@ -143,7 +143,7 @@ ALL = "hpcinit submit --help all lists all keys"
 
 
 def help_text(every: bool) -> str:
-    """Return a line for each key, as in 'nodes=1      number of nodes', keys without a table first.
+    """Return a line for each key, as in 'nodes=1      number of nodes'. Keys without a table are first.
 
     every: all keys, not only those of FIRST.
     """
@@ -158,7 +158,7 @@ def help_text(every: bool) -> str:
 
 
 def explained(key: str) -> str:
-    """Return the line of `key` in the help, what its value must be and its unit; of a table, the lines of its keys.
+    """Return the help of `key`: its line, the allowed values and its unit. For a table, return the lines of its keys.
 
     Raise RequestError for an unknown key.
     """
@@ -183,7 +183,7 @@ def _lines(group: Mapping[str, Field[Any]]) -> str:
 
 
 def shown(item: Field[Any]) -> str:
-    """Return the default as in YAML, or '' for a mandatory key."""
+    """Return the default as YAML, or '' for a mandatory key."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     if default == MUST:
         return ""

@@ -42,9 +42,9 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
 
 
 def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each flag that does not exist, and one for the arguments that are not key=value.
+    """Yield a message for each unknown flag, and one for the arguments that are not key=value.
 
-    arguments: the whole command line. unknown, overrides: the unknown flags in it, and the arguments without dashes.
+    arguments: the whole command line. unknown: its unknown flags. overrides: its arguments without dashes.
     """
     # argparse counts what follows an unknown flag as unknown.
     bare = not_overrides([*overrides, *(word for word in unknown if not word.startswith("-"))])
@@ -69,7 +69,7 @@ def sbatchs_quality(arguments: Sequence[str]) -> list[str]:
 
 
 def removals(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each ~key of hpcinit: ~nodes would silently mean the default, and ~cluster no cluster."""
+    """Yield a message for each ~key of hpcinit: ~nodes would silently restore the default, and ~cluster remove it."""
     for override in overrides:
         key, _, _ = override.removeprefix("~").partition("=")
         if override.startswith("~") and keys.kind(key) is not None and not keys.is_table(key.rpartition(".")[0] or key):
@@ -78,7 +78,7 @@ def removals(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def repeated(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a warning for each key that is given twice. The last one counts, which wrapper scripts rely on."""
+    """Yield a warning for each key that is given twice. The last one counts, because wrapper scripts rely on that."""
     given = Counter(_key(override) for override in overrides if "=" in override)
     for key, times in given.items():
         if times > 1 and key:
@@ -103,12 +103,12 @@ def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> It
 
 
 def references(document: Any) -> Iterator[tuple[str, str]]:
-    """Return every (key, text) whose text contains an interpolation."""
+    """Yield each (key, text) whose text contains an interpolation."""
     return ((key, text) for key, text in texts(document) if "${" in text)
 
 
 def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every (key, text) of a config as plain containers."""
+    """Yield each (key, text) of a config as plain containers."""
     if isinstance(document, dict):
         for name, value in document.items():
             yield from texts(value, f"{key}.{name}" if key else str(name))
@@ -120,10 +120,10 @@ def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def with_quoted_lists(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with the value of dependency quoted. Hydra would sweep over its commas, and read 4242_7 as
-    the number 42427.
+    """Return the overrides with the value of dependency quoted.
 
-    The pairs in comm.backend=cpu:gloo,cuda:nccl are quoted as well, because Hydra would sweep over them.
+    Otherwise Hydra would sweep over its commas, and read 4242_7 as the number 42427. The pairs in
+    comm.backend=cpu:gloo,cuda:nccl are quoted for the same reason.
     """
     overrides = [re.sub(r"(?<=^comm\.backend=)\w+:\w+,\w+:\w+$", r"'\g<0>'", override) for override in overrides]
     return [

@@ -1,4 +1,4 @@
-"""Checks the arguments of the Python API and spells them as overrides. Imports no Hydra, because the API is light."""
+"""Checks the arguments of the Python API and writes them as overrides. Hydra is not imported, to keep the API light."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORT.maxstring = _SHORT.maxother = 60  # characters
 
 
 def check(overrides: Sequence[object], program: object, keys: Mapping[str, object]) -> None:
-    """Raise RequestError with all arguments of `api.submit` that have a wrong type."""
+    """Raise RequestError for all arguments of `api.submit` that have the wrong type."""
     problems = [
         *(problem for at, word in enumerate(overrides) for problem in _wrong_override(at, word)),
         *_wrong_program(program),
@@ -47,7 +47,7 @@ def check_rank(rank: object) -> None:
 
 
 def override_value(value: object) -> str:
-    """Return `value` as Hydra's grammar of overrides spells it."""
+    """Return `value` in Hydra's grammar of overrides."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)  # null, true
     if isinstance(value, Real):  # numpy's too
@@ -96,7 +96,7 @@ def _as_text(word: object) -> str:
 
 
 def _wrong_values(name: str, value: object) -> Iterator[str]:
-    """Yield a problem for each part of `value` that has no spelling in a config."""
+    """Yield a problem for each part of `value` that a config cannot contain."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _wrong_values(f"{name}.{key}", item)

@@ -1,4 +1,4 @@
-"""A request: a Config and its origin; and what happens to it after it is composed."""
+"""A request: a Config and its origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KeyPath = tuple[str | int, ...]  # ("job", "args", 1)
 
 
 def as_text(value: object) -> str:
-    """Return a single value as YAML and Hydra spell it: true, not True."""
+    """Return a single value as YAML and Hydra write it: true, not True."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -45,7 +45,7 @@ class Rewritten(str):
 class Request:
     """A Config and its origin.
 
-    document: the config as plain containers. combination: in a sweep, the overrides that differ, else ''. parameters:
+    document: the config as plain containers. combination: the overrides that differ in a sweep, else ''. parameters:
     the same overrides, one by one. warnings: one sentence each. number: its position in the sweep, from 0. typed: the
     text that the user typed for each key with a single value. given: what the user typed before `--`.
     """
@@ -66,7 +66,7 @@ class Composer:
     """Composes a primary config with overrides, many times.
 
     compose: returns Hydra's config for overrides. request: makes a Request from a config, its overrides and its
-    combination. unusable: the errors that an invalid override raises.
+    combination. unusable: the exceptions that an invalid override raises.
     """
 
     name: str
@@ -80,13 +80,13 @@ Task = Callable[[Sequence[Request]], int]  # -> exit status
 
 
 class Search(Protocol):
-    """Submits the batches that a sweeper requests, and returns the results to it."""
+    """Submits the batches that a sweeper requests, and returns their results to it."""
 
     def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
-        """Submit a batch, wait, and return each result or why there is none. Raise Ended to end the search."""
+        """Submit a batch, wait, and return each result or why it has none. Raise Ended to end the search."""
 
     def end(self, written: Path) -> int:
-        """Finish a search whose sweeper left files in the folder `written`. Return the exit status."""
+        """Finish a search whose sweeper wrote its files to the folder `written`. Return the exit status."""
 
     def interrupted(self) -> int:
         """Handle Ctrl-C between two batches. Return the exit status."""

@@ -1,4 +1,4 @@
-"""Computes what a job requests per node: GPUs, cores and memory follow the number of ranks, unless nodes are whole.
+"""Computes the GPUs, cores and memory that a job requests per node: a share for its ranks, or the whole node.
 
 hpcinit submit cluster=x ranks_per_node=2     on nodes of 8 GPUs: 2 GPUs, a quarter of the cores and of the memory
 """
@@ -26,7 +26,7 @@ def requested_gpus(config: Config) -> int | None:
 
 
 def partition(config: Config) -> Partition:
-    """Return the limits of the job's partition. Where the partition has no value, the cluster's own is used."""
+    """Return the limits of the job's partition, with the cluster's values for what the partition does not set."""
     cluster = config.cluster
     found = cluster.partitions.get(config.partition or cluster.partition or "") or Partition()
     gpus = cluster.gpus_per_node or None
@@ -41,8 +41,8 @@ def partition(config: Config) -> Partition:
 def whole_nodes(config: Config) -> bool:
     """Return whether the job gets whole nodes, however many ranks it has.
 
-    That is so if it requests them (--exclusive), if the partition allocates only whole nodes, and if the site has no
-    option that requests GPUs.
+    It does if it requests them (--exclusive), if the partition allocates only whole nodes, or if the site has no option
+    that requests GPUs.
     """
     cluster = config.cluster
     no_option = bool(cluster.gpus_per_node) and cluster.gpu_flag is None
@@ -65,7 +65,7 @@ def _share(config: Config) -> tuple[int, int]:
 
 
 def cpus_per_rank(config: Config) -> int | None:
-    """Return the cores per rank: as set, or a part of the job's share, or None if cluster.cpus_per_node is not set."""
+    """Return the cores per rank: as set, else a part of the job's share; None if cluster.cpus_per_node is not set."""
     if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
         return config.cpus_per_rank
     requested, there = _share(config)
@@ -73,9 +73,9 @@ def cpus_per_rank(config: Config) -> int | None:
 
 
 def mem_gb(config: Config) -> float | None:
-    """Return the memory per node, as set or as the job's share of cluster.mem_gb.
+    """Return the memory per node in GB, as set or as the job's share of cluster.mem_gb.
 
-    0 is all memory of the node. None means that the script has no option for it.
+    0 means all memory of the node. None means that the script has no option for it.
     """
     memory = config.cluster.mem_gb
     if config.mem_gb is not None or memory is None:
@@ -88,7 +88,7 @@ def mem_gb(config: Config) -> float | None:
 
 @dataclass(frozen=True)
 class Resources:
-    """The request per node, for the submission summary. cores: None if hpcinit requests none explicitly."""
+    """The request per node, for the submission summary. cores: None if hpcinit does not request cores."""
 
     gpus: int
     cores: int | None
@@ -96,7 +96,7 @@ class Resources:
     whole_nodes: bool
 
     def described(self) -> str:
-        """Return '2 GPUs, 8 cores and 52 GB per node', or '' if the job requests nothing explicitly."""
+        """Return '2 GPUs, 8 cores and 52 GB per node', or '' if the job requests none of these."""
         found = [f"{self.gpus} GPU{'s' * (self.gpus != 1)}"] if self.gpus else []
         found += [f"{self.cores} core{'s' * (self.cores != 1)}"] if self.cores else []
         if self.mem_gb is not None:

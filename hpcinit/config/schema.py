@@ -1,6 +1,6 @@
 """Declares every config key once: its type, default, unit, bounds, sbatch option and help text.
 
-The classes are plain dataclasses because Hydra fills them in. No code changes one afterwards. A key that the job needs
+The classes are plain dataclasses because Hydra fills them in. No code changes them afterwards. A key that the job needs
 has a field of the same name in `records/spec.py`, which also declares its default; `job_spec.py` copies the value.
 """
 
@@ -29,19 +29,19 @@ class Partition:
     nodes: Optional[int] = key("nodes in the partition; larger requests are refused before submission")
     time_min: Optional[int] = key("longest time limit in minutes")
     time_min_by_nodes: dict[int, int] = key("longest time limit of jobs with at most this many nodes: {91: 120}", {})
-    node_min: Optional[int] = key("longest product of nodes and time limit of a job, in node-minutes")
+    node_min: Optional[int] = key("maximum of nodes x time limit of a job, in node-minutes")
     gpus_per_node: Optional[int] = key("GPUs per node; 0: none; null: cluster.gpus_per_node")
     gpu_type: Optional[str] = key("GPU type, as Slurm calls it; null: cluster.gpu_type")
     cpus_per_node: Optional[int] = key("cores that Slurm counts on a node; null: cluster.cpus_per_node")
     mem_gb: Optional[float] = key("memory of a node that jobs may use, in GB of 2^30 bytes, as sbatch counts it")
-    whole_nodes: Optional[bool] = key("it allocates only whole nodes; null: cluster.whole_nodes")
+    whole_nodes: Optional[bool] = key("the partition allocates only whole nodes; null: cluster.whole_nodes")
 
 
 @dataclass
 class Qos:
-    nodes: Optional[int] = key("most nodes of a job; null: as the partition")
+    nodes: Optional[int] = key("maximum nodes of a job; null: the partition's limit")
     time_min: Optional[int] = key(
-        "longest time limit in minutes, which may exceed the partition's; null: as the partition"
+        "longest time limit in minutes, may exceed the partition's; null: the partition's limit"
     )
 
 
@@ -59,13 +59,13 @@ class SiteContainer:
 
 @dataclass
 class Cluster:
-    """The settings of a cluster. They are all in conf/cluster/NAME.yaml, none in Python."""
+    """The settings of a cluster. All values are in conf/cluster/NAME.yaml, none in Python."""
 
     name: str = key("name of the cluster in messages", MISSING, filled="a name")
-    untested: bool = key("no job has been run with this file at its site; each submission prints that", False)
+    untested: bool = key("this file was never used at its site; each submission warns about it", False)
     engine: str = key("slurm, or local: run on this machine without Slurm", "slurm", choices=("slurm", "local"))
     clusters: Optional[str] = key(
-        "another cluster of the same slurmdbd, for sbatch --clusters; null: that of SLURM_CONF",
+        "another cluster of the same slurmdbd, for sbatch --clusters; null: the one in SLURM_CONF",
         filled="a name, or null",
         owns="clusters",
     )
@@ -77,7 +77,9 @@ class Cluster:
     needs: list[str] = key("keys that every user must set: account, qos, partition, modules", [])
     time_min: int = key("default time limit in minutes", 60, least=1)
     gpus_per_node: int = key("GPUs of a node; 0: none", 0, least=0)
-    gpu_mem_gb: Optional[float] = key("memory of a GPU; null: unknown, and `hpcinit plan` gives no verdict", above=0)
+    gpu_mem_gb: Optional[float] = key(
+        "memory of a GPU; null: unknown, so `hpcinit plan` cannot check whether the model fits", above=0
+    )
     gpu_type: Optional[str] = key("GPU type, if the site requires it in the request, as in --gpus-per-node=a100:4")
     gpu_flag: Optional[str] = key(
         "option that requests GPUs: gpus-per-node or gres; null: none",

@@ -1,7 +1,7 @@
-"""Runs a sweeper that waits for results, such as Optuna's: each batch that it requests is submitted as a sweep.
+"""Runs a sweeper that waits for results, such as Optuna's. Each batch that it requests is submitted as a sweep.
 
-Hydra's sweepers pass combinations to a launcher, which returns the result of each. The launcher here is
-`hydra/launcher=hpcinit`, and what it calls instead of a task function is `Batches`.
+Hydra's sweepers pass combinations to a launcher, which returns the result of each. Here the launcher is
+`hydra/launcher=hpcinit`, which calls `Batches` instead of a task function.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Batches:
 
 
 def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search) -> int:
-    """Run the sweeper that the config names to its end. Return the exit status.
+    """Run the sweeper that the config names until it ends. Return the exit status.
 
     Raise ConfigError before a batch with an invalid request, and Failure if the sweeper fails.
     """

@@ -1,4 +1,4 @@
-"""What users type for an option of Slurm, torchrun or PBS: one table to the key with that meaning, or to a sentence.
+"""Maps what users type for options of Slurm, torchrun or PBS to the key with that meaning, or to advice.
 
 time=24:00:00  ->  time_min=1440        --nodes=8, --nodes 8, -N 8  ->  nodes=8
 mem=32G        ->  mem_gb=32            reservation=x               ->  ++cluster.sbatch.reservation=x
@@ -99,7 +99,7 @@ SAME = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node", "cpu_bind": 
 
 
 def full_name(name: str, command: str) -> str:
-    """Return the option that `command` (sbatch or srun) takes an abbreviation for; `name` if unknown or ambiguous."""
+    """Return the option of `command` (sbatch or srun) that `name` abbreviates, or `name` if unknown or ambiguous."""
     known = KNOWN[command]
     found = [name] if name in known else [option for option in known if option.startswith(name)]
     return SAME.get(found[0], found[0]) if len(found) == 1 else name
@@ -116,9 +116,9 @@ def instead(option: str, command: str) -> str:
 
 
 def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the command line with hpcinit's keys. Raise ConfigError with each value that cannot be translated.
+    """Return the command line with hpcinit's keys. Raise ConfigError for all values that cannot be translated.
 
-    flags: the options of Hydra, which stay.
+    flags: Hydra's options, which are kept.
     """
     found: list[str] = []
     problems: list[str] = []
@@ -140,7 +140,9 @@ def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple[str, str, bool]:
-    """Return the option's name with dashes, its value, and whether that is the next argument, or '' if it is none."""
+    """Return the option's name with dashes, its value, and whether the value is the next argument; '' if it is no
+    option.
+    """
     name, equals, value = argument.partition("=")
     if not argument.startswith("-"):
         own = keys.kind(name) is not None and name not in TABLE  # container is a table, which has no value
@@ -174,7 +176,7 @@ def _key(name: str, value: str) -> str:
 
 
 def key_meant(name: str) -> str:
-    """Return the key that the user means by this name: cluster.venv for venv. An unknown name is returned unchanged."""
+    """Return the full key for a short name, as in cluster.venv for venv. Return an unknown name unchanged."""
     key = TABLE.get(name.replace("_", "-"), name)
     return name if keys.kind(name) is not None or " " in key else key
 
@@ -194,7 +196,7 @@ def minutes(text: str) -> str:
 
 
 def gigabytes(text: str) -> str:
-    """Return the GB (2^30 bytes) of 32G or 500M, or 0 for all memory. A number alone would be MB for sbatch."""
+    """Return the GB (2^30 bytes) of 32G or 500M, or 0 for all memory. sbatch reads a plain number as MB."""
     found = SIZE.fullmatch(text)
     if found:
         return f"{float(found['number']) * UNITS[found['unit'].upper()]:g}"
@@ -207,7 +209,7 @@ CONVERT: dict[str, Callable[[str], str]] = {"time": minutes, "walltime": minutes
 
 
 def _quoted(value: str) -> str:
-    """Quote a value for Hydra: as text, with any character except both kinds of quotes."""
+    """Quote a value as text for Hydra. It may contain any character, but not both kinds of quotes."""
     if PLAIN.fullmatch(value) and not re.fullmatch(r"[\d_.eE+-]+|true|false|null", value):
         return value
     return f'"{value}"' if "'" in value else f"'{value}'"

@@ -1,8 +1,8 @@
-"""What the user typed for a value, character by character: 1.10 and 010, where Hydra's and YAML's values are 1.1 and 8.
+"""Keeps what the user typed for a value, character by character: 1.10 and 010, which YAML reads as 1.1 and 8.
 
-A program's arguments and environment variables are text, so they get this text instead of Hydra's value. On the command
-line, it is read from the tokens of Hydra's own parser. Hydra's config has no text and no lines of files, so a YAML file
-with an environment variable or an argument that is not text is parsed again.
+A program's arguments and environment variables are text, so they get this text instead of Hydra's value. For the
+command line, Hydra's own parser provides the tokens. Hydra's config keeps neither the text nor the lines of files. So a
+YAML file is parsed again if one of its environment variables or arguments is not text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modul
 
 
 class Typed(Override):
-    """An override that Hydra's sweeper splits into the texts that the user typed, instead of into Hydra's spelling."""
+    """An override that Hydra's sweeper splits into the texts that the user typed, not into Hydra's notation."""
 
     @classmethod
     def from_override(cls, override: Override) -> Typed:
@@ -51,8 +51,10 @@ class Typed(Override):
 
 
 def _elements(line: str) -> list[str]:
-    """Return the text of each element of key=1,2 or key=choice(1,2) or key=[1,2], and of each value of key={A: 1}; []
-    for other overrides."""
+    """Return the text of each element of key=1,2, key=choice(1,2) or key=[1,2], and of each value of key={A: 1}.
+
+    Return [] for other overrides.
+    """
     parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line))))
     value = parser.override().value()
     if value is None:
@@ -69,7 +71,7 @@ def _elements(line: str) -> list[str]:
 
 
 def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
-    """Return the text of an override's value; of a list or a table, of each element. None if it has none.
+    """Return the text of an override's value; for a list or a table, the text of each element. None if it has none.
 
     A string is without its quotes, and with its interpolations.
     """
@@ -89,7 +91,10 @@ def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
 
 
 def _as_typed(value: Any) -> Any:
-    """Return the text of whole numbers and strings, also in a list. OmegaConf puts True for true into other strings."""
+    """Return the text of whole numbers and strings, also in a list.
+
+    For other values, OmegaConf would write True for true.
+    """
     if isinstance(value, ListConfig):
         elements: Any = OmegaConf.to_container(value)
         return [_as_typed(element) for element in elements]
@@ -105,10 +110,10 @@ def _is_rewritten(value: object) -> bool:
 
 
 class Texts:
-    """A config in which the values of overrides are what the user typed, also where another key refers to them."""
+    """A config with the values of overrides as the user typed them, even where another key refers to them."""
 
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
-        """config: as Hydra has just composed it, with its interpolations. hydra: its table of that name."""
+        """config: as Hydra composed it, with unresolved interpolations. hydra: Hydra's own table."""
         self._files = YamlTexts(tuple(hydra_setup.ReadFiles.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         self._config = config
@@ -140,11 +145,10 @@ class Texts:
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
-        """Return the program's variables and arguments, and the script's lines, as the user typed them.
+        """Return the program's variables and arguments and the lines of the script as the user typed them, by place.
 
-        The keys are their places in the config. A list or another value without a text remains unchanged, and a text
-        that YAML has changed is a Rewritten. checks/values.py reports both.
-        only: return just these places.
+        A list or another value without a text stays unchanged, and a text that YAML has changed is a Rewritten.
+        checks/values.py reports both. only: return just these places.
         """
         found: dict[KeyPath, Any] = {}
         for parent in TEXTS:
@@ -166,7 +170,7 @@ class Texts:
 
 
 def put(container: Any, path: KeyPath, value: Any) -> Any:
-    """Return `container` with another value at `path`; copy what changes."""
+    """Return a copy of `container` with another value at `path`."""
     if not path:
         return copy.copy(value)
     name = path[0]
@@ -221,10 +225,10 @@ class YamlTexts:
         self._scalars: dict[str, list[tuple[KeyPath, Scalar]]] = {}
 
     def text(self, place: KeyPath, value: object) -> str | None:
-        """Return the text of a value that is not text; Rewritten if it is not what a file has, or None if no file has
-        it.
+        """Return the text of a value that is not text; None if no file has it.
 
-        A file may be below any key of the config, so its own keys must be the last ones of `place`.
+        Return Rewritten if YAML has changed the text. A file may be below any key of the config, so only the end of
+        `place` must match.
         """
         name = next(part for part in reversed(place) if isinstance(part, str))
         for path in self._paths:

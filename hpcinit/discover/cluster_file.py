@@ -1,4 +1,4 @@
-"""Write what discover found as conf/cluster/NAME.yaml, with the source of each value in a comment."""
+"""Writes what discover found to conf/cluster/NAME.yaml, with the source of each value in a comment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_KINDS, MOST_FEATURES = 6, 8  # in a comment
 
 
 class Entry(NamedTuple):
-    """A top-level key, its value, and their text in the file with comments."""
+    """A top-level key, its value, and its text in the file with comments."""
 
     key: str
     value: Any
@@ -34,9 +34,9 @@ class Entry(NamedTuple):
 
 
 def site_facts(site: Site, partition: str | None) -> list[Entry]:
-    """Return the entries that Slurm reports and that discover rewrites each time.
+    """Return the entries that Slurm reports. discover rewrites them each time.
 
-    partition: its nodes give the cluster's top-level keys; if there is none of that name, the default partition's do.
+    partition: its nodes define the cluster's top-level keys. If there is no such partition, use the default one.
     """
     main = site.main(partition)
     kind, count = main.kinds[0]
@@ -56,7 +56,7 @@ def site_facts(site: Site, partition: str | None) -> list[Entry]:
 
 
 def site_choices(site: Site, name: str) -> list[Entry]:
-    """Return the entries that discover proposes once, and that the user edits from then on."""
+    """Return the entries that discover proposes only once. From then on the user edits them."""
     main, user = site.main(None), site.user
     limit = main.default_time_min or min(DEFAULT_TIME_MIN, main.time_min or DEFAULT_TIME_MIN)
     why = "DefaultTime" if main.default_time_min else "Slurm has no DefaultTime"
@@ -81,7 +81,7 @@ def site_choices(site: Site, name: str) -> list[Entry]:
 
 
 def partitions(site: Site) -> dict[str, dict[str, Any]]:
-    """Return the value of the key `partitions`: for each the largest values of any of its nodes."""
+    """Return the value of the key `partitions`: for each, the largest values of any of its nodes."""
     return {each.name: _limits(each) for each in site.usable}
 
 
@@ -167,7 +167,7 @@ def _marks(each: Partition) -> str:
 
 
 def _nodes(each: Partition) -> Iterator[str]:
-    """Yield a line for each kind of node, and one for those that are down or drained."""
+    """Yield a line for each kind of node, and one for nodes that are down or drained."""
     if len(each.kinds) > 1:
         yield f"{len(each.kinds)} kinds of nodes:"
     for kind, count in each.kinds[:MOST_KINDS]:
@@ -225,7 +225,7 @@ NOT_REPORTED = """\
 class Document:
     """A cluster file, divided at the two marks of discover.
 
-    before, after: the user's text around discover's part. body: that part. edited: the user has changed it.
+    body: discover's part. before, after: the user's text around it. edited: the user has changed discover's part.
     """
 
     before: str = ""
@@ -235,7 +235,7 @@ class Document:
 
     @property
     def own(self) -> dict[str, Any]:
-        """Return the keys outside the part."""
+        """Return the user's keys, outside discover's part."""
         return _mapping(f"{self.before}\n{self.after}", "outside discover's part")
 
     @property
@@ -244,7 +244,7 @@ class Document:
 
 
 def parse_document(text: str) -> Document:
-    """Split the text at the marks. Raise RequestError if the marks do not match, or a piece is not a YAML mapping."""
+    """Split the text at the marks. Raise RequestError if the marks do not match, or a part is not a YAML mapping."""
     marks = [line for line in text.splitlines() if line.startswith((BEGIN, END))]
     found = PART.search(text)
     if len(marks) != (2 if found else 0):
@@ -266,7 +266,7 @@ def first_document(choices: Sequence[Entry]) -> Document:
 
 
 def render_document(document: Document, facts: Sequence[Entry], heading: str) -> str:
-    """Return the text of the whole file. Raise RequestError if the text would not give the expected values."""
+    """Return the text of the whole file. Raise RequestError if it would not have the expected values."""
     own = document.own
     body = EXPLAINED + "".join(_line(entry, own) for entry in facts)
     before = document.before + "\n" * (bool(document.before) and not document.before.endswith("\n"))
@@ -294,7 +294,7 @@ def _line(entry: Entry, own: Mapping[str, Any]) -> str:
 
 
 def document_difference(document: Document, facts: Sequence[Entry]) -> list[str]:
-    """Return lines '-key: value in the file' and '+key: value in Slurm' for each of discover's keys that differs."""
+    """Return '-key: value in the file' and '+key: value in Slurm' for each of discover's keys that differs."""
     was, own = document.all, document.own
     lines = []
     for entry in facts:
@@ -335,7 +335,7 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def cluster_file_path(name: str) -> Path:
-    """Return ./conf/cluster/NAME.yaml, which cluster=NAME finds first. Raise RequestError for an invalid name."""
+    """Return ./conf/cluster/NAME.yaml, which cluster=NAME uses first. Raise RequestError for an invalid name."""
     if not quoting.PLAIN_NAME.fullmatch(name):
         raise RequestError(
             f"--name is {name!r} (default: Slurm's ClusterName), expected letters, digits, '.', '_' and '-', "
@@ -357,7 +357,7 @@ def read_cluster_file(path: Path) -> str | None:
 
 
 def write_cluster_file(path: Path, text: str) -> None:
-    """Write the text to a new file and rename it to `path`. A link and the mode are kept.
+    """Write the text to a new file and rename it to `path`. Keep a link and the mode.
 
     Raise Failure if it cannot be written.
     """

@@ -1,4 +1,4 @@
-"""`hpcinit discover [--name x]`: query Slurm and write a description of this cluster to conf/cluster/x.yaml."""
+"""`hpcinit discover [--name x]`: queries Slurm and writes a description of this cluster to conf/cluster/x.yaml."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcinit.discover.live_site import Site, User
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit status."""
+    """Run the command and return the exit status."""
     options = console.parse_arguments(parser(), list(argv))
     user = _this_user()
     seen = live_site.read_site(live_site.query_site(user.name, os.environ), user)
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _default(name: str, wanted: bool, new: bool) -> None:
-    """Make the cluster the user's default if --default is given, or if the user agrees in a terminal."""
+    """Make the cluster the user's default with --default, or if the user agrees in a terminal."""
     chosen, source = folders.default_cluster()
     if not wanted:
         if not new or chosen or console.quiet():
@@ -129,7 +129,7 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
 
 
 def _note_shadowed_file(name: str, output: Path | None) -> None:
-    """Print a note if cluster=NAME was another file until now."""
+    """Print a note if cluster=NAME used another file until now."""
     other = folders.find(f"cluster/{name}")
     if output is None and Path(other).is_file():
         console.note(f"in this folder, cluster={name} is now the new file instead of {other}")
@@ -174,7 +174,7 @@ def _write(path: Path, text: str, seen: Site) -> int:
 
 
 def _gone(now: Document, seen: Site) -> None:
-    """Print a note if Slurm no longer has the partition that the user chose. The choice is kept."""
+    """Print a note if Slurm no longer has the partition that the user chose. Keep the choice."""
     chosen = now.own.get("partition")
     if chosen is not None and chosen not in {each.name for each in seen.usable}:
         names = ", ".join(each.name for each in seen.usable)

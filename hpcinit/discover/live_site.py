@@ -1,4 +1,4 @@
-"""Query a live Slurm and parse its output. The text of each command is kept."""
+"""Queries a live Slurm and parses the output. The text of each command's output is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASSOCIATIONS = (
 class SiteAnswers:
     """The output of Slurm's commands.
 
-    texts: command -> its output; without accounting, sacctmgr's are missing. silent: sacctmgr's error or ''.
+    texts: command -> output, without sacctmgr's if there is no accounting. silent: sacctmgr's error, or ''.
     """
 
     texts: Mapping[str, str]
@@ -37,7 +37,7 @@ class SiteAnswers:
 
 
 def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
-    """Run four to six commands. Raise Failure if one fails, except for sacctmgr."""
+    """Run four to six commands. Raise Failure if one fails; failures of sacctmgr are tolerated."""
     texts = {command: _run(command.split(), env) for command in (CONFIG, PARTITIONS, NODES, SRUN)}
     config = scontrol.config(texts[CONFIG])
     if not accounting(config):
@@ -78,7 +78,7 @@ MIB_PER_GB = 1024
 
 
 class Kind(NamedTuple):
-    """Nodes that are alike. mem_mib: the memory that jobs may use. features: those that all these nodes have."""
+    """Nodes with the same resources. mem_mib: the memory that jobs may use. features: those that all nodes have."""
 
     gpus: int
     gpu_types: tuple[str, ...]
@@ -156,7 +156,7 @@ class Site:
         return [each for each in self.partitions if not each.refused]
 
     def main(self, name: str | None) -> Partition:
-        """Return the partition of that name, or else Slurm's default, or else the one with the most GPUs."""
+        """Return the partition of that name, else Slurm's default, else the one with the most GPUs."""
         byname = [each for each in self.usable if each.name == name]
         default = [each for each in self.usable if each.default]
         return (byname or default or sorted(self.usable, key=_gpu_total, reverse=True))[0]
@@ -167,7 +167,7 @@ def _gpu_total(partition: Partition) -> int:
 
 
 def read_site(answers: SiteAnswers, user: User) -> Site:
-    """Parse the output. Raise Failure if there is no partition that this user may use."""
+    """Parse the output. Raise Failure if this user may not use any partition."""
     config = scontrol.config(answers[CONFIG])
     user = _with_accounts(answers, user)
     nodes = {node["NodeName"]: node for node in scontrol.records(answers[NODES], "NodeName")}
@@ -239,7 +239,7 @@ def _partition(
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """Return what a job gets that requests no memory: 'DefMemPerCPU=2000 MB', or '' if there is no default.
+    """Return the memory of a job that requests none: 'DefMemPerCPU=2000 MB', or '' if there is no default.
 
     sources: the partition (UNLIMITED if it has no default), then slurm.conf.
     """
@@ -273,7 +273,7 @@ def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
 
 
 def _refused(record: Mapping[str, str], user: User) -> str:
-    """Return why the partition's settings refuse this user's jobs, or '' if they do not."""
+    """Explain why the partition's settings refuse this user's jobs; return '' if they accept them."""
     if record.get("RootOnly") == "YES" and user.uid != 0:
         return "RootOnly=YES"
     if record.get("State") == "INACTIVE":

@@ -1,4 +1,4 @@
-"""`hpcinit doctor [cluster=x ...]`: check the login node and, with `nodes=N`, also N compute nodes in a job.
+"""`hpcinit doctor [cluster=x ...]`: checks the login node and, with `nodes=N`, also N compute nodes in a job.
 
 Exit status: 0 if no check failed, 1 if one failed, 2 if the request is wrong.
 """
@@ -44,7 +44,7 @@ STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with `argv`: overrides as for `hpcinit submit`, and options.
+    """Run the command and return the exit status. argv: overrides as for `hpcinit submit`, and options.
 
     Raise RequestError if the request is wrong.
     """
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if options.run:
         if options.overrides:
             override = options.overrides[0]
-            raise RequestError(f"--run {options.run} shows an earlier run, which {override} cannot change: remove it")
+            raise RequestError(f"--run {options.run} shows an earlier run, so {override} has no effect: remove it")
         return _of_run(find_runs.find_run(options.run, options.runs_dir), options)
     on_nodes = any(override.lstrip("+").startswith("nodes=") for override in options.overrides)
     if options.remember and not on_nodes:
@@ -102,7 +102,7 @@ def _composed(overrides: Sequence[str]) -> Sequence[Request]:
 
 
 def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = ()) -> int:
-    """Print the checks of a run of the doctor's job. before: the checks of the login node."""
+    """Print the checks of a run of the doctor's job. Return the exit status. before: the checks of the login node."""
     found, reports = checks_of_run(path)
     every = [*before, *found]
     _show(every, options, path, reports)
@@ -112,7 +112,7 @@ def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = (
 
 
 def _hint(found: Sequence[Check], path: Path) -> list[str]:
-    """Return a line that shows how to exclude the faulty nodes, if there are any."""
+    """Return a line that shows how to exclude the faulty nodes, or [] if there are none."""
     faulty = sorted({host for check in found if check.status == FAIL for host in check.hosts})
     run = shlex.quote(str(path))
     names = ", ".join(faulty)
@@ -120,13 +120,13 @@ def _hint(found: Sequence[Check], path: Path) -> list[str]:
 
 
 def job_overrides(given: Sequence[str]) -> list[str]:
-    """Return the overrides of the doctor's job: the defaults, those `given`, and job=doctor."""
+    """Return the overrides of the doctor's job: the defaults, those the user gave, and job=doctor."""
     keys = {override.lstrip("+").partition("=")[0] for override in given}
     return [*(f"{key}={value}" for key, value in JOB_DEFAULTS.items() if key not in keys), *given, "job=doctor"]
 
 
 def _submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
-    """Submit the job as `hpcinit submit` does; return the exit status, and the run folder if there is one.
+    """Submit the job as `hpcinit submit` does. Return the exit status, and the run folder or None.
 
     The output of the submission goes to stderr, or with -q nowhere.
     """
@@ -159,7 +159,7 @@ def wait(path: Path) -> int:
 
 
 def checks_of_run(path: Path) -> tuple[list[Check], list[Report]]:
-    """Return the checks and reports of the run in the folder `path`, also of one that has not ended."""
+    """Return the checks and reports of the run in the folder `path`, even if it has not ended."""
     submitted, reports = spec.load(path / run_folder.SPEC), rank_report.read(path)
     found = list(node_diagnosis.check_nodes(reports, submitted.nodes, submitted.ranks_per_node))
     found += link_diagnosis.check_links(reports)
@@ -168,7 +168,7 @@ def checks_of_run(path: Path) -> tuple[list[Check], list[Report]]:
 
 
 def _end_of_job(path: Path, now: state.State) -> Iterator[Check]:
-    """Yield a check of how the job ended, with the verdict of `hpcinit why` if it failed."""
+    """Yield a check on how the job ended, with the verdict of `hpcinit why` if it failed."""
     if now.name == "COMPLETED":
         yield Check("job", OK, f"{now.job_id} completed")
         return
@@ -178,7 +178,7 @@ def _end_of_job(path: Path, now: state.State) -> Iterator[Check]:
 
 
 def remember(path: Path, found: Sequence[Check]) -> list[str]:
-    """Add the faulty nodes to the cluster's table of excluded nodes. Return a line about each for the user."""
+    """Add the faulty nodes to the cluster's table of excluded nodes. Return a line for the user about each."""
     record = state.submission(path)
     cluster, job = str(record.get("cluster", "")), str(record.get("job_id", ""))
     faulty = {host: check for check in reversed(found) if check.status == FAIL for host in check.hosts}
@@ -196,7 +196,7 @@ def remember(path: Path, found: Sequence[Check]) -> list[str]:
 def _show(
     checks: Sequence[Check], options: argparse.Namespace, path: Path | None = None, reports: Sequence[Report] = ()
 ) -> None:
-    """Print the checks and, if the doctor's job ran, its reports: for people, or with --json as one object."""
+    """Print the checks and, if the doctor's job ran, its reports: as text, or with --json as one object."""
     if not options.json:
         if not options.quiet:
             show_ranks(reports)
@@ -217,7 +217,7 @@ def _show(
 
 
 def show_table(checks: Sequence[Check], quiet: bool) -> None:
-    """Print the checks: with colors in a terminal, else as plain lines. quiet: only those that are not ok."""
+    """Print the checks, with colors in a terminal, else as plain lines. quiet: only those that are not ok."""
     shown = [check for check in checks if not quiet or check.status != OK]
     out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
     if out.is_terminal and shown:
@@ -247,7 +247,7 @@ def _line(check: Check) -> str:
 
 
 def show_ranks(reports: Sequence[Report]) -> None:
-    """Print each rank with its host and device, and the speed of the all-reduce by size."""
+    """Print each rank with its host and device, and the speed of the all-reduce for each size."""
     if not reports:
         return
     out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())

@@ -1,4 +1,4 @@
-"""Check the login node: versions, Slurm, config, folders, clocks and environment."""
+"""Checks the login node: versions, Slurm, config, folders, clocks and environment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FREE_SPACE = "free some space, or choose another folder"
 
 
 def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield a check of each folder that a submission or its job writes to."""
+    """Yield a check of each folder to which a submission or its job writes."""
     yield from _runs_dir(config)
     for key, place in (("cluster.scratch", config.cluster.scratch), ("cluster.cache", config.cluster.cache)):
         if place:
@@ -53,7 +53,7 @@ def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _runs_dir(config: Config) -> Iterator[Check]:
-    """Check the folder of runs, and the clock of its file server."""
+    """Check the folder of runs and the clock of its file server."""
     path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
     kind = safe_files.file_system(_existing(path))
@@ -70,7 +70,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
 
 
 def _folder(about: str, path: Path, absent: str) -> Check:
-    """Check a folder. absent: the status if it does not exist here, but can be made or may exist on the nodes."""
+    """Check a folder. absent: the status if it does not exist here; it can be made, or may exist on the nodes."""
     there = _existing(path)
     if there != path and absent != OK:
         return Check(about, absent, f"{path} does not exist here", "nothing to do if it exists on the compute nodes")
@@ -98,11 +98,10 @@ def _existing(path: Path) -> Path:
 
 
 def _write_file(folder: Path) -> tuple[float, float, float]:
-    """Write and remove a file; return this machine's clock before, the file's time, and the clock after.
+    """Write and remove a file. Return this machine's clock before, the file's time, and the clock after.
 
-    Raise OSError if the file cannot be written.
-
-    An empty file may get its time from this machine; a write gets the server's.
+    An empty file may get its time from this machine; a write gets the server's. Raise OSError if the file cannot be
+    written.
     """
     before = time.time()
     descriptor, name = tempfile.mkstemp(prefix=".hpcinit-", dir=folder)
@@ -127,7 +126,7 @@ ASK_SITE = "wait, or ask the site; if SLURM_CONF is set, it must be this cluster
 
 
 def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield the checks of Slurm; each later one needs the earlier ones."""
+    """Yield the checks of Slurm. Stop where one makes the next ones impossible."""
     if config.cluster.engine == "local":
         yield Check("Slurm", OK, f"not needed: cluster {config.cluster.name} runs on this machine")
         return
@@ -140,7 +139,7 @@ def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _controller_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Check that the controller answers, its version and clock, and then the partition."""
+    """Check that the controller answers, its version, its clock, and then the partition."""
     before = time.time()
     text, problem = _query(["scontrol", "show", "config"], env)
     after = time.time()
@@ -192,7 +191,7 @@ def _partition_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]
 
 
 def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> Check:
-    """Return the check of one partition. rows: name, number of nodes, state and availability from sinfo."""
+    """Return the check of one partition. rows: name, number of nodes, state and availability, from sinfo."""
     states: Counter[str] = Counter()
     for _, amount, state, _ in rows:
         states[state] += int(amount)
@@ -211,7 +210,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
 
 
 def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Run a command of Slurm. Return its output, and '' or why it failed."""
+    """Run a command of Slurm. Return its output and '', or '' and why it failed."""
     try:
         done = slurm_client.run(command, env)
     except slurm_client.Unreachable as error:
@@ -222,7 +221,7 @@ def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield all checks, those to fix first at the start."""
+    """Yield all checks, starting with those to fix first."""
     yield from version_checks(config)
     with slurm_client.on_cluster(config.cluster.clusters):
         yield from slurm_checks(config, env)

@@ -1,4 +1,4 @@
-"""Check nodes and devices from the reports of the doctor's ranks. link_diagnosis.py checks the links."""
+"""Checks nodes and devices from the reports of the doctor's ranks. link_diagnosis.py checks the links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIRECTIONS = ("to_device", "from_device", "on_device")
 
 
 def check_devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the checks of GPUs: what differs between them, and a line for each thing that is right."""
+    """Yield the checks of GPUs: the differences between them, and a line for each thing that is right."""
     gpus = [(host, gpu) for host, node, ranks in _nodes(reports) for gpu in gpus_of_job(node, _devices_of(ranks))]
     found = [check for host, check in _of_each_node(reports) if check.about == "devices' health"]
     if gpus and not found:
@@ -54,7 +54,7 @@ def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
 
 
 def _findings(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield what is wrong with a node, and a summary of the folders that have enough space."""
+    """Yield what is wrong with a node, and a summary of the folders with enough space."""
     enough: dict[str, list[float]] = {}
     space = {(host, place.what): place.free_gb for host, node, _ in _nodes(reports) for place in node.places}
     for host, check in _of_each_node(reports):
@@ -69,19 +69,19 @@ def _findings(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
-    """Report which interface NCCL takes, and nodes where it takes another one."""
+    """Report which interface NCCL uses, and the nodes where it uses another one."""
     found = [node.nccl for _, node, _ in _nodes(reports) if node.nccl]
     faults = list(nccl_findings(found, nodes))
     yield from faults
     if found and not faults:
         names = ", ".join(dict.fromkeys(one.interface for one in found))
         slowest = max(one.seconds for one in found)
-        detail = f"NCCL {found[0].version} takes {names} on {counted(len(found), 'node')} (found in {slowest:.2f} s)"
+        detail = f"NCCL {found[0].version} uses {names} on {counted(len(found), 'node')} (found in {slowest:.2f} s)"
         yield Check("NCCL's interface", OK, detail)
 
 
 def _copies(reports: Sequence[Report]) -> Iterator[Check]:
-    """Compare each direction with the median of all devices. One device alone is not judged."""
+    """Compare each copy direction with the median of all devices. A single device is not judged."""
     measured = [(report, report.copies) for report in reports if report.copies]
     usual = True
     for name in DIRECTIONS:
@@ -118,7 +118,7 @@ def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> I
 
 
 def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
-    """Report ranks without a report, or without measurements. Rank r is on node r // ranks_per_node."""
+    """Report ranks without a report or without measurements. Rank r is on node r // ranks_per_node."""
     hosts: Sequence[str] = next((report.hosts for report in reports if report.hosts), ())  # by node
     total = nodes * ranks_per_node
     here = {report.rank for report in reports}
@@ -200,7 +200,7 @@ def _differences(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _names(reports: Sequence[Report]) -> Iterator[Check]:
-    """Check that every node resolves every other, and that reverse look-ups do not give another node's name."""
+    """Check that every node resolves every other one, and that reverse look-ups do not return another node's name."""
     lookers = [report for report in reports if report.node and report.node.names]
     healthy = True
     several = len({report.host for report in reports}) > 1
@@ -235,7 +235,7 @@ def _loopback(address: str) -> bool:
 
 
 def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report network interfaces that are down on a node but up on most."""
+    """Report network interfaces that are down on one node but up on most others."""
     reported = {report.host: report.node.interfaces for report in reports if report.node}
     common = Counter(one.name for found in reported.values() for one in found if one.up)
     usual = {name for name, amount in common.items() if amount > len(reported) / 2}

@@ -28,7 +28,7 @@ def is_used(env: Mapping[str, str], backend: str) -> bool:
 
 
 def ask(env: Mapping[str, str], host: str, timeout_s: float) -> Nccl | None:
-    """Return the interface that NCCL takes with the variables `env`, or None without NCCL.
+    """Return the interface that NCCL uses with the variables `env`, or None without NCCL.
 
     It is the NCCL of this Python's torch: a package beside torch, or else the one that the loader finds.
     """

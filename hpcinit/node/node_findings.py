@@ -235,7 +235,7 @@ def _nccl_error(one: Nccl) -> Check:
 
 
 def _local_only(one: Nccl) -> Check | None:
-    address, takes = ip_address(one.address), f"{one.host}: NCCL takes {one.interface} ({one.address}), "
+    address, takes = ip_address(one.address), f"{one.host}: NCCL uses {one.interface} ({one.address}), "
     advice = f"check its network interfaces: ip address on {one.host}; or set cluster.interface"
     if address.is_loopback:
         return Check("NCCL's interface", FAIL, f"{takes}which no other node can reach", advice, (one.host,))
@@ -252,7 +252,7 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
         hosts.setdefault(one.address, []).append(one.host)
     for address, same in hosts.items():
         if len(set(same)) > 1:
-            detail = f"{', '.join(same)}: NCCL takes the same address on these nodes, {address}"
+            detail = f"{', '.join(same)}: NCCL uses the same address on these nodes, {address}"
             yield Check("NCCL's interface", FAIL, detail, "set cluster.interface to the network between the nodes")
 
 
@@ -274,14 +274,14 @@ def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
         if own or other or ip_address(one.address).version != ip_address(usual.address).version:
             also = f"; it also has {own} there" if own else ""
             detail = (
-                f"{one.host}: NCCL takes {one.interface} ({one.address}), but on {usual.host} it takes "
+                f"{one.host}: NCCL uses {one.interface} ({one.address}), but on {usual.host} it uses "
                 f"{usual.interface} ({usual.address}), another network{also}"
             )
             yield Check("NCCL's interface", FAIL, detail, advice, (one.host,) if certain else ())
 
 
 def network_of(one: Nccl) -> Network:
-    """Return the network of the address that NCCL takes."""
+    """Return the network of the address that NCCL uses."""
     bits = next((found.bits for found in one.addresses if found.address == one.address), None)
     return ip_interface(f"{one.address}/{bits}" if bits is not None else one.address).network
 

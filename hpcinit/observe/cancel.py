@@ -1,4 +1,4 @@
-"""`hpcinit cancel RUN ...`: cancel runs, on Slurm with one scancel for each cluster."""
+"""`hpcinit cancel RUN ...`: cancels runs, on Slurm with one scancel per cluster."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _json(path: Path, jobs: Sequence[str], save: bool) -> str:
 
 
 def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
-    """Return the queued jobs of runs and sweeps that are not recorded, found by their script.
+    """Return the queued jobs of runs and sweeps without a record, found by their script.
 
-    The submitter was killed after sbatch. Raise Failure if squeue does not answer.
+    Such a run's submitter was killed after sbatch. Raise Failure if squeue does not answer.
     """
     folders = {os.path.realpath(run.path): run for run in runs if _may_be_unrecorded(run)}
     found: dict[Path, list[str]] = {}
@@ -100,12 +100,12 @@ def _recorded(run: overview.Run) -> set[str]:
 
 
 def _check(run: overview.Run, save: bool) -> None:
-    """Raise RequestError if the run cannot be cancelled. All runs are checked before the first is cancelled."""
+    """Raise RequestError if the run cannot be canceled. All runs are checked before the first is canceled."""
     if not safe_files.is_own(folder := os.path.realpath(run.path)):
         # Its files may name any job or process of this user.
         owner = safe_files.user(Path(folder).stat().st_uid)
         raise RequestError(
-            f"{run.path} belongs to {owner}: only its owner cancels it. To cancel your own job: scancel JOB"
+            f"{run.path} belongs to {owner}: only its owner can cancel it. To cancel your own job: scancel JOB"
         )
     if run.error:
         raise run.error
@@ -144,7 +144,7 @@ def _elsewhere(path: Path) -> str:
 def _jobs(run: overview.Run) -> list[str]:
     """Return the jobs of the run that are not over, as scancel takes them.
 
-    The last job of a chain is first, because a job of a chain starts when the one before it ends.
+    The last job of a chain is first, because canceling a job would start the next one of its chain.
     """
     if not run.now:
         return find_runs.open_jobs(run.tasks)
@@ -166,9 +166,9 @@ def _outcome(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
 
 def _canceled(jobs: Sequence[str]) -> str:
     return (
-        f"job {jobs[0]} is being cancelled"
+        f"job {jobs[0]} is being canceled"
         if len(jobs) == 1
-        else f"jobs {', '.join(sorted(jobs, key=_number))} are being cancelled"
+        else f"jobs {', '.join(sorted(jobs, key=_number))} are being canceled"
     )
 
 
@@ -184,7 +184,7 @@ def _request_save(run: overview.Run) -> None:
 
 
 def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
-    """Cancel these jobs of the runs, and record it in their folders. Raise Failure if a job could not be canceled."""
+    """Cancel these jobs of the runs and record it in their folders. Raise Failure if a job cannot be canceled."""
     from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
 
     local = [run for run in runs if run.now and run.now.engine == "local"]
@@ -205,7 +205,7 @@ def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]
 
 
 def _record(path: Path, jobs: Sequence[str]) -> None:
-    """Record the cancellation for `status`: without accounting, Slurm forgets a job that never started."""
+    """Record the cancellation for `status`. Without accounting, Slurm forgets a job that never started."""
     (path / run_folder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""`hpcinit clean [RUN ...]`: list finished runs with state, age and size, and remove them after a confirmation.
+"""`hpcinit clean [RUN ...]`: lists finished runs with state, age and size, and removes them after a confirmation.
 
 --outside does the same for what hpcinit wrote outside of run folders.
 """
@@ -108,7 +108,7 @@ def _finished(paths: Sequence[Path], options: argparse.Namespace, named: bool) -
 
 
 def _problem(run: overview.Run) -> str:
-    """Return why the run must not be removed, or ''."""
+    """Explain why the run must not be removed, or return ''."""
     if run.error:
         return str(run.error)
     return next(_problems(run), "")
@@ -122,7 +122,7 @@ def _problems(run: overview.Run) -> Iterator[str]:
     if path.is_symlink():
         yield f"{path} is a link to {path.readlink()}: remove the folder and the link yourself"
     if not safe_files.is_own(path):
-        yield f"{path} belongs to {safe_files.user(path.stat().st_uid)}: only its owner removes it"
+        yield f"{path} belongs to {safe_files.user(path.stat().st_uid)}: only its owner can remove it"
     yourself = f"so it may still run. If it does not, remove the folder yourself: rm -r {path}"
     written = (path / run_folder.SUBMISSION).stat().st_mtime
     if len(run.parts) < len(run.tasks) and time.time() - written < SUBMITTING_S:
@@ -143,7 +143,7 @@ def _problems(run: overview.Run) -> Iterator[str]:
 
 
 def _inner_runs(run: overview.Run) -> Iterator[Path]:
-    """Yield the runs that were submitted with a runs_dir in this run's folder, as a program in its snapshot does."""
+    """Yield the runs with a runs_dir inside this run's folder, as a program in its snapshot submits them."""
     own = {str(run.path), *(str(run.path / str(task.number)) for task in run.tasks)}
     for place, _, files in os.walk(run.path):
         if run_folder.SUBMISSION in files and place not in own:
@@ -151,7 +151,7 @@ def _inner_runs(run: overview.Run) -> Iterator[Path]:
 
 
 def _is_alive(path: Path) -> bool:
-    """Whether a rank wrote a heartbeat recently although its job is over, as on a node that Slurm cannot reach."""
+    """Return whether a rank wrote a heartbeat recently although its job is over: Slurm cannot reach its node."""
     if state.exit_status(path) is not None:
         return False
     beats = (file.stat().st_mtime for file in (path / heartbeats.FOLDER).glob("*/*.json"))
@@ -159,7 +159,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _end(run: overview.Run) -> float:
-    """Return when the last part of the run ended: the time of its last record."""
+    """Return when the last part of the run ended, from its last record."""
     times = [0.0]
     for path, _ in run.parts:
         for name in (run_folder.EXIT, run_folder.CANCELLED, run_folder.SUBMISSION):
@@ -232,7 +232,7 @@ def _removed(place: outside.Place) -> bool:
 
 
 def _remove(found: Sequence[Finished]) -> set[Path]:
-    """Remove the folders, after a second look at their states, and return those that were removed."""
+    """Check the states again and remove the folders. Return those that were removed."""
     removed: set[Path] = set()
     try:
         run_numbers.keep(one.run.path.absolute() for one in found)

@@ -1,4 +1,4 @@
-"""Find runs by folder, by the last part of their name or by job id; and the tasks of a sweep."""
+"""Finds runs by folder, by the last part of their name or by job id, and the tasks of a sweep."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NOT_SUBMITTED = "NOT_SUBMITTED"
 class Task:
     """One combination of a sweep. The state is NOT_SUBMITTED if sbatch refused the job of this task.
 
-    sweep: its folder. given: the overrides that differ. path: the run folder; that of another run if the task was
-    submitted again.
+    sweep: its folder. given: the overrides that differ. path: the run folder. If the task was submitted again, path is
+    the folder of the new run.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Task:
 
     @property
     def status(self) -> int:
-        """Return the exit status for a program that waits for this task."""
+        """Return an exit status for a program that waits for this task."""
         known = self.state.exit_status
         return (known or 1) if self.state.name != "COMPLETED" else known or 0
 
@@ -62,12 +62,12 @@ def is_sweep(path: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a run that commands accept: 'train-0001', or 'train-0001/3' for a task of a sweep."""
+    """Return the name that commands accept for a run: 'train-0001', or 'train-0001/3' for a task of a sweep."""
     return f"{sweep.name}/{path.name}" if (sweep := resubmitted.sweep_of(path)) else path.name
 
 
 def combinations(path: Path) -> dict[int, tuple[str, ...]]:
-    """Return the overrides that differ, of each task by its number. Raise RequestError if the file is not readable."""
+    """Return the overrides that differ, for each task by number. Raise RequestError if the file cannot be read."""
     try:
         document = safe_files.read_json(path / run_folder.SWEEP)
         # Older versions wrote one text.
@@ -80,14 +80,14 @@ def combinations(path: Path) -> dict[int, tuple[str, ...]]:
 
 
 def read_sweep(path: Path) -> list[Task]:
-    """Return all tasks of a sweep with their states, from one query of Slurm: as they ran last."""
+    """Return all tasks of a sweep with their latest states, from one query of Slurm."""
     known = combinations(path)
     folders = task_folders(path, known)
     return with_states(path, known, zip(folders, state.read_all(folders), strict=True))
 
 
 def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> list[Path]:
-    """Return the run folder of each task of a sweep. newest: that of the new run, if it was submitted again."""
+    """Return the run folder of each task of a sweep. newest: the new run's, if the task was submitted again."""
     again = resubmitted.of_sweep(path) if newest else {}
     return [again.get(str(number), path / str(number)) for number in numbers]
 
@@ -95,7 +95,7 @@ def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> lis
 def with_states(
     sweep: Path, known: Mapping[int, tuple[str, ...]], states: Iterable[tuple[Path, state.State | RequestError]]
 ) -> list[Task]:
-    """Return the tasks of `known` (see combinations()) with `states`, which has an error for a task without a job."""
+    """Return the tasks of `known` (see combinations()) with `states`. A task without a job has an error there."""
     return [
         Task(number, sweep, words, path, _submitted(now))
         for (number, words), (path, now) in zip(known.items(), states, strict=True)
@@ -107,7 +107,7 @@ def _submitted(now: state.State | RequestError) -> state.State:
 
 
 def task_of_job(word: str, path: Path) -> Path | None:
-    """Return the task whose job id is `word` ('4242_17'), or the sweep if `word` is one of its arrays ('4242')."""
+    """Return the task with the job id `word` ('4242_17'), or the sweep if `word` is one of its arrays ('4242')."""
     jobs = [str(job["job_id"]) for job in state.submission(path).get("sweep", [])]
     if word in jobs and (path / run_folder.SWEEP).is_file():
         alone = [path / str(number) for number in combinations(path) if _job_id(path / str(number)) == word]
@@ -124,7 +124,7 @@ def open_jobs(tasks: Sequence[Task]) -> list[str]:
 
 
 def failed_tasks(path: Path) -> list[Task]:
-    """Return the tasks that ended without success, for a second attempt."""
+    """Return the tasks that ended without success."""
     return [task for task in read_sweep(path) if task.state.over and task.status]
 
 
@@ -145,7 +145,7 @@ def _job_id(task: Path) -> str:
 
 
 def all_runs(runs_dir: Path) -> list[Path]:
-    """Return all submitted runs in `runs_dir` of this user, or of the folder's owner, the oldest first."""
+    """Return the submitted runs in `runs_dir` that belong to this user or to the folder's owner, oldest first."""
     found = []
     with contextlib.suppress(OSError):
         owners = {os.geteuid(), os.stat(runs_dir).st_uid}  # noqa: PTH116
@@ -165,7 +165,7 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """Return the folder of the run with this path, name or job id; of several runs with this id, the latest.
+    """Return the folder of the run with this path, name or job id. If several have the id, return the latest.
 
     Raise RequestError, with the latest runs, if there is none.
     """
@@ -192,12 +192,12 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
 
 
 def _queue(path: Path) -> tuple[str, str]:
-    """Return what gives the jobs of a run their ids: its engine and cluster. A local run has a process id."""
+    """Return what makes the job ids of a run unique: its engine and cluster. A local run has a process id."""
     return state.last_submission(path)["engine"], state.clusters(path)
 
 
 def _of_job(word: str, known: Sequence[Path]) -> Iterator[Path]:
-    """Yield the runs, and tasks of sweeps, that have a job with the id `word`."""
+    """Yield the runs and tasks of sweeps that have a job with the id `word`."""
     for path in known:
         with contextlib.suppress(RequestError):
             if word in (*state.jobs(state.submission(path)), state.last_job(path)):
@@ -211,8 +211,10 @@ def means_all_runs(names: Sequence[str]) -> bool:
 
 
 def matching_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
-    """Return the folders of the named runs, or of all runs for no name or 'all'. Raise RequestError if there is
-    none."""
+    """Return the folders of the named runs, or of all runs for no name or 'all'.
+
+    Raise RequestError if there is none.
+    """
     paths = all_runs(runs_dir) if means_all_runs(names) else [find_run(name, runs_dir) for name in names]
     if not paths:
         raise RequestError(f"no runs in {runs_dir.absolute()}; name another folder with --runs-dir")

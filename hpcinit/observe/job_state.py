@@ -1,4 +1,4 @@
-"""The state of one job, from the first of several sources that has it. The order of SOURCES is their precedence."""
+"""Determines the state of a job from the first source that has it. The order of SOURCES is their precedence."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class State(NamedTuple):  # as queue.Job
     link: 'job 2 of a chain of 5', or ''. others: other jobs of the chain that are still in the queue.
     restart: number of the last attempt that this job started, from its own record, or None before the first.
     away: whether the controller did not reply.
-    start: the start, or Slurm's estimate of it, in this machine's time ('2026-11-21T14:02:00'), or ''.
+    start: when it started, or Slurm's estimate, in this machine's time ('2026-11-21T14:02:00'), or ''.
     elapsed_s, left_s: seconds since the start and until the time limit, or None if no source has them.
-    folder_deleted: the job is in the queue, but its run folder does not exist.
+    folder_deleted: whether the job is in the queue although its run folder does not exist.
     """
 
     name: str
@@ -48,28 +48,28 @@ class State(NamedTuple):  # as queue.Job
 
     @property
     def requeued(self) -> bool:
-        """Whether the job waits for another attempt after one that ended. It may not have left its nodes yet."""
+        """Return whether the job waits for another attempt after one ended. It may not have left its nodes yet."""
         waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
         return waits and self.restart is not None
 
     @property
     def is_unknown_state(self) -> bool:
-        """Whether this version of hpcinit does not know the name of the state."""
+        """Return whether this version of hpcinit does not know the name of the state."""
         return self.name not in KNOWN
 
     @property
     def purged(self) -> bool:
-        """Whether Slurm replied but does not know the job, and the job recorded no end."""
+        """Return whether Slurm replied but does not know the job, and the job did not record its end."""
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, with `state` for the name."""
+        """Return the fields, with `state` instead of `name`."""
         fields = self._asdict()
         return {"state": fields.pop("name"), **fields}
 
 
 def of_slurm(job: Job) -> State:
-    """Return the state of a job that Slurm knows."""
+    """Return the state of a job as Slurm reports it."""
     return State(
         job.state, job.job_id, "slurm", job.reason, job.exit_status, job.source,
         start=job.start, elapsed_s=job.elapsed_s, left_s=job.left_s,
@@ -80,9 +80,9 @@ def of_slurm(job: Job) -> State:
 class Known:
     """All information about one Slurm job.
 
-    slurm: from squeue, sacct or scontrol, or None if Slurm does not know the job. record: from exit.json; it is over if
-    the batch script has ended. unreachable: why the controller did not reply, or ''. cancelled: returns whether
-    `hpcinit cancel` recorded this job in the run folder.
+    slurm: from squeue, sacct or scontrol, or None if Slurm does not know the job. record: from exit.json; it is
+    complete if the batch script has ended. unreachable: why the controller did not reply, or ''. cancelled: returns
+    whether `hpcinit cancel` recorded this job in the run folder.
     """
 
     slurm: State | None
@@ -92,12 +92,12 @@ class Known:
 
     @property
     def ended_early(self) -> bool:
-        """Whether a signal ended the batch script: Slurm may have requeued the job."""
+        """Return whether a signal ended the batch script. Slurm may have requeued the job."""
         return self.record.exit_status == run_folder.ENDED_EARLY
 
     @property
     def outlived(self) -> bool:
-        """Whether Slurm reports a state that this version does not know, for a job whose script has ended."""
+        """Return whether Slurm reports a state unknown to this version, although the job's script has ended."""
         return (
             self.slurm is not None and self.slurm.is_unknown_state and self.slurm.source != "sacct" and self.record.over
         )
@@ -109,10 +109,10 @@ def state_of(known: Known) -> State:
 
 
 def _ended(known: Known) -> State | None:
-    """Slurm reports the end. The record has the exit status, which sacct and scontrol may not have.
+    """Return the state if Slurm reports the end. The record has the exit status, which sacct and scontrol may lack.
 
     Slurm 24.11 reports PREEMPTED forever for a job that was requeued in the grace time of a preemption, however its
-    last attempt ends; 22.05 and 26.05 report how that one ended, and so does the record.
+    last attempt ends. 22.05 and 26.05 report how the last attempt ended, and so does the record.
     """
     now, record = known.slurm, known.record
     if now is None or not now.over or not record.over:
@@ -122,12 +122,12 @@ def _ended(known: Known) -> State | None:
 
 
 def _in_queue(known: Known) -> State | None:
-    """The controller reports that the job waits or runs."""
+    """Return the state if the controller reports that the job waits or runs."""
     return known.slurm if known.slurm and known.slurm.source != "sacct" and not known.outlived else None
 
 
 def _cancelled(known: Known) -> State | None:
-    """`hpcinit cancel` left a record, and Slurm keeps nothing of the job, as without accounting."""
+    """Return CANCELLED if `hpcinit cancel` left a record and Slurm has none of the job, as without accounting."""
     lost = known.ended_early or not known.record.over
     if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
         return None
@@ -135,7 +135,10 @@ def _cancelled(known: Known) -> State | None:
 
 
 def _recorded(known: Known) -> State | None:
-    """The batch script recorded its end. While the controller is unreachable, an early end may be a requeue."""
+    """Return the end that the batch script recorded.
+
+    If the controller is unreachable, an early end may be a requeue.
+    """
     if not known.record.over or (known.unreachable and known.ended_early and not known.outlived):
         return None
     reason = f"Slurm reports {known.slurm.name}" if known.slurm and known.outlived else known.unreachable
@@ -143,7 +146,10 @@ def _recorded(known: Known) -> State | None:
 
 
 def _accounted(known: Known) -> State | None:
-    """Only sacct knows the job. Without the controller its state may be some seconds old; with it, it is wrong."""
+    """Return sacct's state if only sacct knows the job.
+
+    Without the controller it may be some seconds old. If the controller replied, it is wrong, so return UNKNOWN.
+    """
     if known.slurm is None:
         return None
     if known.unreachable:
@@ -153,14 +159,14 @@ def _accounted(known: Known) -> State | None:
 
 
 def _unreachable(known: Known) -> State | None:
-    """No source replied."""
+    """Return UNKNOWN if the controller did not reply."""
     if not known.unreachable:
         return None
     return State("UNKNOWN", known.record.job_id, "slurm", known.unreachable, None, NO_REPLY)
 
 
 def _purged(known: Known) -> State:
-    """Slurm does not know the job, and no end is recorded."""
+    """Return the state in the record: Slurm does not know the job, and no end is recorded."""
     return known.record
 
 

@@ -1,4 +1,4 @@
-"""Start a command beside the ranks of a running run: `srun --overlap` on Slurm, a child process with cluster=local."""
+"""Starts a command beside the ranks of a running run: `srun --overlap` on Slurm, a child process with cluster=local."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ exit 127"""
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A run whose ranks can be reached. job_id: as srun takes it. components: the nodes of each, in Slurm's order."""
+    """A run whose ranks can be reached. job_id: as srun expects it. components: the nodes of each, in Slurm's order."""
 
     path: Path
     spec: Spec
@@ -49,7 +49,7 @@ class RunningJob:
         return self.engine == "slurm"
 
     def host(self, rank: int) -> str:
-        """Return the node of a rank: as its last start recorded it, else by block distribution."""
+        """Return the node of a rank: as recorded at its last start, else by block distribution."""
         size = self.spec.world_size
         if not 0 <= rank < size:
             raise RequestError(f"rank {rank} does not exist: the run has the ranks 0 to {size - 1}")
@@ -63,7 +63,7 @@ class RunningJob:
 
 
 def running(word: str, runs_dir: Path) -> RunningJob:
-    """Return the job of a run, found by its name or job id. Raise RequestError or Failure if it does not run."""
+    """Return the job of a run, found by name or job id. Raise RequestError or Failure if it is not running."""
     path = find_runs.find_run(word, runs_dir)
     if find_runs.is_sweep(path):
         tasks = ", ".join(f"{path.name}/{number}" for number in list(find_runs.combinations(path))[:3])
@@ -96,14 +96,17 @@ def running(word: str, runs_dir: Path) -> RunningJob:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` for a step beside the ranks: marked, and without the variables of a job that this shell is in."""
+    """Return `env` for a step beside the ranks: marked, and without the variables of the job of this shell."""
     kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     kept.pop(run_folder.ENV_FOLDER, None)
     return {**kept, stack_collector.MARK: "1"}
 
 
 def srun(job: RunningJob, nodes: Sequence[str], command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """Return the srun that runs `command` once on each of these nodes, beside the ranks; `command` without Slurm."""
+    """Return the srun that runs `command` once on each of these nodes, beside the ranks.
+
+    Without Slurm, return `command`.
+    """
     if not job.slurm:
         return list(command)
     name = state.clusters(job.path)
@@ -138,7 +141,7 @@ def collector(asked: Mapping[str, Any]) -> list[str]:
 
 
 def py_spies() -> list[str]:
-    """Return the paths to look for py-spy on a node: beside this Python, then on PATH."""
+    """Return the paths where a node may have py-spy: beside this Python, then on PATH."""
     if (given := os.environ.get(PY_SPY)) is not None:
         return [given] if given else []
     beside = str(Path(sys.executable).parent / "py-spy")

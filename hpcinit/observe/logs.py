@@ -1,4 +1,4 @@
-"""`hpcinit logs RUN [--rank 0,4-7 | --all] [--follow]`: print the logs of ranks."""
+"""`hpcinit logs RUN [--rank 0,4-7 | --all] [--follow]`: prints the logs of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READ_S = 0.1  # the same for new lines, times the number of logs
 
 
 class Tail:
-    """Read lines as they are appended to a file, which may not exist yet."""
+    """Reads lines as they are appended to a file, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
@@ -42,13 +42,13 @@ class Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
     def rest(self) -> str:
-        """Return the text after the last newline, once: the last output of a rank that was killed."""
+        """Return the text after the last line feed, once. It is the last output of a rank that was killed."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 
 
 class Source(NamedTuple):
-    """Which log: rank None means the batch script. task: number in a sweep. prefix: printed before each line."""
+    """A log. rank: None means the batch script. task: number in a sweep. prefix: printed before each line."""
 
     rank: int | None = None
     task: int | None = None
@@ -57,7 +57,7 @@ class Source(NamedTuple):
     def shown(self, line: str, as_json: bool, to_terminal: bool = False) -> str:
         """Return a line of the log as it is printed.
 
-        For a terminal, keep only the text after the last carriage return (progress bars), and no control sequences
+        For a terminal, keep only the text after the last carriage return (progress bars), and remove control sequences
         except colors. Other outputs get the line unchanged.
         """
         if not as_json:
@@ -140,7 +140,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _tails(tails: dict[Source, Tail], path: Path, options: argparse.Namespace, wanted: Sequence[int]) -> None:
-    """Add the logs that appeared since the last call: a rank creates its log when it starts."""
+    """Add the logs that appeared since the last call. A rank creates its log when it starts."""
     if options.job:
         tails.setdefault(Source(), Tail(path / run_folder.JOB_LOG))
     elif find_runs.is_sweep(path):

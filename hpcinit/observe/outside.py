@@ -1,11 +1,11 @@
-"""What hpcinit wrote outside of run folders, for `hpcinit clean --outside`.
+"""Finds and removes what hpcinit wrote outside of run folders, for `hpcinit clean --outside`.
 
-Invariant: nothing that a job or a process of this user may use is removed, and nothing that hpcinit did not write: with
-XDG_CACHE_HOME=/scratch/me, ~/.cache/hpcinit may be a checkout. A job in the queue may load an op from the
-cache, and a process may use a folder on this machine's disk. So the cache stays while this user has a job in the queue,
-and while Slurm does not answer. In this machine's folder, whatever a process has locked stays.
+Invariant: remove nothing that a job or a process of this user may use, and nothing that hpcinit did not write. With
+XDG_CACHE_HOME=/scratch/me, ~/.cache/hpcinit may be a checkout. A job in the queue may load an op from the cache, and a
+process may use a folder on this machine's disk. So the cache stays while this user has a job in the queue, and while
+Slurm does not answer. In this machine's folder, everything that a process has locked stays.
 
-A process may start between the look and the removal, so a folder is renamed, looked at again, and then removed.
+A process may start between the check and the removal, so a folder is renamed, checked again, and then removed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ REMOVED = re.compile(r"\..+\.removed-\d+")  # see hidden()
 
 
 def hidden(folder: Path) -> Path:
-    """Return the name that a folder has while it is removed, so that an interrupted removal leaves none that looks
-    complete."""
+    """Return the name of a folder during its removal. If that is interrupted, no folder looks complete."""
     return folder.with_name(f".{folder.name}.removed-{os.getpid()}")
 
 
@@ -40,7 +39,9 @@ def _unused() -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that hpcinit wrote. why_kept: returns why it is not removed now, or ''. disk: of this machine's jobs."""
+    """A folder that hpcinit wrote. why_kept: returns why it must not be removed now, or ''. disk: of this machine's
+    jobs.
+    """
 
     path: Path
     what: str
@@ -49,7 +50,7 @@ class Place:
 
 
 def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
-    """Return the existing places with this user's files, from this machine's view."""
+    """Return the existing places with this user's files, as seen from this machine."""
     found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir, "a run whose removal was interrupted")]
     return [one for one in found if safe_files.is_own(one.path, folder=True)]
 
@@ -97,7 +98,7 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _why_in_use(ops: Path) -> str:
-    """Return why a job may use the cache, or ''."""
+    """Explain why a job may use the cache, or return ''."""
     if shutil.which("squeue") is None:
         return (
             "squeue is not on PATH, so it is unknown whether jobs with this home folder use it; to remove it anyway: "

@@ -1,4 +1,4 @@
-"""Several runs and sweeps with their states, from one query of Slurm."""
+"""Reads several runs and sweeps with their states, with one query of Slurm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcinit.slurm.slurm_client import Unreachable
 class Run:
     """A run. It has `now` if it is a job or a chain, `tasks` if it is a sweep, and `error` if its folder is invalid.
 
-    task: for one task of a sweep that is shown like a run.
+    task: set if a task of a sweep is shown like a run.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def parts(self) -> list[tuple[Path, state.State]]:
-        """Return the run folders with their states: one, or one for each submitted task of a sweep."""
+        """Return the run folders with their states: one, or for a sweep one per submitted task."""
         if self.now:
             return [(self.path, self.now)]
         return [(task.path, task.state) for task in self.tasks if task.state.name != find_runs.NOT_SUBMITTED]
@@ -45,12 +45,12 @@ class Run:
 
     @property
     def status(self) -> int:
-        """Return the exit status for a program that waits for the run; for a sweep the highest of its tasks."""
+        """Return an exit status for a program that waits for the run. For a sweep, it is the highest of its tasks."""
         return max((exit_status(now) for _, now in self.parts), default=1)
 
 
 def exit_status(now: state.State) -> int:
-    """Return the exit status for a program that waits for a run: 0 only if the run succeeded."""
+    """Return an exit status for a program that waits for a run: 0 only if the run succeeded."""
     known = now.exit_status
     return (known or 0) if now.name == "COMPLETED" else known or 1
 
@@ -58,8 +58,8 @@ def exit_status(now: state.State) -> int:
 def read(paths: Sequence[Path], queue: QueueQuery | None = None, newest: bool = False) -> list[Run]:
     """Return the runs in the order of `paths`.
 
-    queue: squeue, already started, for all jobs of the user. newest: a task of a sweep that was submitted again has
-    the folder and the state of its new run.
+    queue: a started squeue for all jobs of the user. newest: a task of a sweep that was submitted again gets the folder
+    and the state of its new run.
     """
     known = [_combinations(path) for path in paths]
     folders: list[Path] = []
@@ -101,7 +101,7 @@ def each_task(runs: Sequence[Run]) -> list[Run]:
 
 
 def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
-    """Return the runs of `runs_dir` that have a job in the queue but no folder: it was deleted manually."""
+    """Return the runs of `runs_dir` that have a job in the queue although their folder was deleted."""
     try:
         jobs = queue.jobs()
     except Unreachable:  # the states of the other runs show it

@@ -1,4 +1,4 @@
-"""Query the states of runs repeatedly, at intervals that do not load the controller."""
+"""Queries the states of runs repeatedly, at intervals that do not load the controller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Polls:
         self._exits = self._exit_statuses()
 
     def ask(self) -> bool:
-        """Query Slurm if it is time, soon after a batch script recorded its end. Return whether all runs are over."""
+        """Query Slurm if it is time, and soon after a batch script recorded its end.
+
+        Return whether all runs are over.
+        """
         clock = time.monotonic()
         if (exits := self._exit_statuses()) != self._exits:
             self._changed, self._exits = clock, exits
@@ -54,7 +57,7 @@ class Polls:
         ]  # fmt: skip
 
     def _is_local(self) -> bool:
-        """Whether no run that is not over uses Slurm."""
+        """Return whether all runs that are not over run without Slurm."""
         return all(run.now is not None and run.now.engine == "local" for run in self.now if not run.over)
 
     def _names(self) -> list[tuple[str, str]]:
@@ -73,7 +76,7 @@ def _later(now: state.State, seconds: int) -> state.State:
 
 
 class Poll:
-    """The same for one run."""
+    """The latest state of one run."""
 
     def __init__(self, path: Path) -> None:
         self._polls = Polls([path])

@@ -1,4 +1,4 @@
-"""The progress of a training run (progress.json, written by `run.progress()`), and notes on a stop or a hang."""
+"""Reads the progress of a training run (progress.json, from `run.progress()`), and notes on a stop or a hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line(path: Path) -> str:
 
 
 def summary(document: Mapping[str, Any], step: bool = True) -> str:
-    """Return the same for a document of read(), with a note on values that are not finite. step: whether to show it."""
+    """Return line() for a document of read(), with a note on values that are not finite. step: whether to show it."""
     if not document:
         return ""
     first = [f"step {document['step']}/{document['total']}"] if step else []
@@ -52,7 +52,7 @@ def values(document: Mapping[str, Any]) -> list[str]:
 
 
 def age_s(path: Path, now_s: float) -> float | None:
-    """Return the seconds since the last step of any rank (heartbeats) or the last `run.progress()` of rank 0."""
+    """Return the seconds since the last step of any rank (heartbeats), or since rank 0's last `run.progress()`."""
     attempts = [entry for entry in _entries(path / heartbeats.FOLDER) if entry.is_dir()]
     last = max(attempts, key=lambda entry: entry.stat().st_mtime, default=None)
     ages = [
@@ -75,7 +75,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def hang_note(path: Path, now: State) -> HangReport | None:
-    """Return the hang report in the run folder, or None if the job does not run, or makes progress again."""
+    """Return the hang report in the run folder, or None if the job is not running or makes progress again."""
     if now.name != "RUNNING":
         return None
     from hpcinit.records import hang_report  # noqa: PLC0415 - only needed for a running job
@@ -110,7 +110,7 @@ def silence_note(path: Path, now: State) -> str:
 def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None) -> str:
     """Return why a successful run stopped before its last step ('time limit', 'preempted', ...), or ''.
 
-    `document` is the result of read(), if it was called: a run that reached its last step did not stop early.
+    document: the result of read(), if the caller has it. A run that reached its last step did not stop early.
     """
     if now.name != "COMPLETED":
         return ""
@@ -139,7 +139,7 @@ def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
 
 
 def ineffective_options(path: Path, now: State) -> ProgramUse:
-    """Return the options of a successful run that had no effect. A failed one may have ended before it used them."""
+    """Return the options of a successful run that had no effect. A failed run may have ended before using them."""
     from hpcinit.records import program_use  # noqa: PLC0415 - imports the spec, which a waiting run does not need
 
     used = program_use.ProgramUse(program_use.WRAP)

@@ -1,4 +1,4 @@
-"""What a run was submitted with: when, what the user typed, and what differs between runs of the same program."""
+"""Reads how a run was submitted: when, what the user typed, and what differs between runs of the same program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the
 
 
 class Submission(NamedTuple):
-    """What a user submitted, and when.
+    """What the user submitted, and when.
 
     submitted: seconds since 1970, or None. typed: what the user typed before `--`.
     """
@@ -28,7 +28,7 @@ class Submission(NamedTuple):
 
 
 def read(path: Path) -> Submission:
-    """Return the submission of the run or task in `path`; without a usable submission.json, an empty one."""
+    """Return the submission of the run or task in `path`, or an empty one without a usable submission.json."""
     try:
         record = state.last_submission(path)
         program = record["program"]
@@ -50,7 +50,7 @@ def submitted(path: Path) -> float | None:
 def distinguish(submissions: Sequence[Submission]) -> list[str]:
     """Return for each run what the user typed that differs from other runs of the same program.
 
-    For the only run of a program, return all that the user typed.
+    If a program has only one run, return everything that the user typed.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for number, one in enumerate(submissions):
@@ -75,7 +75,7 @@ def typed(submission: Submission) -> str:
 
 
 def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
-    """Return the values of one task of a sweep by their names, {"lr": "0.1"}.
+    """Return the values of one task of a sweep by name, {"lr": "0.1"}.
 
     given: what differs between the tasks, "+lr=0.1". arguments: those of the task's program. The Hydra launcher varies
     only these, as key=value, and adds keys of Hydra that no user typed.
@@ -98,7 +98,7 @@ def _texts(submission: Submission) -> Iterator[str]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield '--lr 0.1' for the two arguments '--lr' and '0.1', and every other argument alone."""
+    """Yield '--lr 0.1' for two arguments '--lr' and '0.1', and each other argument alone."""
     rest = list(arguments)
     while rest:
         one = rest.pop(0)

@@ -1,4 +1,4 @@
-"""Earlier attempts of a run, from restarts.jsonl, for the commands that show them."""
+"""Reads earlier attempts of a run from restarts.jsonl, for the commands that show them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ MOST_SHOWN = 5
 
 
 def left(found: Sequence[Restart]) -> int | None:
-    """Return how many restarts the run's last job has left, or None if not recorded. Each job of a chain has its
-    own."""
+    """Return how many restarts the run's last job has left, or None if not recorded.
+
+    Each job of a chain has its own number of restarts.
+    """
     last = found[-1] if found else None
     return None if last is None or last.max_restarts is None else max(0, last.max_restarts - last.restart)
 
 
 def document(path: Path) -> Mapping[str, Any]:
-    """Return {count, left, attempts: [{job_id, restart, time, reason, step, ...}], inside: [...]} for JSON output."""
+    """Return {count, left, attempts: [{job_id, restart, time, reason, step, ...}], inside: [...]}, for JSON output."""
     found = read(path)
     return {
         "count": len(found),
@@ -58,7 +60,7 @@ def restarts_line(found: Sequence[Restart]) -> str:
 
 
 def read_inside(path: Path) -> list[elastic_restarts.Restart]:
-    """Return the restarts inside a job, with launch=torchrun."""
+    """Return the restarts inside a job, which launch=torchrun makes."""
     return list(elastic_restarts.read(path))
 
 

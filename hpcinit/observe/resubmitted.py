@@ -1,4 +1,4 @@
-"""Which run replaced another: `hpcinit resubmit` notes it, and `status` shows a task of a sweep as it ran last."""
+"""Records which run replaced another: `hpcinit resubmit` notes it, and `status` shows a task's latest run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcinit.records import run_folder
 
 
 def note(run: Path, again: Path) -> None:
-    """Note that `again` is the new run of `run`, a run or a task of a sweep. If that fails, `status` shows both."""
+    """Record that `again` replaces `run`, a run or a task of a sweep. If that fails, `status` shows both."""
     folder, task = _place(run)
     line = json.dumps({"task": task, "run": os.path.relpath(again, folder)}) + "\n"
     with suppress(OSError):
@@ -25,12 +25,12 @@ def note(run: Path, again: Path) -> None:
 
 
 def of_sweep(sweep: Path) -> Mapping[str, Path]:
-    """Return the newest run of each task of a sweep that was submitted again, by the task's number."""
+    """Return the newest run of each task of a sweep that was submitted again, by number."""
     return {task: newest(run) for task, run in _noted(sweep).items()}
 
 
 def newest(run: Path) -> Path:
-    """Return the last run that replaced `run`, a run or a task of a sweep, or `run` itself."""
+    """Return the last run that replaced `run`, which is a run or a task of a sweep, or `run` itself."""
     seen = set[Path]()
     while run not in seen:
         seen.add(run)
@@ -40,19 +40,19 @@ def newest(run: Path) -> Path:
 
 
 def sweep_of(run: Path) -> Path | None:
-    """Return the folder of the sweep of which `run` is a task, or None."""
+    """Return the folder of the sweep to which the task `run` belongs, or None."""
     return run.parent if run.name.isdigit() and (run.parent / run_folder.SWEEP).is_file() else None
 
 
 def _place(run: Path) -> tuple[Path, str]:
-    """Return the folder with the note about `run`, and the name of the run in it."""
+    """Return the folder with the record about `run`, and the run's name in it."""
     return (sweep, run.name) if (sweep := sweep_of(run)) else (run, "")
 
 
 def _noted(folder: Path) -> dict[str, Path]:
     """Return the latest resubmission of each task of the sweep in `folder`. A single run has the key ''.
 
-    Runs that no longer exist do not count.
+    Ignore runs that no longer exist.
     """
     found: dict[str, Path] = {}
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What `status` and `watch` show of a run: the fields of its JSON document, and the texts for people."""
+"""Makes what `status` and `watch` show of a run: the fields of its JSON document, and the texts for people."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _fields(path: Path, now: State, task: find_runs.Task | None = None) -> dict[
 
 
 def parameters(task: find_runs.Task) -> dict[str, str]:
-    """Return the values that this task of a sweep has, by their names."""
+    """Return the values of this task of a sweep, by name."""
     return requests.parameters(task.given, requests.read(task.path).arguments)
 
 
 def settings(task: find_runs.Task) -> str:
-    """Return 'lr=0.1 width=8', what distinguishes a task of a sweep."""
+    """Return 'lr=0.1 width=8': what distinguishes a task of a sweep."""
     return " ".join(f"{name}={value}" for name, value in parameters(task).items()) or task.combination
 
 
@@ -78,9 +78,9 @@ def job_of(run: Run) -> str:
 
 
 def details(path: Path, now: State, table: bool = False) -> str:
-    """Return the details of a job: why and until when it waits, its progress, how it ended.
+    """Return the details of a job: why and how long it waits, its progress, how it ended.
 
-    table: without what the table has in columns, the times and the step.
+    table: omit what the table shows in columns, the times and the step.
     """
     started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
     again = now.restart is not None
@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 def result(path: Path) -> results.Value | None:
-    """Return the value of result.json, or None if the run wrote none that is a number."""
+    """Return the value in result.json, or None if there is no number in it."""
     try:
         return results.read_numbers(path)
     except RequestError:

@@ -1,7 +1,7 @@
-"""Sample the ranks of one run on one node: their Python stacks, the states of their processes and their CPU time.
+"""Samples the ranks of one run on one node: Python stacks, process states and CPU time.
 
-`hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc: neither hpcinit
-nor the run's environment may exist outside a container.
+`hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc, because neither
+hpcinit nor the run's environment may exist outside a container.
 
 The thread that runtime/lifecycle/stack_signal.py starts writes the stacks. If C code keeps the GIL, this thread cannot
 run, and gets a signal: its handler writes them. A process without that handler never gets the signal, which would end
@@ -43,7 +43,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class Label(NamedTuple):
-    """How a stack of faulthandler is read.
+    """How to read a stack that faulthandler wrote.
 
     main: the main thread, as faulthandler writes it. thread: the one that takes the signal. path: /proc/PID/fd/N.
     """
@@ -59,7 +59,7 @@ class Label(NamedTuple):
 class Process(NamedTuple):
     """A process on this node that may be a rank.
 
-    level: how sure it is that this process is a rank. A process that starts ranks has a lower level than they.
+    level: how certain it is that this process is a rank. A process that starts ranks has a lower level than they have.
     """
 
     pid: int
@@ -72,7 +72,7 @@ class Process(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Print the samples of the ranks of this node, or run a command beside one. argv: one JSON object."""
+    """Print the samples of this node's ranks, or run a command beside one of them. argv: one JSON object."""
     asked = json.loads(argv[0])
     if "command" in asked:
         return beside(asked)
@@ -98,9 +98,9 @@ def main(argv: list[str]) -> int:
 
 
 def beside(asked: dict[str, Any]) -> int:
-    """Replace this process with a command that has the environment and the folder of a rank. Return only if it fails.
+    """Replace this process with a command in the environment and folder of a rank. Return only if that fails.
 
-    The rank's place in its process group is removed: a program that joins it would disturb the run.
+    The rank's place in its process group is removed from the environment: a program that joins would disturb the run.
     """
     found = [one for one in ranks(asked) if asked["rank"] in (None, one.rank)]
     own = os.environ
@@ -136,7 +136,7 @@ def beside(asked: dict[str, Any]) -> int:
 
 
 def encoded(document: dict[str, Any]) -> list[str]:
-    """Return the document as lines that stacks.decoded() puts together again, whatever is printed between them."""
+    """Return the document as lines. stacks.decoded() reassembles them, even with other output between them."""
     data = base64.b64encode(zlib.compress(json.dumps(document).encode())).decode(errors="replace")
     parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
     return [f"{PREFIX} {document['host']} {at} {len(parts)} {part}" for at, part in enumerate(parts)]
@@ -206,7 +206,7 @@ def _environ(pid: int, raw: bytes = b"") -> dict[str, str]:
 
 
 def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
-    """Return rank and level of a process, or -1 if it is none. tasks: each Slurm task is a rank."""
+    """Return a process's rank and level, or (-1, ...) if it is no rank. tasks: each Slurm task is a rank."""
     given = env.get("RANK", "")
     if label:
         return label.rank, 2 if TORCHRUN in env else 1
@@ -219,7 +219,10 @@ def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
 
 
 def _label(place: Path) -> Any:
-    """Return the label of a process that has installed the handler itself; a forked child inherits the file."""
+    """Return the label of a process that installed the handler itself.
+
+    A forked child inherits the file, but not the handler.
+    """
     for file in (place / "fd").iterdir():
         with contextlib.suppress(OSError):
             match = LABEL.match(str(file.readlink()))
@@ -229,7 +232,7 @@ def _label(place: Path) -> Any:
 
 
 def _own_pid(place: Path) -> int:
-    """Return the id of a process or thread as it sees it, which differs inside a container."""
+    """Return the id of a process or thread as it sees it itself. Inside a container it differs."""
     for line in (place / "status").read_text(errors="replace").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
@@ -369,7 +372,7 @@ def _link(file: Path) -> str:
 
 
 def _signal_thread(one: Process) -> bool:
-    """Send the signal to the thread that waits for it. In any other, it could interrupt a system call."""
+    """Send the signal to the thread that waits for it. In another thread, it could interrupt a system call."""
     import ctypes  # noqa: PLC0415 - some builds of Python lack it
 
     libc = ctypes.CDLL(None, use_errno=True)

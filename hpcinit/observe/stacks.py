@@ -1,4 +1,4 @@
-"""`hpcinit stacks RUN`: where every rank is now. Equal stacks are listed once, the odd ones first."""
+"""`hpcinit stacks RUN`: shows where every rank is now. Equal stacks are listed once, unusual ones first."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ Frame = tuple[str, int, str]  # file, line (0: differs between the samples), fun
 
 @dataclass(frozen=True)
 class RankStack:
-    """One rank.
+    """The stack and state of one rank.
 
-    state: one of the constants above. frames: the main thread's, or those of the thread that holds the GIL.
-
-    wchan: the kernel function in which the main thread waits, '' if unknown. same: samples with the same stack as the
-    last. note: why there is no stack. thread: the name of another thread that holds the GIL, else ''.
+    state: one of the constants above. frames: of the main thread, or of the thread that holds the GIL. wchan: the
+    kernel function in which the main thread waits, '' if unknown. same: how many samples have the stack of the last
+    one. note: why there is no stack. thread: the name of another thread that holds the GIL, else ''.
     """
 
     rank: int
@@ -63,7 +62,7 @@ class RankStack:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks with equal stacks and states. place: where they wait, in the program's own code."""
+    """Ranks with equal stacks and states. place: where they wait in the program's own code."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -133,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit stacks",
         description="Show where every rank of a running run is now: its Python stack, the state of its process and its "
-        "CPU time, from three samples. Equal stacks are listed once, the odd ones first. The run is not interrupted.",
+        "CPU time, from three samples. Equal stacks are listed once, unusual ones first. The run is not interrupted.",
     )
     parser.add_argument("run", help="run folder, its name, or a job id")
     find_runs.add_runs_dir(parser)
@@ -179,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def groups_now(run: Path) -> list[Group]:
-    """Return the groups of ranks of a running run, the odd ones first; [] if no node answers."""
+    """Return the groups of ranks of a running run, unusual ones first; [] if no node answers."""
     with contextlib.suppress(Failure, RequestError, OSError):
         job = job_step.running(str(run), run.parent)
         reports, _ = _ask(job, job.nodes, [])
@@ -188,8 +187,10 @@ def groups_now(run: Path) -> list[Group]:
 
 
 def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
-    """Return the state of each rank that cannot run Python code, as in hang_report.StuckRank, and the line that called
-    the C code that holds the GIL."""
+    """Return the state of each rank that cannot run Python code, as in hang_report.StuckRank.
+
+    Also return the line that called the C code that holds the GIL.
+    """
     bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
     return {
         rank: (HEARTBEAT_STATES[group.first.state], group.place.at if group.first.state == GIL else "")
@@ -199,7 +200,7 @@ def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
 
 
 def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
-    """Return the reports of the nodes that answered, and what Slurm printed."""
+    """Return the reports of the nodes that answered, and Slurm's output."""
     asked = {
         "run": str(job.path),
         "slurm": job.slurm,
@@ -237,7 +238,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
 
 
 def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the documents of stack_collector.encoded() that are complete, by host."""
+    """Return the complete documents of stack_collector.encoded(), by host."""
     parts: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for line in printed:
@@ -254,7 +255,7 @@ def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
-    """Return the verdict about one rank from its samples."""
+    """Return the stack and state of one rank from its samples."""
     samples = sampled["samples"]
     stacks = [_frames(one.get("frames", ())) for one in samples]
     last = stacks[-1] if stacks else ()
@@ -306,7 +307,7 @@ def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
 
 
 def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
-    """Return the frames without those of hpcinit that started the program, unless there are no others."""
+    """Return the frames without those of hpcinit that started the program. If there are no others, return all."""
     frames = tuple((str(file), int(line), str(name)) for file, line, name in found)
     end = len(frames)
     while end and STARTED_BY.search(frames[end - 1][0]):
@@ -315,7 +316,7 @@ def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 
 
 def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """Return the frames that all samples share, from the outermost; line 0: only the line differs."""
+    """Return the frames that all samples share, outermost first. line 0: only the line differs."""
     shared: list[Frame] = []
     for frames in zip(*(reversed(stack) for stack in stacks), strict=False):
         if len(set(frames)) > 1:
@@ -327,8 +328,10 @@ def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
 
 
 def fold(ranks: Iterable[RankStack]) -> list[Group]:
-    """Return the ranks in groups with equal stacks: those with a bad state first, then the smallest group first. Of
-    groups of one size, those that wait in a collective are last."""
+    """Group the ranks with equal stacks. Bad states are first, then the smallest groups.
+
+    Of groups with the same size, those that wait in a collective are last.
+    """
     together: dict[tuple[object, ...], list[RankStack]] = {}
     for one in sorted(ranks, key=lambda one: (one.rank, one.pid)):
         wchan = one.wchan if one.state in (IN_KERNEL, NO_STACK) else ""
@@ -384,7 +387,7 @@ def lines(
 
 
 def _short(file: str) -> str:
-    """Return a path without the folder of the packages, or the name of a file of the program."""
+    """Return a path relative to the folder of the packages, or the name of a file of the program."""
     for folder in ("/site-packages/", "/dist-packages/"):
         if folder in file:
             return file.rpartition(folder)[2]

@@ -1,4 +1,4 @@
-"""The state of a run, with Slurm's names: from squeue, then sacct, then scontrol, then the run folder."""
+"""Reads the state of a run, with Slurm's names: from squeue, then sacct, then scontrol, then the run folder."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def read(path: Path) -> State:
 
 
 def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> list[State | RequestError]:
-    """Return the state of each run, or its RequestError, in the order of `paths`, from one query of Slurm.
+    """Return the state of each run, or its RequestError, in the order of `paths`, with one query of Slurm.
 
-    early: squeue for all jobs of the user, already started.
+    early: a started squeue for all jobs of the user.
     """
     with slurm_client.on_cluster(None):
         started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile
@@ -48,7 +48,7 @@ def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> li
 
 
 def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | None) -> SlurmReply:
-    """Return the reply of the cluster `name`, '' for that of SLURM_CONF, to which `early` was sent."""
+    """Return the reply of the cluster `name`. '' is the cluster of SLURM_CONF, which `early` queries."""
     with slurm_client.on_cluster(name):
         return queue.query(queries, None if name else early)
 
@@ -61,7 +61,7 @@ def _now(run: _Run, answer: SlurmReply) -> State:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the run folder contains. submitted: the first job of submission.json. last: the last job of exit.json."""
+    """The content of the run folder. submitted: the first job in submission.json. last: the last job in exit.json."""
 
     path: Path
     engine: str
@@ -85,7 +85,7 @@ class _Run:
 
     @property
     def wanted(self) -> JobQuery | None:
-        """Return what to query Slurm for, or None for a run without Slurm."""
+        """Return the query for Slurm, or None for a run without Slurm."""
         if self.engine == "local":
             return None
         if self.is_chain:
@@ -113,7 +113,7 @@ def _with_attempt(run: _Run, now: State, away: bool) -> State:
 
 
 def _refreshed(run: _Run, answer: SlurmReply) -> _Run:
-    """Return `run` with the record of a script that ended between reading the folder and querying Slurm."""
+    """Return `run` with the record of a script that ended after the folder was read and before Slurm was queried."""
     now = answer.jobs.get(run.left.job_id)
     if now is None or not now.over or run.left.over:
         return run
@@ -151,7 +151,7 @@ def _of_job(run: _Run, job_id: str, answer: SlurmReply) -> State:
 
 
 def jobs(record: Mapping[str, Any]) -> list[str]:
-    """Return the ids of all jobs of a submission.json: one, or those of a chain."""
+    """Return the ids of all jobs in a submission.json: one, or those of a chain."""
     return [str(job) for job in record.get("jobs", [record["job_id"]])]
 
 
@@ -164,8 +164,7 @@ def is_other(record: Mapping[str, Any], job_id: str, comment: str, command: str)
 
 
 def last_job(path: Path) -> str:
-    """Return the id of the job that last ran the script, or ''. It differs from the submitted one after a manual
-    start."""
+    """Return the id of the job that last ran the script, or ''. After a manual start it is not the submitted one."""
     return str(_json(path / run_folder.EXIT).get("job", ""))
 
 
@@ -195,7 +194,7 @@ def _chain(run: _Run, answer: SlurmReply) -> State:
 
 
 def _decided(path: Path) -> bool:
-    """Whether no later job of a chain will continue: an attempt finished, or failed without a signal."""
+    """Return whether no later job of the chain will continue: an attempt finished, or failed without a signal."""
     status = exit_status(path)
     stopped = status == 0 and (path / run_folder.STOPPED).exists()
     return status not in (None, run_folder.ENDED_EARLY) and not stopped
@@ -210,12 +209,12 @@ def of_array(job_id: str) -> list[State]:
 
 
 def foreign_job(job_id: str) -> queue.Job | None:
-    """Return what Slurm reports about a job without a run folder, or None if it does not know it or does not reply."""
+    """Return Slurm's record of a job without a run folder, or None if it has none or does not reply."""
     return queue.query([JobQuery([job_id], job_id)]).jobs.get(job_id) if shutil.which("squeue") else None
 
 
 def submission(path: Path) -> dict[str, Any]:
-    """Return submission.json. Raise RequestError that describes what the folder contains instead."""
+    """Return submission.json. Raise RequestError that describes the folder's actual content if it is not usable."""
     try:
         document = safe_files.read_json(f"{path}/{run_folder.SUBMISSION}")
     except FileNotFoundError:
@@ -231,7 +230,7 @@ def submission(path: Path) -> dict[str, Any]:
 
 
 def last_submission(path: Path) -> dict[str, Any]:
-    """Return submission.json as this process last read it, or read it.
+    """Return submission.json as this process last read it; read it if it has not yet.
 
     Raise RequestError if the file cannot be read.
     """
@@ -239,7 +238,7 @@ def last_submission(path: Path) -> dict[str, Any]:
 
 
 def clusters(path: Path) -> str:
-    """Return the cluster.clusters of a run: the cluster of its jobs if it is not that of SLURM_CONF, else ''."""
+    """Return the run's cluster.clusters: the cluster of its jobs, or '' if that is SLURM_CONF's."""
     try:
         return str(last_submission(path).get("clusters", ""))
     except RequestError:
@@ -277,7 +276,7 @@ def _local(path: Path, job_id: str) -> State:
 
 
 def _by_hand(path: Path, job_id: str) -> State:
-    """Return the state after `bash job.sh`, without the engine: only the script's own record exists."""
+    """Return the state after `bash job.sh`, without the engine. Only the script's own record exists."""
     from hpcinit.local import engine  # noqa: PLC0415
 
     attempt = _json(path / run_folder.EXIT)
@@ -293,7 +292,7 @@ def _left(attempt: Mapping[str, Any], job_id: str) -> State:
     restart = number if isinstance(number, int) else None
     if not attempt:
         never = (
-            "Slurm no longer knows the job, and it never started: was it cancelled while it waited? A controller that "
+            "Slurm no longer knows the job, and it never started: was it canceled while it waited? A controller that "
             "is killed loses the jobs of its last 5 s. Submit it again: hpcinit resubmit "
             "(cluster.submit_confirm=true checks a second time)"
         )

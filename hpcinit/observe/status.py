@@ -1,6 +1,6 @@
-"""`hpcinit status [RUN ...|all] [--json]`: print a line per run; without RUN, for all runs in ./runs.
+"""`hpcinit status [RUN ...|all] [--json]`: prints a line per run; without RUN, for all runs in ./runs.
 
-Lines for any output, a table with bars for a terminal, JSON for programs.
+It prints a table with bars to a terminal, plain lines elsewhere, and JSON for programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcinit.slurm.queue import QueueQuery
 
 
 def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
-    """Yield the lines that `hpcinit status` prints without a terminal. about: the arguments of the run."""
+    """Yield the lines that `hpcinit status` prints without a terminal. about: the run's arguments."""
     if run.now:
         now = run.now
         combination = settings(run.task) if run.task else ""
@@ -49,7 +49,7 @@ def shortest(run: Run) -> Iterator[str]:
 
 
 def meanings(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the explanation of each of Slurm's reasons in the runs, once."""
+    """Yield the explanation of each Slurm reason in the runs, once."""
     for reason in dict.fromkeys(now.reason for run in runs for _, now in run.parts):
         if meaning := reasons.explain(reason):
             yield f"{reason}: {meaning}"
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     if options.csv and options.json:
-        raise RequestError("--csv and --json are two formats: give one of them")
+        raise RequestError("--csv and --json exclude each other: give one of them")
     every = find_runs.means_all_runs(options.run)
     runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
@@ -109,7 +109,7 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
 
 
 def _all_runs(runs_dir: Path) -> list[Run]:
-    """Return all runs in the folder, and those in the queue whose folder was deleted. Raise RequestError if none."""
+    """Return all runs in the folder, and queued runs whose folder was deleted. Raise RequestError if there are none."""
     paths = find_runs.all_runs(runs_dir)
     slurm = (not paths and runs_dir.is_dir()) or any(_uses_slurm(path) for path in paths)
     queue = QueueQuery("--me", ended=True) if slurm else None
@@ -122,7 +122,7 @@ def _read(names: Sequence[str], runs_dir: Path) -> list[Run]:
 
 
 def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
-    """Return the runs with these names, also those in the queue whose folder was deleted.
+    """Return the runs with these names, including queued ones whose folder was deleted.
 
     Raise RequestError if there is no run with one of the names.
     """
@@ -152,7 +152,7 @@ def _uses_slurm(path: Path) -> bool:
 
 
 def _arguments(runs: Sequence[Run]) -> list[str]:
-    """Return what to show of each run's arguments; nothing for tasks and sweeps, which show their combinations."""
+    """Return the arguments to show for each run; none for tasks and sweeps, which show their combinations."""
     submissions = [requests.read(run.path) if run.now and not run.task else Submission() for run in runs]
     return requests.distinguish(submissions)
 
@@ -172,7 +172,7 @@ RESULT, STEP, SUBMITTED = "result", "step", "submitted"
 
 
 def values(path: Path) -> dict[str, Any]:
-    """Return the values of a run that it can be sorted by."""
+    """Return the values by which a run can be sorted."""
     document = progress.read(path)
     found: dict[str, Any] = {**document.get("values", {})}
     if document:
@@ -185,7 +185,7 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def sort(runs: Sequence[Run], key: str, reverse: bool) -> list[Run]:
-    """Return the runs with the smallest value of `key` first; runs without the value, or with NaN, are the last.
+    """Return the runs, smallest value of `key` first. Runs without the value, or with NaN, are last.
 
     Raise RequestError if no run has the value.
     """
@@ -203,6 +203,6 @@ def _first(pair: tuple[float, Run]) -> float:
 
 
 def _number(value: object) -> float | None:
-    """Return a number that can be compared; for several objectives, the first one."""
+    """Return a number to compare; for several objectives, the first."""
     first = value[0] if isinstance(value, tuple | list) and value else value
     return float(first) if isinstance(first, int | float) and not math.isnan(first) else None

@@ -1,4 +1,4 @@
-"""The table that `status` and `watch` print to a terminal. rich decides about colors (NO_COLOR)."""
+"""Makes the table that `status` and `watch` print to a terminal. rich decides about colors (NO_COLOR)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow termin
 class _Row:
     """One line of the table.
 
-    cells: by column; an empty one may be absent. The column of a parameter is '=NAME'. details: the last column.
+    cells: by column; empty ones may be missing. A parameter's column is '=NAME'. details: the last column.
     """
 
     cells: Mapping[str, Text | ProgressBar]
@@ -40,7 +40,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class StatusTable:
-    """The rows in order, and the largest number of them; the last one then counts those that are not shown."""
+    """The rows in order, and how many to show at most. If there are more, the last line counts the rest."""
 
     rows: Sequence[_Row]
     most: int | None = None
@@ -78,7 +78,7 @@ def status_table(
 ) -> StatusTable:
     """Return a table with a row for each run, and for each task of a sweep if `each_task`.
 
-    most: the largest number of rows. about: what the user typed, for each run.
+    most: the maximum number of rows. about: what the user typed for each run.
     """
     texts = about or [""] * len(runs)
     each = zip(runs, texts, strict=True)
@@ -90,7 +90,7 @@ def _title(name: str) -> str:
 
 
 def _width(columns: Mapping[str, Sequence[Text | ProgressBar]]) -> int:
-    """Return the width of the columns in characters, with the two spaces after each."""
+    """Return the width of the columns in characters, including two spaces after each."""
     return sum(
         2 + max(cell_len(_title(name)), *(BAR if isinstance(cell, ProgressBar) else cell.cell_len for cell in cells))
         for name, cells in columns.items()

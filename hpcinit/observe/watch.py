@@ -1,4 +1,4 @@
-"""`hpcinit watch [RUN ...] [--json]`: show the state of runs until all of them are over."""
+"""`hpcinit watch [RUN ...] [--json]`: shows the state of runs until all of them are over."""
 
 from __future__ import annotations
 

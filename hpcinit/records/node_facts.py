@@ -103,7 +103,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Nccl:
-    """The interface and address that NCCL takes on a node, or its error. wanted: NCCL_SOCKET_IFNAME.
+    """The interface and address that NCCL uses on a node, or its error. wanted: NCCL_SOCKET_IFNAME.
 
     addresses: all of the node. seconds: how long the query took.
     """

@@ -34,7 +34,7 @@ RANK_LOG = "logs/rank-{rank}.log"
 TIMELINE = "timeline"  # start-up events of every rank: timeline/JOB/HOST.jsonl, records/timeline.py
 HANG_REPORTS = "hang"  # by the ranks of a job that hangs: their stacks and the report, records/hang_report.py
 UNUSABLE = "unusable"  # by the check of a node, for hpcinit.after: JOB.RESTART.NODE, an empty file
-NCCL = "nccl"  # by the check of a node: the interface that NCCL takes, JOB.RESTART.NODE.json, records/node_facts.py
+NCCL = "nccl"  # by the check of a node: the interface that NCCL uses, JOB.RESTART.NODE.json, records/node_facts.py
 ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job
 ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable of all processes of cluster=local: the id of the engine's process

@@ -1,1 +1,3 @@
-"""Everything that calls Slurm's commands or parses their output. Imports only the standard library and hpcinit.base."""
+"""Calls Slurm's commands and parses their output. Only this package does so; it imports only the standard library and
+hpcinit.base.
+"""

@@ -1,4 +1,4 @@
-"""Submit exactly one job per request: call sbatch again only if the attempt before certainly made no job.
+"""Submits exactly one job per request: calls sbatch again only if the previous attempt certainly made no job.
 
 Reasons and limits: docs/decisions/0015-submit-exactly-once.md.
 """
@@ -34,7 +34,7 @@ Attempt = Callable[[Path, Mapping[str, str], Sequence[str]], tuple[str, Sequence
 
 
 def longest_s(patience_s: float, jobs: int) -> float:
-    """Return the longest time that this number of submissions may take, one after the other."""
+    """Return the maximum seconds that this number of submissions may take, one after the other."""
     return jobs * (patience_s + BESIDE_S)
 
 
@@ -52,16 +52,16 @@ def submit(
     started: Callable[[], str] = lambda: "",
     attempt: Attempt = sbatch,
 ) -> tuple[str, Sequence[str]]:
-    """Submit `script` with sbatch, exactly once; return the job id and the command.
+    """Submit `script` with sbatch, exactly once. Return the job id and the command.
 
-    token: in the job's comment, behind the user's own `comment`; search for it to find the job. options: further
-    options on sbatch's command line. patience_s: how long the controller may be down. confirm: check again after
-    SAVED_S whether the controller still has the job, which is done after any trouble anyway. interrupted: whether
-    Ctrl-C was pressed. show: displays what the submission waits for. started: returns the id of the job that started
-    `script`, from its own record, or ''. attempt: calls sbatch once.
+    token: identifies the job; it is in the job's comment, behind the user's own `comment`. options: more options on
+    sbatch's command line. patience_s: how long the controller may be down. confirm: check after SAVED_S whether the
+    controller still has the job; after any trouble this is always done. interrupted: whether the user pressed Ctrl-C.
+    show: prints what the submission waits for. started: returns the id of the job that started `script`, from its own
+    record, or ''. attempt: calls sbatch once.
 
-    Raise SubmitError if there is no job, MaybeSubmitted if there may be one, also after any error that is not expected
-    here, and KeyboardInterrupt if there is none.
+    Raise SubmitError if there is no job, and KeyboardInterrupt if there is none after Ctrl-C. Raise MaybeSubmitted if
+    there may be a job, and after any unexpected error.
     """
     submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started, attempt)
     try:
@@ -73,12 +73,12 @@ def submit(
 
 
 def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) -> MaybeSubmitted:
-    """Return what to raise instead of `error`, which occurred after sbatch was started. printed: ids from sbatch."""
+    """Return what to raise instead of `error`, which occurred after sbatch started. printed: job ids from sbatch."""
     return MaybeSubmitted(f"{type(error).__name__}: {error}\n{_check_first(token, printed)}")
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
-    """Return the end of a message: that the job may exist, and how to find out. printed: ids that sbatch printed."""
+    """Return the end of a message: the job may exist, and how to check. printed: job ids from sbatch."""
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     squeue, scontrol = (" ".join(slurm_client.addressed([name])) for name in ("squeue", "scontrol"))
@@ -127,7 +127,7 @@ class _Submission:
             if job_id:
                 return job_id
             if self._accepted >= MOST_ACCEPTED:
-                raise self._gave_up(f"{self._accepted} attempts may each have made a job, and Slurm shows none of them")
+                raise self._gave_up(f"{self._accepted} attempts may each have made a job, but Slurm shows none of them")
             self._pause("trying sbatch again")
 
     def _submit(self) -> str | None:
@@ -159,7 +159,7 @@ class _Submission:
             self._give_up_at = time.monotonic() + self._patience_s
 
     def _look(self) -> str | None:
-        """Return the job that an attempt made although sbatch failed, or None if there is certainly none."""
+        """Return the job if an attempt made one although sbatch failed, or None if there is certainly none."""
         absent_at: float | None = None
         number = 0
         while True:
@@ -184,7 +184,7 @@ class _Submission:
         return tokens.find(self._env, self._token, self._script, known, self._alone, self._started)
 
     def _kept(self, job_id: str) -> str | None:
-        """Wait until the controller has saved the job; return its id, or that of the job found instead, or None."""
+        """Wait until the controller has saved the job. Return its id, or that of another job found, or None."""
         try:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
             number = 0
@@ -202,7 +202,7 @@ class _Submission:
         return None
 
     def _only(self, jobs: Sequence[Job]) -> str:
-        """Return the job that runs, or else the oldest, and cancel the other jobs of the same request."""
+        """Return the running or else the oldest job, and cancel the other jobs of the same request."""
         first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.base_id)))
         if others:
             surplus = [job.base_id for job in others]
@@ -220,7 +220,7 @@ class _Submission:
         return self._error.splitlines()[-1] if self._error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
-        """Wait. Raise an error with what is certain after Ctrl-C, or when patience_s is over."""
+        """Wait `seconds`. After Ctrl-C or when patience_s is over, raise the error that is certain."""
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:
             if self._interrupted():

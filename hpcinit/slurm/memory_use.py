@@ -1,4 +1,4 @@
-"""The memory that a job used, from Slurm's accounting."""
+"""Reads the memory that a job used from Slurm's accounting."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LIMIT = timedelta(seconds=15)  # a verdict without these numbers is better than 
 
 
 def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
-    """Return 'task 3 on n2 used up to 481 MB; the job requested 500 MB per node ...', '' if accounting has no record.
+    """Return 'task 3 on n2 used up to 481 MB; the job requested 500 MB per node ...'.
 
-    is_other: whether the job with this command line of sbatch is another one, because Slurm gave the id again.
-    Slurm samples the memory of each task, every 30 s by default, so a short peak is missing.
+    Return '' if accounting has no record. is_other: whether sacct's command line shows another job with the same id,
+    because Slurm reused it. Slurm samples the memory of each task, by default every 30 s, so it misses short peaks.
     """
     command = ["sacct", "--noheader", "--parsable2", f"--jobs={job_id}", FIELDS, "--units=M"]
     try:
@@ -32,9 +32,7 @@ def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
     # ReqMem is the total of the job's nodes since Slurm 21.08.
     requested = max(_mb(row[4]) / max(1, int(row[5] or 1)) for row in rows)
     asked = f"; the job requested {requested:.0f} MB per node" if requested else ""
-    return (
-        f"Slurm's accounting: task {task} on {node} used up to {size:.0f} MB{asked} (sampled: a short peak is missing)"
-    )
+    return f"Slurm's accounting: task {task} on {node} used up to {size:.0f} MB{asked} (short peaks are missing)"
 
 
 def _mb(text: str) -> float:

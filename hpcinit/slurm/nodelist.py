@@ -1,12 +1,12 @@
-"""Parse and write Slurm's nodelists without Slurm.
+"""Parses and writes Slurm's nodelists without Slurm.
 
     n[1-3,7],gpu[08-10]     -> n1 n2 n3 n7 gpu08 gpu09 gpu10.
     r[1-2]n[01-02]          -> r1n01 r1n02 r2n01 r2n02.
     n[1-2]-ib               -> n1-ib n2-ib. (scontrol can do this since Slurm 23.11.)
 
-Valid text gives the hosts of `scontrol show hostnames`, in its order and with duplicates; the tests compare with its
-recorded output. scontrol repairs malformed text silently and exits with 0. hpcinit refuses it, because a repaired name
-is a host that does not exist:
+For valid text the hosts are those of `scontrol show hostnames`, in the same order and with duplicates; the tests
+compare them with its recorded output. scontrol silently repairs malformed text and exits with 0. hpcinit refuses it,
+because a repaired name is a host that does not exist:
 
     text             scontrol 22.05      here
     n[               n]                  error
@@ -52,7 +52,7 @@ _Range = tuple[str, int, int]
 
 
 class _Name(NamedTuple):
-    """`r[1-2]n[01-02]-ib`: literals "r", "n", "-ib" around the brackets, one literal more than brackets."""
+    """A name such as `r[1-2]n[01-02]-ib`. literals: "r", "n", "-ib", one more than there are brackets."""
 
     literals: list[str]
     brackets: list[list[_Range]]
@@ -64,8 +64,8 @@ class _Name(NamedTuple):
 def expand(text: str) -> list[str]:
     """Return all hosts of a nodelist, in Slurm's order and with duplicates.
 
-    Raise NodelistError for text that Slurm would not write, and for more than MAX_HOSTS hosts (counted from the ranges,
-    before any name is made).
+    Raise NodelistError for text that Slurm would not write, and for more than MAX_HOSTS hosts. The hosts are counted
+    before any name is made.
     """
     hosts: list[str] = []
     for literals, brackets in _parse(text):
@@ -86,10 +86,10 @@ def expand(text: str) -> list[str]:
 
 
 def first(text: str) -> str:
-    """Return the first host of a nodelist, the same as `expand(text)[0]`, without making the others.
+    """Return the first host of a nodelist: `expand(text)[0]`, but without making the others.
 
-    Raise NodelistError exactly as `expand` does: it parses the whole text, so its time grows with the length of the
-    text (microseconds for Slurm's texts) and not with the number of hosts.
+    Raise NodelistError exactly as `expand` does, because the whole text is parsed. The time depends on the length of
+    the text (microseconds for Slurm's texts), not on the number of hosts.
     """
     literals, brackets = _parse(text)[0]
     numbers = [ranges[0][0] for ranges in brackets]
@@ -99,8 +99,8 @@ def first(text: str) -> str:
 def compress(hosts: Sequence[str]) -> str:
     """Return the short form that `scontrol show hostlist` prints: n1 n2 n3 n7 -> `n[1-3,7]`.
 
-    `expand` returns the same hosts in the same order, because only adjacent hosts are joined. Names are not checked.
-    The result is "" for no hosts.
+    Only adjacent hosts are joined, so `expand` returns the same hosts in the same order. Names are not checked. For no
+    hosts, return "".
     """
     pieces: list[str] = []
     for (prefix, numbered), group in groupby(map(_split, hosts), key=lambda split: (split[0], bool(split[1]))):
@@ -130,7 +130,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _names(prefix: str, ranges: list[_Range], suffix: str) -> list[str]:
-    """Return every host of one bracket, in blocks of a thousand: twice as fast as formatting each host."""
+    """Return every host of one bracket. Blocks of a thousand are twice as fast as formatting each host."""
     names: list[str] = []
     for digits, low, high in ranges:
         if low == high:
@@ -217,7 +217,7 @@ def _parse_ranges(inside: str, text: str, column: int) -> list[_Range]:
 
 
 def _misfit(text: str, start: int, at: int) -> NodelistError:
-    """Return the error for a name at `start` that is not valid beyond text[start:at]."""
+    """Return the error for a name that starts at `start` and is invalid from `at` on."""
     if text in {"(null)", "None assigned"}:
         return _fault("no host (Slurm has not assigned nodes yet)", text, 0)
     if not text:
@@ -233,7 +233,7 @@ def _misfit(text: str, start: int, at: int) -> NodelistError:
 
 
 def _printable(text: str, most: int = 40) -> str:
-    """Return the text on one line, without control characters, so that the caret below points to the right column."""
+    """Return the text on one line without control characters, so that the caret points at the right column."""
     return re.sub(r"[^ -~]", "?", text[:most]) + ("..." if len(text) > most else "")
 
 

@@ -1,4 +1,4 @@
-"""Query jobs as `Job` records: the only module that parses squeue, sacct's job table and `scontrol show job`.
+"""Queries jobs as `Job` records. Only this module parses squeue, sacct's job table and `scontrol show job`.
 
 `query` finds any number of jobs with one squeue, then at most one sacct and one scontrol.
 """
@@ -43,11 +43,10 @@ SACCT = ("sacct", "-X", "--noheader", "--parsable2")
 class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, and a sweep has a thousand jobs
     """One job, or one task of an array ('42_7'), as `source` (squeue, sacct or scontrol) reports it.
 
-    state: as Slurm prints it. reason: why it waits or what ended it. exit_status: after its end, None if unknown.
-    start: when it started or, as Slurm estimates, will start ('2026-11-21T14:02:00', this machine's time zone), or ''.
-    elapsed_s, left_s: since its start and until its time limit, in seconds, or None if unknown.
-    command: the script and its arguments. comment: as submitted, or as the site replaced it. From sacct both are the
-    command line of sbatch.
+    state: as Slurm prints it. reason: why it waits or what ended it. exit_status: after its end; None if unknown.
+    start: when it started or is expected to start ('2026-11-21T14:02:00', this machine's time zone), or ''. elapsed_s,
+    left_s: seconds since its start and until its time limit, or None if unknown. command: the script and its arguments.
+    comment: as submitted, or as the site replaced it. With sacct, command and comment are the command line of sbatch.
     """
 
     job_id: str
@@ -73,9 +72,9 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
 
 @dataclass(frozen=True)
 class JobQuery:
-    """The jobs of one run, whose state is queried.
+    """A query for the state of the jobs of one run.
 
-    jobs: all jobs of a run. last: the one to look up if none is in the queue. ended: its end is recorded.
+    jobs: all jobs of the run. last: the job to look up if none is in the queue. ended: its end is already recorded.
     """
 
     jobs: Sequence[str]
@@ -84,9 +83,9 @@ class JobQuery:
 
 
 class Allocation(NamedTuple):
-    """The nodes of a job that runs, of each component of a heterogeneous job.
+    """The nodes of a running job. nodelists: one per component.
 
-    job_id: as srun takes it; a task of an array has its own, '4243' for '4242_1'.
+    job_id: as srun expects it; an array task has its own, '4243' for '4242_1'.
     """
 
     job_id: str
@@ -104,7 +103,7 @@ def allocation(job_id: str) -> Allocation | None:
 
 @dataclass(frozen=True)
 class SlurmReply:
-    """What Slurm replied.
+    """The reply of Slurm.
 
     jobs: by id. unreachable: why the controller did not reply, or ''.
     """
@@ -114,12 +113,12 @@ class SlurmReply:
 
 
 class QueueQuery:
-    """squeue, started at once: the caller does other work until it calls jobs()."""
+    """A squeue that is already running. The caller does other work until it calls jobs()."""
 
     def __init__(self, which: str, *, ended: bool, arrays: bool = True, env: Mapping[str, str] | None = None) -> None:
         """which: --me, or --jobs=ID. ended: also list jobs that ended less than MinJobAge (300 s) ago.
 
-        arrays: list each task of an array, else one job per array and state.
+        arrays: list each task of an array; else list one job per array and state.
         """
         # --all includes partitions that are hidden or belong to another group.
         flags = [*(["--array"] if arrays else []), *(["--states=all"] if ended else [])]
@@ -128,7 +127,7 @@ class QueueQuery:
         self._jobs: list[Job] | Unreachable | None = None
 
     def jobs(self, late: Callable[[], None] | None = None, at_most: timedelta | None = None) -> list[Job]:
-        """Return the jobs. late: called if squeue takes longer than LATE_S. at_most: a limit.
+        """Return the jobs. late: called if squeue takes longer than LATE_S. at_most: the timeout.
 
         Raise Unreachable if Slurm does not reply.
         """
@@ -154,9 +153,9 @@ class QueueQuery:
 
 
 def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> SlurmReply:
-    """Query Slurm at most three times. sacct may reply while the controller is down. early: squeue, already started.
+    """Query Slurm with at most three commands. sacct may reply while the controller is down. early: a started squeue.
 
-    All queries together take at most PATIENCE, or PATIENCE_KNOWN if the end of every job is recorded anyway.
+    Together they take at most PATIENCE, or PATIENCE_KNOWN if the end of every job is already recorded.
     """
     ids = {job for one in queries for job in (*one.jobs, one.last)}
     if not ids:
@@ -190,11 +189,10 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
 
 
 def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: timedelta | None = None) -> list[Job]:
-    """Return the jobs of `scontrol show job`, also other users', with exit status.
+    """Return the jobs of `scontrol show job`, of any user, with their exit status.
 
-    Raise Unreachable if Slurm does not reply.
-
-    One id: that job, or nothing if Slurm does not know it. Several: all jobs that the controller has in memory.
+    For one id: that job, or nothing if Slurm does not know it. For several: all jobs in the controller's memory. Raise
+    Unreachable if Slurm does not reply.
     """
     command = ("scontrol", "--all", "show", "job", *(ids if len(ids) == 1 else ()))
     text = "\n".join(_lines(command, _start(command, env), at_most))
@@ -202,11 +200,11 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: time
 
 
 def has_ended(job_id: str, at_most: timedelta) -> bool | None:
-    """Return whether the job has ended, with all of its components or tasks, or None if Slurm does not report it.
+    """Return whether the job has ended, with all its components or tasks, or None if Slurm does not report it.
 
     Only a final state proves that: squeue omits jobs of hidden partitions, a site's squeue may be cached, and the
-    controller forgets a job some minutes after its end. at_most: the limit of each of the two commands. Raise
-    Unreachable.
+    controller forgets a job minutes after its end. at_most: the timeout of each of the two commands. Raise Unreachable
+    if Slurm does not reply.
     """
     shown = slurm_client.run(("scontrol", "--all", "show", "job", job_id), at_most=at_most)
     found = scontrol.records(shown.stdout, "JobId")
@@ -226,7 +224,7 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
 
 
 def _is_complete(job_id: str, found: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the records include the job, and all components of a heterogeneous one: '42', or '42+1'."""
+    """Return whether the records include the job with all its components: '42', or '42+1'."""
     leader, _, offset = job_id.partition("+")
     if offset:
         return any((one.get("HetJobId"), one.get("HetJobOffset")) == (leader, offset) for one in found)
@@ -241,7 +239,7 @@ def _is_complete(job_id: str, found: Sequence[Mapping[str, str]]) -> bool:
 def accounting(
     arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None, at_most: timedelta | None = None
 ) -> list[list[str]]:
-    """Return the rows of sacct, one per job, with `columns` cells; none without accounting.
+    """Return the rows of sacct, one per job, with `columns` cells; none if there is no accounting.
 
     Raise Unreachable if Slurm does not reply.
     """
@@ -251,7 +249,7 @@ def accounting(
 
 
 def status_of(code: str) -> int | None:
-    """Return the exit status of sacct's ExitCode: '3:0' is 3, '0:9' (a signal) 137, or None if it has none."""
+    """Return the exit status for sacct's ExitCode: 3 for '3:0', 137 for '0:9' (a signal), or None if it has none."""
     status, _, number = code.partition(":")
     return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
 
@@ -267,7 +265,10 @@ def seconds(text: str) -> int | None:
 
 
 def _query_of(ids: Collection[str]) -> QueueQuery:
-    """Query one job of any user, or for several all of this user's: --jobs=1,2 would fetch the jobs of all users."""
+    """Query one job of any user.
+
+    For several jobs query all of this user's: --jobs=1,2 would fetch those of all users.
+    """
     jobs = {job_id.partition("_")[0] for job_id in ids}
     return QueueQuery(f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me", ended=True)
 
@@ -283,7 +284,7 @@ def _of_squeue(line: str) -> Job:
 
 
 def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job]:
-    """Return the jobs with these ids, of any age."""
+    """Return the jobs with these ids from accounting, however old they are."""
     bases, found = sorted({job_id.partition("_")[0] for job_id in ids}), []
     for at in range(0, len(bases), MOST):
         which = f"--jobs={','.join(bases[at : at + MOST])}"
@@ -317,7 +318,7 @@ def _of_scontrol(record: Mapping[str, str]) -> Job:
 
 
 def _exit_status(state: str, code: str) -> int | None:
-    """Return the exit status, or None before the end and for a job canceled while it waited (Slurm prints '0:0')."""
+    """Return the exit status, or None before the end or if the job was canceled while waiting (Slurm prints '0:0')."""
     status = status_of(code)
     return status if state in FINAL and (status or state == "COMPLETED") else None
 

@@ -1,4 +1,4 @@
-"""Explain Slurm's reasons for a waiting job, and what to do about those that need an action."""
+"""Explains why a job waits, from Slurm's reason, and what to do if it needs an action."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MEANINGS = (
     (r"PartitionConfig", f"it requests more nodes, cores or time than the partition has; {LESS}"),
     (r"BadConstraints", f"no node fits the request (constraint, GPU type, memory); {LESS}"),
     (r"MaxMemPerLimit|AccountNotAllowed|InvalidAccount|InvalidQOS|QOSNotAllowed|AssocNotAllowed",
-     "not allowed with this account, qos or partition; it will never start: cancel it and use another one"),
+     "this account, qos or partition does not allow it; it will never start: cancel it and use another one"),
     (r"(Assoc|QOS)(Max|Min)\w*(PerJob|PerNode|Wall|GRES\w*|Cpu\w*|Node)\w*",
      f"it exceeds a limit of the account or qos per job (sacctmgr show assoc, show qos); {LESS}"),
     (r"(Assoc|QOS)Grp\w*(Minutes|RunMinutes|Billing)\w*",
      "the account's budget is used up; wait for a new budget, or use another account"),
     (r"(Assoc|QOS)(Grp|Max)\w*", f"a limit of the account or qos for all its jobs is reached; {OTHERS}"),
     (r"ReqNodeNotAvail.*", "a requested node is down, drained or reserved; see sinfo -R and scontrol show reservation"),
-    (r"DependencyNeverSatisfied", "the job that it depends on ended differently than required; cancel it"),
+    (r"DependencyNeverSatisfied", "the job it depends on did not end as required; cancel it"),
     (r"Partition(Down|Inactive)", "the partition starts no jobs now; wait, or use another partition"),
     (r"JobHeldUser", "held by the user; release it with: scontrol release JOB"),
     (r"JobHeldAdmin|JobHoldMaxRequeue",
@@ -35,5 +35,5 @@ MEANINGS = (
 
 @cache
 def explain(reason: str) -> str:
-    """Return what the reason means and what to do, or '' if it needs no explanation (Priority) or is unknown."""
+    """Return what the reason means and what to do, or '' if it is unknown or needs no explanation (Priority)."""
     return next((meaning for pattern, meaning in MEANINGS if re.fullmatch(pattern, reason)), "")

@@ -1,4 +1,4 @@
-"""sbatch: submit a script once, and decide from sbatch's reply whether a job may exist."""
+"""Submits a script with sbatch, once, and decides from sbatch's reply whether a job may exist."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ LOST_CONTROLLER = (
 
 
 def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
-    """Submit `script`; return the job id and the command. options: they override the script's #SBATCH lines.
+    """Submit `script`. Return the job id and the command. options: these override the script's #SBATCH lines.
 
-    Raise what reply() and job_id() raise.
+    Raise the errors of reply() and job_id().
     """
     command = [*COMMAND, *options, str(script)]
     return job_id(reply(command, env)), command
@@ -55,8 +55,8 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
 def reply(command: Sequence[str], env: Mapping[str, str]) -> str:
     """Run sbatch and return what it printed.
 
-    Raise SubmitError with sbatch's own message: NotReached if the controller did not get the request, so that there is
-    no job, and MaybeSubmitted if there may be one.
+    Raise NotReached with sbatch's own message if the controller did not receive the request, MaybeSubmitted if a job
+    may exist, and SubmitError for other failures.
     """
     try:
         call = slurm_client.start(command, env)
@@ -78,7 +78,7 @@ def reply(command: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def job_id(text: str) -> str:
-    """Return the id of '4242' or, in a federation, '4242;cluster'. Raise MaybeSubmitted for other text."""
+    """Return the job id from '4242' or, in a federation, '4242;cluster'. Raise MaybeSubmitted for any other text."""
     # A site's wrapper may print a banner first; the id is the last line.
     last = text.strip().splitlines()[-1] if text.strip() else ""
     number = last.partition(";")[0]

@@ -1,4 +1,4 @@
-"""Explain why sbatch refused a script: the #SBATCH lines that its message is about, and the key that set each."""
+"""Explains why sbatch refused a script: the #SBATCH lines that caused it, and the key that sets each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
 
 
 def explain(message: str, script: str, key: Callable[[str], str]) -> str:
-    """Return the lines of `script` that sbatch's `message` is about, or the limit, or '' if unknown.
+    """Return the lines of `script`, or the limit, to which sbatch's `message` refers; '' if unknown.
 
     key: returns the config key that sets an option of sbatch.
     """

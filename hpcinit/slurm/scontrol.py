@@ -1,7 +1,7 @@
-"""Parse the output of `scontrol show`. tests/data/discover has recorded output of Slurm 22.05 and 24.11.
+"""Parses the output of `scontrol show`. tests/data/discover has recorded output of Slurm 22.05 and 24.11.
 
-hpcinit does not use --oneliner, because there the end of a free text (Reason=disk 3: bad=yes [root@...]) is unknown; in
-the default form it ends with its line. It does not use --json, because not every version and build has it.
+hpcinit does not use --oneliner, because that form does not show where a free text ends (Reason=disk 3: bad=yes
+[root@...]). In the default form, the text ends with its line. Some versions and builds have no --json.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Gpus(NamedTuple):
 def records(text: str, kind: str) -> list[dict[str, str]]:
     """Return the records of `scontrol show node` (kind NodeName), `partition` (PartitionName) or `job` (JobId).
 
-    Each key has its first value. A job's name may contain anything and ends with its line. Other lines at column 0 are
-    ignored, for example 'No nodes in the system'.
+    A key that occurs again keeps its first value. A job's name may contain anything, so it ends with its line. Other
+    lines at column 0 are ignored, such as 'No nodes in the system'.
     """
     found: list[dict[str, str]] = []
     for line in text.splitlines():
@@ -61,7 +61,7 @@ def _pairs(line: str) -> list[tuple[str, str]]:
 
 
 def config(text: str) -> dict[str, str]:
-    """Return the settings of `scontrol show config`, whose lines are 'MaxArraySize            = 1001'."""
+    """Return the settings of `scontrol show config`, which has lines such as 'MaxArraySize            = 1001'."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     found: dict[str, str] = {}
     for key, _, value in pairs:
@@ -75,20 +75,21 @@ def value_or_none(value: str | None) -> str | None:
 
 
 def preempted_at(job: Mapping[str, str]) -> str:
-    """Return the time of a preemption since the start of the job, such as '2026-11-21T14:02:00', or '' without one.
-    Slurm keeps an earlier one over a requeue."""
+    """Return the time of a preemption since the job started, such as '2026-11-21T14:02:00', or ''.
+
+    Slurm keeps an earlier time when the job is requeued; it is ignored.
+    """
     at = value_or_none(job.get("PreemptTime")) or ""
     return at if at and at != "None" and at >= job.get("StartTime", "") else ""
 
 
 def names(value: str | None) -> frozenset[str] | None:
-    """Return the names of a list such as AllowAccounts=phys,chem, or None if all are allowed."""
+    """Return the names in a list such as AllowAccounts=phys,chem, or None if all are allowed."""
     return None if value_or_none(value) is None or value == "ALL" else frozenset((value or "").split(","))
 
 
 def minutes(text: str | None) -> int | None:
-    """Return the minutes of '2-12:00:00', '01:30:00', '10:30' or '90', rounded down, or None for no limit or no
-    value."""
+    """Return the minutes of '2-12:00:00', '01:30:00', '10:30' or '90', rounded down, or None for no limit or value."""
     found = _TIME.fullmatch(text or "")
     if not found:
         return None
@@ -101,14 +102,14 @@ def minutes(text: str | None) -> int | None:
 
 
 def number(text: str | None) -> int | None:
-    """Return the whole number, or None for no limit or no value."""
+    """Return the whole number, or None if there is no limit or value."""
     return int(text) if text is not None and text.isdigit() else None
 
 
 def gpus(gres: str | None) -> list[Gpus]:
-    """Return the GPUs of a node's Gres: 'gpu:a100:4(S:0-1),gpu:8,nvme:1T' -> a100 4 and '' 8.
+    """Return the GPUs in a node's Gres: a100 4 and '' 8 for 'gpu:a100:4(S:0-1),gpu:8,nvme:1T'.
 
-    It may have 'no_consume', and a count with a letter. Without a count it is 1 (gres.conf's default).
+    Gres may contain 'no_consume', and a count may end in a letter. A missing count is 1, as in gres.conf.
     """
     found = []
     for item in re.sub(r"\([^)]*\)", "", value_or_none(gres) or "").split(","):

@@ -1,10 +1,10 @@
-"""The only place that starts Slurm's commands: one environment, one timeout policy, one decoding of bytes.
+"""Starts Slurm's commands. Only this module does: one environment, one timeout policy, one decoding of bytes.
 
     slurm_client.run(["scontrol", "show", "config"]).stdout
     call = client.start(["squeue", "--me"])       # runs while the caller does other work
     call.output().stdout
 
-A class `Unreachable` error means that Slurm gave no reply. A command that fails has an exit status instead.
+An `Unreachable` error means that Slurm did not reply. A command that fails has an exit status instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REAP_S = 1.0  # the wait for a killed client, which may hang in the kernel on a 
 
 
 class Unreachable(Exception):
-    """Slurm gave no reply."""
+    """Slurm did not reply."""
 
 
 class NotStarted(Unreachable):
@@ -64,7 +64,7 @@ class NotStarted(Unreachable):
 
 
 class TimedOut(Unreachable):
-    """The command did not end in time, and was killed."""
+    """The command did not end in time and was killed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Output:
 
     @property
     def error(self) -> str:
-        """What the command printed about its failure, or its exit status."""
+        """Return what the command printed about its failure, or its exit status."""
         return self.stderr.strip() or self.stdout.strip() or f"exit status {self.status}, and no output"
 
 
@@ -87,7 +87,7 @@ _clusters: ContextVar[str] = ContextVar("clusters", default="")  # of on_cluster
 
 @contextlib.contextmanager
 def on_cluster(name: str | None) -> Iterator[None]:
-    """Send the commands that start in this block to Slurm's cluster `name`, or without a name to that of SLURM_CONF."""
+    """Send the commands that start in this block to Slurm's cluster `name`, or without one to SLURM_CONF's cluster."""
     before = _clusters.set(name or "")
     try:
         yield
@@ -109,7 +109,7 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def timeout(command: Sequence[str]) -> timedelta:
-    """Return how long `command` may take. Raise KeyError for a command that TIMEOUTS does not have."""
+    """Return the timeout of `command`. Raise KeyError if it is not in TIMEOUTS."""
     keys = [key for key in TIMEOUTS if key.split()[0] == command[0] and set(key.split()) <= set(command)]
     if not keys:
         raise KeyError(f"slurm_client.TIMEOUTS has no entry for {command[0]}")
@@ -117,7 +117,7 @@ def timeout(command: Sequence[str]) -> timedelta:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None, *, at_most: timedelta | None = None) -> Output:
-    """Run `command` and return its output. at_most: a limit shorter than that of TIMEOUTS.
+    """Run `command` and return its output. at_most: a shorter timeout than in TIMEOUTS.
 
     Raise Unreachable if Slurm does not reply.
     """
@@ -127,8 +127,8 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, *, at_most
 def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") -> tuple[int, list[str]]:
     """Run `command` with this process's stdin and stdout. Return its exit status and the errors of srun itself.
 
-    started: a line that the command prints to stderr before anything else. It is removed, and so is what srun prints
-    about the exit status of the task. Raise NotStarted if the command cannot be started.
+    started: a line that the command prints to stderr first. It is removed, like srun's messages about the exit status
+    of the task. Raise NotStarted if the command cannot be started.
     """
     began = console.started(command)
     try:
@@ -161,7 +161,7 @@ def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> Call:
 
 
 class Call:
-    """A command that runs. It has its own session, so that Ctrl-C in the terminal reaches the caller only."""
+    """A running command. It has its own session, so that Ctrl-C in the terminal reaches only the caller."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
         self.command = addressed(command)
@@ -195,7 +195,7 @@ class Call:
             raise
 
     def output(self, at_most: timedelta | None = None) -> Output:
-        """Wait for the end of the command and return its output. Raise TimedOut, after it was killed."""
+        """Wait for the command to end and return its output. On a timeout, kill it and raise TimedOut."""
         limit = self._timeout if at_most is None else min(at_most, self._timeout)
         try:
             stdout, stderr = self._process.communicate(timeout=limit.total_seconds())
@@ -209,7 +209,7 @@ class Call:
         return Output(self.command, self._process.returncode, stdout, stderr)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the command; return whether it has ended."""
+        """Wait at most `seconds` for the command to end. Return whether it has ended."""
         try:
             self._process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as running:
@@ -218,7 +218,7 @@ class Call:
         return True
 
     def drop(self) -> None:
-        """Kill the command if it still runs: its output is not needed."""
+        """Kill the command if it is still running: its output is not needed."""
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -230,5 +230,5 @@ class Call:
 
 
 def short(command: Sequence[str]) -> str:
-    """Return the command for a message, without options and at most three parts: 'scontrol show config'."""
+    """Return the command for a message: at most three parts, without options, as in 'scontrol show config'."""
     return " ".join([part for part in command if not part.startswith("-")][:3])

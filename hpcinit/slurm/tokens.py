@@ -1,4 +1,4 @@
-"""Make the token that is in the comment of each job that hpcinit submits, and find the jobs with a token."""
+"""Makes the token in the comment of each job that hpcinit submits, and finds the jobs with a token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MARK = "hpcinit="  # before a token, in a job's comment
 
 
 def new(request: str = "") -> str:
-    """Return a token for one submission: 12 hexadecimal digits of the request, 8 at random."""
+    """Return a token for one submission: 12 hexadecimal digits of the request and 8 random ones."""
     return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
 
 
 def is_other(comment: str, command: str, known: Sequence[str], script: str) -> bool:
-    """Return whether a job with our job's id is certainly another one: Slurm gives ids again if it loses its state.
+    """Return whether a job with our job's id is certainly another one: Slurm reuses ids after it loses its state.
 
-    known: the tokens of our jobs, [] if they are unknown. script: what sbatch got, '' if it may be any.
+    known: the tokens of our jobs, [] if unknown. script: the one given to sbatch, '' if it may be any.
     """
     if MARK in comment:
         return bool(known) and not any(f"{MARK}{token}" in comment for token in known)
@@ -29,9 +29,9 @@ def is_other(comment: str, command: str, known: Sequence[str], script: str) -> b
 
 
 def own_jobs(env: Mapping[str, str], *, ended: bool) -> QueueQuery:
-    """Start squeue for this user's jobs, an array as one job.
+    """Start squeue for this user's jobs, with one entry per array.
 
-    ended: also list jobs that ended, which Slurm does for MinJobAge.
+    ended: also list jobs that ended less than MinJobAge ago.
     """
     return QueueQuery("--me", ended=ended, arrays=False, env=env)
 
@@ -44,9 +44,9 @@ def find(
     alone: bool,
     started: Callable[[], str] = lambda: "",
 ) -> list[Job] | None:
-    """Return the jobs with `token`, ended ones too; [] if there is certainly none, or None if Slurm gave no reply.
+    """Return the jobs with `token`, including ended ones; [] if there is certainly none, None if Slurm does not reply.
 
-    known: ids that sbatch printed for it. alone: no other job runs `script`, so a job that runs it matches even if the
+    known: job ids that sbatch printed. alone: no other job runs `script`, so a job that runs it matches even if the
     site replaced its comment. started: returns the id of the job that started `script`, from its own record, or ''.
     """
     try:
@@ -73,7 +73,7 @@ def find(
 
 
 def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
-    """Find a job that ended and was purged. sacct keeps the command that submitted it (Slurm >= 21.08)."""
+    """Find a job that ended and was purged. sacct keeps the command that submitted it (since Slurm 21.08)."""
     try:
         rows = queue.accounting(["--starttime=now-1days", "--format=JobID,State,SubmitLine"], 3, env)
     except Unreachable:
@@ -83,5 +83,5 @@ def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
 
 
 def _by_record(script: Path, job_id: str) -> list[Job]:
-    """Return the job whose id the script recorded, if Slurm has purged it and has no accounting."""
+    """Return the job whose id the script recorded. Use it if Slurm has purged the job and has no accounting."""
     return [Job(job_id, "UNKNOWN", "", command=str(script))] if job_id else []

@@ -1,4 +1,4 @@
-"""`python -m hpcinit.submit`, the same as `hpcinit submit`."""
+"""Runs `hpcinit submit` as `python -m hpcinit.submit`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Render the script of a job array: the script of a run, with the task's run folder (run_path.TaskPath)."""
+"""Renders the script of a job array: a run's script with the run folder of the task (run_path.TaskPath)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 def block(max_array_size: int | None) -> int:
     """Return the number of tasks in an array: a power of ten, or 1 if the site allows no arrays.
 
-    Then the number of a task is that of its block, followed by its index in the array. Indices are smaller than
+    A task's number is then the number of its block followed by its index in the array. Indices are smaller than
     MaxArraySize. With 1001, task 2017 has index 17 in the array of block 2, and Slurm writes its folder as '2%3a'.
     """
     most = SMALLEST if max_array_size is None else max_array_size
@@ -30,7 +30,7 @@ def block(max_array_size: int | None) -> int:
 
 
 def shape(config: Config, folder: Path, workdir: Path) -> object:
-    """Return what all tasks of one array share: the script except for the values of environment variables."""
+    """Return what all tasks of an array share: the script without the values of environment variables."""
     env = {**config.cluster.env, **config.job.env}
     return script.render_at(config, TaskPath(folder, own_env=frozenset(env)), workdir), tuple(env)
 
@@ -43,7 +43,10 @@ def render(
     size: int,
     origin: Sequence[str] = (),
 ) -> str:
-    """Return the script of the tasks `numbers` with these configs, all in one block of `size` and of one shape."""
+    """Return the script of the tasks `numbers` with these configs.
+
+    All are in one block of `size` and have one shape.
+    """
     if any(config.hetjob for config in configs):
         raise RequestError(
             "a sweep cannot use hetjob, because Slurm has no arrays of heterogeneous jobs: submit each combination "
@@ -66,7 +69,7 @@ def differing(configs: Sequence[Config]) -> set[str]:
 
 
 def env_file(config: Config, names: set[str]) -> str:
-    """Return the text of the file with a task's own variables, which its script reads."""
+    """Return the text of the file with the task's own variables. The task's script reads it."""
     env = {**config.cluster.env, **config.job.env}
     return "".join(f"export {name}={shell(value)}\n" for name, value in env.items() if name in names)
 

@@ -1,4 +1,4 @@
-"""snapshot=git: copy the checkout, uncommitted work included, into the run folder; the job runs from the copy."""
+"""snapshot=git: copies the checkout with its uncommitted changes into the run folder, from which the job runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a Git LFS
 
 
 def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
-    """Copy the files into the run folder, and return the record for provenance.json.
+    """Copy the files into the run folder. Return the record for provenance.json.
 
     Raise SubmitError if a file cannot be copied.
     """
@@ -75,11 +75,11 @@ def _the_same(plan: SnapshotPlan, sha256: str) -> dict[str, Any]:
 
 def _pointers(number: int) -> str:
     are = "files are pointers" if number > 1 else "file is a pointer"
-    return f"snapshot=git: {number} {are} of Git LFS, as in the checkout; git lfs pull downloads the content"
+    return f"snapshot=git: {number} {are} of Git LFS, without the content; to download it: git lfs pull"
 
 
 def _link(plan: SnapshotPlan, name: str) -> str:
-    """Return the target of the copied link: a link into the checkout points to the snapshot's file."""
+    """Return the target for a copied link. A link into the checkout points to the file in the snapshot."""
     source = plan.root / name
     text = os.readlink(source)  # noqa: PTH115 - the unchanged text
     leads = os.path.normpath(source.parent / text)

@@ -1,4 +1,4 @@
-"""`hpcinit render RUN`: print a run's script as rendered now, or the difference to another run or with overrides."""
+"""`hpcinit render RUN`: prints a run's script as rendered now, or the difference to another run or with overrides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOMENTARY = ("#SBATCH --dependency=", "#SBATCH --exclude=")
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit render",
-        description="Print the script of a run as rendered now. With a second run or with key=value, print the "
+        description="Print the script of a run as rendered now. With a second run or key=value, print the "
         "differences in config and script. The exit status is 1 if something differs.",
     )
     parser.add_argument("run", help="run folder, its name, or a job id")
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _single(run: Path) -> Path:
-    """Return `run`. Raise RequestError for a sweep and for its tasks, which share a script."""
+    """Return `run`. Raise RequestError for sweeps and their tasks, which share a script."""
     sweep = run if find_runs.is_sweep(run) else resubmitted.sweep_of(run)
     if sweep:
         raise RequestError(
@@ -117,7 +117,9 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def _own(text: Sequence[str], run: Path) -> list[str]:
-    """Return the lines without what differs between any two runs: the run's folder becomes RUN, and no origin."""
+    """Return the lines without what differs between any two runs: RUN replaces the run's folder, and the origin is
+    removed.
+    """
     return [line.replace(str(run), "RUN") for line in text if not line.startswith((script.WRITTEN, script.COMMAND))]
 
 

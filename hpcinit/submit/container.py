@@ -1,4 +1,4 @@
-"""A rank in a container: options of srun (pyxis), or a command before the rank's own (apptainer)."""
+"""Starts a rank in a container: with options of srun (pyxis), or with a command before the rank's own (apptainer)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PYXIS = "pyxis"
 
 
 def container_options(config: Config, run: RunPath, workdir: Path) -> dict[str, Any]:
-    """Return srun's options for a container; none without an image or with another runtime than pyxis.
+    """Return srun's options for a container; none without an image or with a runtime other than pyxis.
 
-    https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env: the job's variables that override the image's own.
+    https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env: variables of the job that override those of the image.
     """
     if not config.container.image or config.cluster.container.runtime != PYXIS:
         return {}
@@ -52,6 +52,6 @@ def _options(config: Config) -> Mapping[str, Any]:
 
 
 def _mounts(config: Config, run: RunPath, workdir: Path) -> Sequence[str]:
-    """Return the mounts: the working folder and the run folder at their own paths, then those of site and user."""
+    """Return the mounts: the working folder and the run folder at the same paths, then those of site and user."""
     own = [joined(":", [place, place]) for place in dict.fromkeys((str(workdir), run.in_shell()))]
     return [*own, *config.cluster.container.mounts, *config.container.mounts]

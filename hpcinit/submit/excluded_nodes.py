@@ -1,4 +1,4 @@
-"""Exclude nodes that failed too often: they are added to the user's own sbatch --exclude.
+"""Excludes nodes that failed too often by adding them to the user's own sbatch --exclude.
 
 The reasons are in docs/decisions/0020-excluded-nodes.md.
 """
@@ -23,7 +23,7 @@ from hpcinit.why.node_exclusion import look
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What a submission excludes.
+    """The nodes that a submission excludes.
 
     hosts: the value of --exclude, including the user's own; None: unchanged. notes: a line for each failed node.
     """
@@ -33,7 +33,7 @@ class Exclusion:
 
 
 def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]:
-    """Return the requests, each with its failed nodes excluded, and the notes for the user without repetitions."""
+    """Return the requests, each with its failed nodes excluded, and the notes for the user, each once."""
     changed, notes, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
     for request in requests:
         config = request.config
@@ -58,7 +58,7 @@ def _with(config: Config, hosts: str) -> Config:
 def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
     """Return the cluster's node histories, updated from recent runs, and warnings. Never fail a submission.
 
-    A dry run writes nothing.
+    In a dry run, write nothing.
     """
     path, now, expiry_h = (
         node_records.file(os.environ, config.cluster.name),
@@ -84,9 +84,9 @@ def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
 
 
 def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
-    """Return the hosts that Slurm does not have; with them in --exclude, sbatch would refuse the job.
+    """Return the hosts that Slurm does not know. With one of them in --exclude, sbatch would refuse the job.
 
-    The node was removed, or torchrun's ranks recorded the kernel's host name. Return an empty set without Slurm.
+    Such a node was removed, or ranks of torchrun recorded the kernel's host name. Return an empty set without Slurm.
     clusters: cluster.clusters.
     """
     if not hosts:
@@ -103,7 +103,7 @@ def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
 
 
 def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
-    """Return which failed nodes to exclude. table: worst first. The partition must keep enough nodes for the job."""
+    """Return which failed nodes to exclude. The partition must keep enough nodes for the job. table: worst first."""
     bad = [one for one in table if one.is_bad(config.excluded_nodes.limit)]
     if not bad:
         return Exclusion(None)
@@ -124,7 +124,7 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
             notes.append(f"hpcinit: warning: {about} is not excluded: cluster.sbatch.nodelist requests it")
         elif len(excluded_hosts) >= available:
             notes.append(
-                f"hpcinit: warning: {about} is not excluded: the partition has {most} nodes, of which "
+                f"hpcinit: warning: {about} is not excluded: the partition has {most} nodes, and "
                 f"{config.nodes + config.spare_nodes} are requested and {len(own_hosts) + len(excluded_hosts)} excluded"
             )
         else:
@@ -138,7 +138,7 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
 
 
 def _hosts(text: str) -> list[str]:
-    """Return the hosts in an option's value; none for a file name or an invalid value, which sbatch reports itself."""
+    """Return the hosts in an option's value; none for a file name, or for an invalid value, which sbatch reports."""
     from hpcinit.slurm import nodelist  # noqa: PLC0415
 
     try:

@@ -1,6 +1,6 @@
-"""`hpcinit exec RUN -- command` and `hpcinit shell RUN`: run a command beside the ranks of a run.
+"""`hpcinit exec RUN -- command` and `hpcinit shell RUN`: runs a command beside the ranks of a run.
 
-It gets the environment, the working folder and the container of a rank, but not its place in the process group.
+The command gets the environment, the working folder and the container of a rank, but does not join the process group.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SHELL = ("sh", "-c", "command -v bash > /dev/null && exec bash; exec sh")
 
 @dataclass(frozen=True)
 class Container:
-    """How a command starts in the container of a run.
+    """How to start a command in a run's container.
 
-    options: srun's options. prefix: what precedes the command. pythons: the ones to try inside an image of pyxis.
+    options: srun's options. prefix: the command to put in front. pythons: those to try inside an image of pyxis.
     """
 
     options: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def shell_main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace, command: Sequence[str], announced: bool = False) -> int:
-    """Run `command` and return its exit status. announced: print where it runs. Raise Failure if it did not start."""
+    """Run `command` and return its exit status. announced: print where it runs. Raise Failure if it does not start."""
     job = job_step.running(options.run, options.runs_dir)
     rank, host = _place(job, options.rank, options.node)
     container = _container(job)
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
 
 
 def _place(job: RunningJob, rank: int | None, node: str | None) -> tuple[int | None, str]:
-    """Return the rank to join, None for the first of the node, and its node."""
+    """Return the rank to join and its node. The rank is None for the first one of a node."""
     if node is None:
         return rank or 0, job.host(rank or 0)
     if node not in job.nodes:
@@ -127,7 +127,7 @@ def _place(job: RunningJob, rank: int | None, node: str | None) -> tuple[int | N
 
 
 def _container(job: RunningJob) -> Container:
-    """Return how the run's ranks enter their image."""
+    """Return how to enter the container of the run's ranks."""
     document = provenance.read_recorded(job.path)
     if not (document.get("container") or {}).get("image"):
         return Container()

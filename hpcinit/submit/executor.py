@@ -1,7 +1,7 @@
-"""submitit's executor for Slurm, extended: exactly one job per submission, and jobs whose end needs no accounting.
+"""Extends submitit's executor for Slurm: one job per submission exactly, and no accounting needed to see a job's end.
 
-`hpcinit submit` renders and submits every script with it.
-What differs from submitit and why: docs/decisions/0004-submitit-as-renderer.md (submitit 1.5.4).
+`hpcinit submit` renders and submits every script with it. The differences to submitit 1.5.4 and the reasons are in
+docs/decisions/0004-submitit-as-renderer.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PURGED_S = 60.0  # a job that no command of Slurm has known for so long is over
 
 
 class Watcher(slurm.SlurmInfoWatcher):
-    """Query the states of all jobs at once, from squeue, sacct and scontrol.
+    """Queries the states of all jobs at once, from squeue, sacct and scontrol.
 
-    submitit queries sacct alone. Without accounting it never sees that a job without a result is over.
+    submitit queries only sacct. Without accounting, it never learns that a job without a result is over.
     """
 
     def __init__(self, delay_s: int = DELAY_S) -> None:
@@ -42,7 +42,7 @@ class Watcher(slurm.SlurmInfoWatcher):
         self._unknown_since: dict[str, float] = {}  # time.monotonic() of the first reply without the job
 
     def update(self) -> None:
-        """Query Slurm for the jobs that are not over. Without a reply, nothing changes."""
+        """Query Slurm for the jobs that are not over. Without a reply, change nothing."""
         open_ = self._registered - self._finished
         if not open_:
             return
@@ -59,13 +59,13 @@ class Watcher(slurm.SlurmInfoWatcher):
                 self._finished.add(job_id)
 
     def _states(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the state of each job, '' if Slurm does not know it; nothing for a job without a reply."""
+        """Return the state of each job, or '' if Slurm does not know it. Omit jobs if Slurm does not reply."""
         reply = queue.query([JobQuery([job_id], job_id) for job_id in ids])
         known = {job_id: reply.jobs[job_id].state for job_id in ids if job_id in reply.jobs}
         return known if reply.unreachable else dict.fromkeys(ids, "") | known
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Return whether the job is over. Only a final state counts: submitit takes SUSPENDED for the end."""
+        """Return whether the job is over. Only a final state counts: submitit would take SUSPENDED for the end."""
         if self.get_state(job_id, mode=mode) in queue.FINAL:
             return True
         since = self._unknown_since.get(job_id)
@@ -77,7 +77,7 @@ class Watcher(slurm.SlurmInfoWatcher):
 
 
 class Job(slurm.SlurmJob[core.R]):
-    """submitit's job, with our watcher. It loads only pickles that another user cannot have written."""
+    """A job of submitit, with our watcher. It loads only pickles that no other user could have written."""
 
     watcher = Watcher()
 
@@ -91,9 +91,9 @@ class Job(slurm.SlurmJob[core.R]):
 
 
 class Executor(submitit.SlurmExecutor):
-    """Render and submit batch scripts with submitit's parameters.
+    """Renders and submits batch scripts with submitit's parameters.
 
-    program: the script's own lines start a program that does not use submitit. header: comments at the script's top.
+    program: the script starts a program that does not use submitit. header: comments at the top of the script.
     """
 
     job_class = Job
@@ -109,7 +109,7 @@ class Executor(submitit.SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return submitit's score of this executor. Without Slurm it can still render, for a dry run."""
+        """Return the score by which submitit chooses an executor. Without Slurm it can still render a dry run."""
         return max(1, super().affinity())
 
     def render(self, command: str, **parameters: Any) -> str:
@@ -120,7 +120,7 @@ class Executor(submitit.SlurmExecutor):
     def submit_script(
         self, script: Path, env: Mapping[str, str], token: str, options: Sequence[str] = (), **how: Any
     ) -> tuple[str, Sequence[str]]:
-        """Submit `script` exactly once; return the job id and the command. The arguments are those of exactly_once."""
+        """Submit `script` exactly once. Return the job id and the command. Arguments: see exactly_once.submit."""
         return exactly_once.submit(script, env, token, options, attempt=self._attempt, **how)
 
     def _attempt(self, script: Path, env: Mapping[str, str], options: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -151,7 +151,7 @@ class Executor(submitit.SlurmExecutor):
         return sbatch.job_id(string if isinstance(string, str) else string.decode(errors="replace"))
 
     def _submit_command(self, command: str) -> core.Job[Any]:
-        """Submit a script with `command`. submitit calls sbatch once, and loses the job if the reply is lost."""
+        """Submit a script with `command`. submitit would call sbatch once, and lose the job if the reply is lost."""
         uid = uuid.uuid4().hex
         script = _folder(self.folder) / f".submission_file_{uid}.sh"
         script.write_text(self._make_submission_file_text(command, uid))
@@ -168,7 +168,7 @@ class Executor(submitit.SlurmExecutor):
         folder.chmod(PRIVATE)
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
-        """Submit one function, or several as an array. submitit submits arrays with a plain SlurmExecutor."""
+        """Submit one function, or several as an array. submitit would submit arrays with a plain SlurmExecutor."""
         folder = _folder(self.folder)
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         if folder == self.folder:
@@ -196,7 +196,7 @@ def _require_trusted(pickle: Path) -> None:
 
 
 def _refuse_shared(folder: Path) -> None:
-    """Raise RequestError unless this user owns the folder and is the only one who writes to it. /tmp is refused."""
+    """Raise RequestError unless only this user owns and writes to the folder. /tmp is refused."""
     found = folder.stat()
     shared = found.st_mode & stat.S_ISVTX or safe_files.ownership_problem(folder, found, "")
     if shared or found.st_uid != os.geteuid():
@@ -208,5 +208,5 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def _folder(folder: Path) -> Path:
-    """Return the part of `folder` without submitit's patterns for ids."""
+    """Return the part of `folder` before submitit's patterns for ids."""
     return Path(utils.JobPaths.get_first_id_independent_folder(folder))

@@ -1,4 +1,4 @@
-"""`hpcinit export RUN > job.sbatch`: print a plain batch script that runs the same program without hpcinit."""
+"""`hpcinit export RUN > job.sbatch`: prints a plain batch script that runs the same program without hpcinit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit export",
         usage="hpcinit export [options] RUN\n       hpcinit export [options] key=value ... [-- PROGRAM ARGUMENTS ...]",
-        description="Print a plain batch script that runs the same program with srun and without hpcinit: of a run, or "
+        description="Print a plain batch script that runs the same program with srun, without hpcinit: of a run, or "
         "of a request as for hpcinit submit.",
     )
     parser.add_argument("request", nargs="*", metavar="RUN | key=value", help="a run, or the keys of a request")
@@ -97,7 +97,7 @@ def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
 
 
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
-    """Return the script. code, run: the snapshot of a run, and its folder. Raise RequestError for cluster=local."""
+    """Return the script. code: the run's snapshot. run: its folder. Raise RequestError for cluster=local."""
     hetjob.refuse(config, "hpcinit export")
     if config.cluster.engine != "slurm":
         raise RequestError(
@@ -120,7 +120,7 @@ def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None
 
 
 def _header(config: Config) -> list[str]:
-    """Return the comments at the top of the script, with what it lacks."""
+    """Return the comments at the top of the script, with what it does not do."""
     kept = Config()
     lacks = {
         f"chain={config.chain}": config.chain > 1,
@@ -154,7 +154,7 @@ def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
     lines = [["srun", *flags], ["sh", "-c", RANK, "sh"], [*prefix, *program, *job.args]]
     return "\n".join(
         [
-            "# torch's variables that are equal in all ranks. Rank 0 runs on the first node.",
+            "# torch's variables with the same value in all ranks. Rank 0 runs on the first node.",
             f'export MASTER_ADDR="{host}"',
             f'export MASTER_PORT="{PORT}"',
             f"export WORLD_SIZE={config.nodes * ranks_per_node(config)}",

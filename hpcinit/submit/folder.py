@@ -1,4 +1,4 @@
-"""Create, fill and mark the run folder, and allow one submission of the same request at a time."""
+"""Creates, fills and marks the run folder, and allows only one submission of the same request at a time."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ _promised: set[Path] = set()  # returned by next_path in this process: the dry r
 
 
 def next_path(runs_dir: Path, name: str) -> Path:
-    """Return the folder that claim() would make, and at the next call the one after it. Create nothing."""
+    """Return the folder that claim() would make. The next call returns the one after it. Create nothing."""
     path = _free(runs_dir, name, _promised)
     _promised.add(path)
     return path
 
 
 def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
-    """Return runs_dir/NAME-0001, or the next number that no run had."""
+    """Return runs_dir/NAME-0001, or the next number that no run has had."""
     names = {path.name for path in promised if path.parent == runs_dir}
     return runs_dir / f"{name}-{run_numbers.next_number(runs_dir, name, names):04d}"
 
 
 def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, run_folder.ERRORS)) -> Path:
-    """Make the next run folder, mode 0700, and the folders `below` it. Safe among parallel calls: mkdir decides.
+    """Make the next run folder, with mode 0700, and the folders `below` it.
+
+    Parallel calls are safe, because mkdir is atomic.
 
     Raise SubmitError if it cannot be made (read-only, full, no permission).
     """
@@ -64,7 +66,7 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
             if made:  # otherwise it may be another submission's
                 discard(path)
             raise cannot_write(path, error) from None
-    raise SubmitError(f"cannot claim a run folder in {runs_dir}: 100 other submissions were faster; submit again")
+    raise SubmitError(f"cannot create a run folder in {runs_dir}: 100 other submissions were faster; submit again")
 
 
 def make(task: str) -> None:
@@ -74,8 +76,10 @@ def make(task: str) -> None:
 
 
 def make_component(path: Path, number: int, spec: str) -> None:
-    """Make the run folder of a component that is a separate world. If that fails, remove the run's folder and raise
-    SubmitError."""
+    """Make the run folder of a component that is a separate world.
+
+    If that fails, remove the run's folder and raise SubmitError.
+    """
     place = path / f"{run_folder.COMPONENT}{number}"
     try:
         make(str(place))
@@ -88,9 +92,9 @@ def make_component(path: Path, number: int, spec: str) -> None:
 
 
 def _refuse_wrong_owner(path: Path, made: Path) -> None:
-    """Raise SubmitError if the new file or folder `made` in the run folder `path` is not this user's alone.
+    """Raise SubmitError unless the new file or folder `made` in the run folder `path` is this user's alone.
 
-    The job would refuse it, after its time in the queue. Some file systems choose the owner or the mode (NFS
+    Otherwise the job would refuse it after its time in the queue. Some file systems choose the owner or the mode (NFS
     all_squash, inherited access lists).
     """
     if problem := safe_files.path_ownership_problems(
@@ -101,7 +105,7 @@ def _refuse_wrong_owner(path: Path, made: Path) -> None:
 
 
 def fill(path: Path, files: Mapping[str, str]) -> None:
-    """Write `files`, name to text. If that fails, remove the folder and raise SubmitError."""
+    """Write `files` (name -> text). If that fails, remove the folder and raise SubmitError."""
     try:
         for name, text in files.items():
             write(f"{path}/{name}", text)
@@ -113,7 +117,7 @@ def fill(path: Path, files: Mapping[str, str]) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file that only this user can read. It takes four system calls, because a sweep has thousands of files."""
+    """Write a file that only this user can read. Use only four system calls, because a sweep has thousands of files."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
     try:
         data = text.encode()
@@ -130,7 +134,7 @@ def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a run folder that never became a job."""
+    """Remove a run folder for which no job exists."""
     if not (path / run_folder.SUBMISSION).exists():
         run_numbers.unmark(path)  # first: while the folder exists, no other submission takes its number
         shutil.rmtree(path, ignore_errors=True)
@@ -157,9 +161,9 @@ UNREADABLE_S = 60.0  # a claim without complete content counts for this time
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(processes.Process):
-    """The process that submits.
+    """The process that submits a request.
 
-    run: its run folder. since: seconds since 1970. expires_s: the claim no longer counts after this many seconds.
+    run: its run folder. since: seconds since 1970. expires_s: the claim expires after this many seconds.
     """
 
     run: str
@@ -169,9 +173,9 @@ class Owner(processes.Process):
 
 @contextmanager
 def claim_held(run: Path, request: str, expires_s: float) -> Iterator[None]:
-    """Claim the request with this hash, whose run folder is `run`, and release the claim at the end.
+    """Claim the request with this hash during the block. `run` is its run folder.
 
-    expires_s: longer than the submission can take; other hosts ignore the claim afterwards. Raise RequestError if
+    expires_s: longer than the submission can take; afterwards other hosts ignore the claim. Raise RequestError if
     another process has the claim, and SubmitError if the file cannot be written.
     """
     path = run.parent / f".submitting-{os.getuid()}-{request}"
@@ -209,7 +213,7 @@ def _take(path: Path, me: Owner, run: Path) -> None:
 
 
 def _read(path: Path) -> tuple[str, Owner | None]:
-    """Return the text of the claim and its owner, or None if the file is gone or incomplete."""
+    """Return the text and the owner of the claim. The owner is None if the file is gone or incomplete."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -219,7 +223,10 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 
 
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
-    """Return whether the owner is gone. The new run folder's time is the file server's clock, for the claim's age."""
+    """Return whether the owner is gone.
+
+    The claim's age is measured with the file server's clock, on the new run folder.
+    """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended
     try:
@@ -230,7 +237,7 @@ def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
 
 
 def _remove(path: Path, text: str) -> None:
-    """Remove a stale claim, unless another process has replaced it since `text` was read."""
+    """Remove a stale claim, unless another process has replaced `text` since."""
     aside = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
     with suppress(OSError):
         path.rename(aside)

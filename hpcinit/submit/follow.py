@@ -1,4 +1,4 @@
-"""Follow a run to its end: print state, progress, rank 0's output, and the first cause of a failure."""
+"""Follows a run to its end: prints state, progress, rank 0's output, and the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOK_S = 0.2  # between two reads of the run folder; Slurm is queried less often
 
 
 def follow(path: Path) -> int:
-    """Wait until the run is over and return its exit status. Ctrl-C stops waiting, not the job, and returns 130."""
+    """Wait until the run is over and return its exit status. Ctrl-C stops the waiting, not the job; then return 130."""
     console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     run = shlex.quote(str(path))
     try:
@@ -83,7 +83,7 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
 
 
 def _script(path: Path, end: state.State) -> str:
-    """Return the arguments that start the script again: for a task, the sweep's script with the task's index."""
+    """Return the arguments that start the script again. For a task: the sweep's script and the task's index."""
     own = path / run_folder.SCRIPT
     if own.exists():
         return shlex.quote(str(own))

@@ -1,4 +1,4 @@
-"""`hpcinit.Executor`: submit Python functions as submitit does, as runs of hpcinit.
+"""`hpcinit.Executor`: submits Python functions with submitit's interface, as runs of hpcinit.
 
 executor = hpcinit.Executor("jobs", cluster="x")
 executor.update_parameters(nodes=2, tasks_per_node=4, timeout_min=60)
@@ -46,7 +46,7 @@ KEYS = {
 SBATCH = ("constraint", "exclude", "gres", "mail_type", "mail_user", "nodelist", "wckey", "mem_per_gpu", "mem_per_cpu")
 # Parameters of submitit that a run cannot follow, and why.
 REFUSED = {
-    "teardown": "a run has no lines after its ranks",
+    "teardown": "a run executes nothing after its ranks",
     "srun_args": "use **{'++cluster.srun.OPTION': VALUE}",
     "use_srun": "srun starts the ranks",
     "stderr_to_stdout": "a rank has one log for stdout and stderr, which job.stdout() and job.stderr() return",
@@ -59,11 +59,11 @@ ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only if they are false
 
 
 class ForPrograms(ConfigError):
-    """The request has keys that a program can follow, but not a function."""
+    """The request has keys that work for a program, but not for a function."""
 
 
 class RunWatcher(Watcher):
-    """Query the states of runs as `hpcinit status` does, from Slurm and the run folder. It also works without Slurm."""
+    """Queries the states of runs as `hpcinit status` does, from Slurm and the run folder. Works without Slurm too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class RunWatcher(Watcher):
 
 
 class RunPaths(utils.JobPaths):
-    """submitit's files of a run, and the logs of its ranks under hpcinit's names."""
+    """The paths of submitit's files of a run, and of the logs of its ranks."""
 
     @property
     def stdout(self) -> Path:
@@ -143,18 +143,18 @@ class RunJob(Job[core.R]):
 
 
 class FunctionExecutor(Executor):
-    """Submit functions to Slurm with submitit's interface: `submit`, `map_array`, `batch`, `update_parameters`.
+    """Submits functions to Slurm with submitit's interface: `submit`, `map_array`, `batch`, `update_parameters`.
 
-    With a cluster, each function is a run of hpcinit, in a run folder below `folder`. Each rank calls the function, and
-    its world is set up, so that hpcinit.init() and submitit.JobEnvironment() agree.
+    With a cluster, each function is a run of hpcinit, in a run folder below `folder`. Each rank calls the function in a
+    world that is set up, so that hpcinit.init() and submitit.JobEnvironment() agree.
 
     Args:
-        folder: where the run folders are made; a folder that the nodes share. None: as in the config, runs_dir.
-        args: as those of submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
+        folder: where the run folders are made; a folder that the nodes share. None: the config's runs_dir.
+        args: as for submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
         overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. With them, the defaults are those of
             `hpcinit submit`: a rank per GPU, and no signal that requeues.
-        more: as `args`, by name, also with the prefix slurm_ as submitit.AutoExecutor takes them.
+        more: as `args`, by name, also with the prefix slurm_ as for submitit.AutoExecutor.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class FunctionExecutor(Executor):
                 self._requests([abs])  # an unknown cluster is refused here
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError with every wrong one."""
+        """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError with all wrong ones."""
         if self._cluster is None:
             own = {name.removeprefix("slurm_"): value for name, value in kwargs.items()}
             shared = {name: own.pop(name) for name in self._equivalence_dict() if name in own}
@@ -279,7 +279,7 @@ def _of_sbatch(option: str) -> str:
 
 
 def _problems(config: Any) -> Sequence[str]:
-    """Return what a function cannot do, although a program can."""
+    """Yield what a program can do but a function cannot."""
     reasons = {
         f"chain={config.chain}": (config.chain > 1, "a checkpointable function requeues its own job"),
         f"restart.max_restarts={config.restart.max_restarts}": (
@@ -306,7 +306,7 @@ def _name(function: Callable[..., Any]) -> str:
 def _submitted(
     requests: Sequence[Request], argv: Sequence[str], write: Callable[[Path, int], None]
 ) -> list[tuple[Path, str]]:
-    """Submit the requests and return the run folder and job id of each.
+    """Submit the requests. Return the run folder and job id of each.
 
     Raise SubmitError if Slurm refuses one, and KeyboardInterrupt after Ctrl-C.
     """

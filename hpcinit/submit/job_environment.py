@@ -1,4 +1,4 @@
-"""Build the environment that a submission passes on: the user's, without another job's variables and secrets."""
+"""Builds the job's environment: the user's, without another job's variables and without secrets."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class DroppedVariables:
-    """Sorted names of the variables that are not passed on. instead: the equivalent overrides of some of them."""
+    """The sorted names of variables that are not passed to the job. instead: overrides that replace some of them."""
 
     foreign: Sequence[str] = ()
     secrets: Sequence[str] = ()
@@ -107,10 +107,10 @@ class DroppedVariables:
 
 
 def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[dict[str, str], list[str]]:
-    """Return `env` without variables of other jobs, and the sorted names of the dropped variables.
+    """Return `env` without other jobs' variables, and the sorted names of the dropped variables.
 
-    devices: also drop the variables that number GPUs. Options for squeue's output format are dropped without a report,
-    because the batch script calls squeue and sinfo as well.
+    devices: also drop the variables that select GPUs. Options for squeue's output format are dropped without a report,
+    because they would change what the batch script reads from squeue and sinfo.
     """
     others = RANKS | (DEVICES if devices else set())
     dropped = sorted(k for k in env if k not in KEPT and (k in others or k.startswith(FOREIGN)))
@@ -120,10 +120,10 @@ def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[di
 def job_environment(
     env: Mapping[str, str], secrets: Mapping[str, str], patterns: Sequence[str], devices: bool
 ) -> tuple[dict[str, str], DroppedVariables]:
-    """Return the environment of sbatch, and what was dropped: other jobs' variables and secrets.
+    """Return sbatch's environment, and what was dropped: other jobs' variables and secrets.
 
-    secrets: the job reads these from files itself. patterns: further names of secrets. A proxy is passed on, even with
-    a password, unless one of them names it.
+    secrets: those that the job itself reads from files. patterns: more names of secrets. A proxy is passed on, even
+    with a password, unless a pattern matches it.
     """
     kept, foreign = clean_environment(env, devices)
     passed = {k for k in kept if k in KEPT or (PROXY.fullmatch(k) and not secret_names.named(k, patterns))}
@@ -138,9 +138,9 @@ def job_environment(
 
 
 def make_spec(config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None) -> Spec:
-    """Return the job's part of a config that has passed its checks.
+    """Return the part of a checked config that the job reads.
 
-    code: the snapshot, if any, from which the run in the folder `path` runs.
+    code: the snapshot in the run folder `path` from which the run starts, if any.
     """
     target = getattr(config.job, job_spec.program_kind(config))
     if code and path:

@@ -1,4 +1,4 @@
-"""The batch script's set-up before the ranks start: modules, environment, variables, secrets, the user's own lines."""
+"""Sets up the batch script before the ranks start: modules, environment, variables, secrets, the user's own lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AS_BEFORE = "case $hpcinit_flags in *x*) set -x ;; esac"
 
 
 def secret_lines(secrets: Mapping[str, str]) -> list[str]:
-    """Return the shell lines that export each secret with the content of its file."""
+    """Return shell lines that export each secret with the content of its file."""
     if not secrets:
         return []
     read = []
@@ -34,7 +34,7 @@ def secret_lines(secrets: Mapping[str, str]) -> list[str]:
 # The bash of a batch script is not a login shell, but most sites export the function `module` as BASH_FUNC_module.
 HAVE_MODULES = "type module > /dev/null 2>&1 || . /etc/profile"
 NO_CONDA = (
-    "cluster.conda is the name of an environment, and there is no command conda: give the environment's folder, "
+    "cluster.conda is the name of an environment, but there is no conda command: give the environment's folder, "
     "or load conda's module with cluster.modules, or instead of cluster.conda set "
 )
 INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -58,8 +58,10 @@ NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
 
 
 def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[str]:
-    """Yield the lines of each block that is not empty, with its comment. noted: the script records in exit.json
-    which line of the user's blocks ended it, and which failed."""
+    """Yield the lines of each block that is not empty, with its comment.
+
+    noted: the script records in exit.json which of the user's lines failed, and which ended it.
+    """
     cluster = config.cluster
     blocks = {
         "The network interface and the folders of the cluster.": [*_interface(cluster), *_folders(cluster)],
@@ -84,7 +86,9 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 
 
 def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
-    """Yield lines that set cluster.env and job.env. own: variables that an array task reads from its own file."""
+    """Yield lines that set cluster.env and job.env, except the variables `own`, which an array task reads from its
+    file.
+    """
     read = False
     for name, value in env.items():
         if name not in own:
@@ -96,7 +100,7 @@ def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
 
 
 def _folders(cluster: Cluster) -> Iterator[str]:
-    """Yield lines that set the cluster's folders. Variables in the user's own environment win."""
+    """Yield lines that set the cluster's folders. Variables that the user has set win."""
     if cluster.scratch:
         yield _unless_set("SCRATCH", cluster.scratch)
     if cluster.cache:

@@ -1,4 +1,4 @@
-"""What the Hydra launcher prints: jobs when they are submitted, changes while it waits, and the jobs that failed."""
+"""Prints for the Hydra launcher: jobs when they are submitted, changes while it waits, and the jobs that failed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Print = Callable[[str], None]
 
 
 def job_line(number: int, overrides: Sequence[str], about: str) -> str:
-    """Return a line about job `number` of the multirun, in the form of Hydra's own launchers."""
+    """Return a line about job `number` of the multirun, formatted as by Hydra's own launchers."""
     return f"\t#{number} : {' '.join(overrides)} : {about}"
 
 
 def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
-    """Wait until the runs are over and return their states. Show each change as `hpcinit watch` prints it."""
+    """Wait until the runs are over. Return their states. Show each change as `hpcinit watch` prints it."""
     polls = Polls(list(dict.fromkeys(run.parent if find_runs.is_sweep(run.parent) else run for run in runs)))
     for line in watch.changes(polls):
         show(line)
@@ -38,7 +38,7 @@ def job_id(run: Path) -> str:
 
 
 def cancel(runs: Sequence[Path], show: Print) -> None:
-    """Cancel the runs, and show first how to do it, in case Slurm does not answer."""
+    """Cancel the runs. First show how to do it manually, in case Slurm does not answer."""
     whole = [str(run.parent if find_runs.is_sweep(run.parent) else run) for run in runs]
     if paths := list(dict.fromkeys(whole)):
         show(f"interrupted:  hpcinit cancel {shlex.join(paths)}")
@@ -46,7 +46,7 @@ def cancel(runs: Sequence[Path], show: Print) -> None:
 
 
 def succeeded(run: Path, now: State) -> bool:
-    """Whether the run succeeded. A run that Slurm has forgotten did so if it wrote a result."""
+    """Return whether the run succeeded. If Slurm has purged the run, it did if it wrote a result."""
     return now.name == "COMPLETED" or (now.name == "UNKNOWN" and results.read(run) is not None)
 
 
@@ -56,7 +56,7 @@ def failure(run: Path, now: State) -> str:
 
 
 def show_failures(lines: Sequence[str], jobs: int, show: Print) -> None:
-    """Show the jobs of a batch of `jobs` that failed. lines: one of each."""
+    """Show the failed jobs of a batch of `jobs`. lines: one per failed job."""
     if lines:
         show(f"{len(lines)} of {counted(jobs, 'job')} failed. For the evidence:  hpcinit why RUN")
     for line in lines:

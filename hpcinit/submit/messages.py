@@ -1,4 +1,4 @@
-"""Print a submission's jobs: as text, as JSON, or with -q only the ids."""
+"""Prints a submission's jobs: as text, as JSON, or with -q only the ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcinit.submit.transaction import Submitted
 
 
 def print_reliably(*lines: str) -> None:
-    """Print lines that must not be lost, such as a job's id.
+    """Print lines that must not get lost, such as a job's id.
 
     If stdout fails (closed, a full disk, a broken pipe), print them and all later output on stderr.
     """
@@ -40,7 +40,7 @@ MOST_LINES = 40  # of the table of a sweep's tasks
 
 
 def announce_script(about: str, text: str, files: Mapping[str, str], as_json: bool) -> None:
-    """Print the script of a dry run and the files that its job reads. about: which of several scripts, else ''."""
+    """Print the script of a dry run and the files that its job reads. about: which script, if there are several."""
     if as_json:
         fields = {"run": None, "combination": about, "script": text, "files": files, "changed_lines": None}
         print_reliably(json_output.line("script", fields))
@@ -52,7 +52,10 @@ def announce_script(about: str, text: str, files: Mapping[str, str], as_json: bo
 
 
 def _announce_dropped(dropped: DroppedVariables) -> None:
-    """Print which variables are not passed on; with -q only secrets, without which the program fails."""
+    """Print which variables are not passed to the job.
+
+    With -q print only secrets, because programs fail without them.
+    """
     if text := str(DroppedVariables(secrets=dropped.secrets) if console.quiet() else dropped):
         console.always(f"not passed on to the job: {text}")
 
@@ -84,13 +87,13 @@ def _summary(request: Request, done: Submitted) -> list[str]:
 
 
 def _next_commands(runs_dir: str, done: Submitted) -> str:
-    """Return the commands to type next. The run's name is enough if its folder is in ./runs."""
+    """Return commands to type next. If the run's folder is in ./runs, they contain only its name."""
     run = done.path.name if runs_dir == "runs" else done.path
     return f"watch it:  hpcinit logs -f {run}    cancel it:  hpcinit cancel {run}    if it fails:  hpcinit why {run}"
 
 
 def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task: int | None = None) -> str:
-    """Return the JSON of a submitted run. jobs: more than one for a chain. task: its number in a sweep."""
+    """Return the JSON object of a submitted run. jobs: several for a chain. task: the number in a sweep."""
     config = request.config
     fields = {
         "run": str(path),
@@ -109,7 +112,7 @@ def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task
 
 
 def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> bool:
-    """Print the jobs of a sweep and the combinations that were not submitted. Return whether there are any."""
+    """Print a sweep's jobs and the combinations that were not submitted. Return whether there are any of these."""
     cluster = requests[0].config.cluster.name
     _announce_dropped(done.dropped)
     jobs = list(dict.fromkeys(job.partition("_")[0] for job in done.ids.values()))
@@ -139,7 +142,10 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
 
 
 def _table(requests: Sequence[Request], ids: Mapping[int, str]) -> list[str]:
-    """Return a line such as '4242_17  17  seed=17' for each task; for many tasks only the first and last ones."""
+    """Return a line such as '4242_17  17  seed=17' for each task.
+
+    For many tasks, return only the first and last lines.
+    """
     lines = [f"{ids[r.number]:>12}  {r.number:>4}  {r.combination}" for r in requests if r.number in ids]
     if len(lines) <= MOST_LINES:
         return lines

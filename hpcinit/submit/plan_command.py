@@ -1,4 +1,4 @@
-"""`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: estimate the memory per rank.
+"""`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: estimates the memory per rank.
 
 Exit status: 0 if it fits, 1 if it does not, 2 for a wrong request or if the cluster file has no GPU memory.
 """
@@ -34,9 +34,9 @@ from hpcinit.records.memory import BYTES, Demand, Part, Zero
 def activation_memory(
     layers: int, hidden: int, sequence: int, micro: int, layout: Layout, param: str, checkpointing: bool, heads: int = 0
 ) -> int:
-    """Return the bytes on one rank, without embedding and logits. micro: samples of a forward pass.
+    """Return the bytes of activations on one rank, without embedding and logits. micro: samples per forward pass.
 
-    heads: 0 with flash attention, which never stores the scores. cp divides the sequence. With pp (1F1B) the first
+    heads: 0 with flash attention, which never stores the scores. cp divides the sequence. With pp (1F1B), the first
     stage keeps one micro batch per stage, so all layers count. fp32 doubles the result, including the one-byte masks.
     """
     samples = sequence // layout.cp * micro * hidden  # s*b*h
@@ -56,11 +56,10 @@ SIZES = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bu
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated memory, and what there is.
+    """The estimated memory and the available memory.
 
-    totals: bytes on a rank's GPU, and on a node's CPU and NVMe. limits: the available bytes, as far as known.
-
-    fits: None if the GPU's memory is unknown. unknown: one line for each part that is not counted.
+    totals: bytes on a rank's GPU, and on a node's CPU and NVMe. limits: the available bytes, where they are set. fits:
+    None if the GPU's memory is not set. unknown: one line for each part that the estimate does not include.
     """
 
     parts: Sequence[Part]
@@ -71,7 +70,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """The bytes of a GPU that the model cannot use."""
+        """Return the bytes of a GPU that are not available to the model."""
         limit = self.limits.get(memory.GPU)
         return 0 if limit is None else CONTEXT + FRAGMENTS * limit
 
@@ -156,9 +155,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hpcinit plan`. argv: as for `hpcinit submit`, and --json. Raise RequestError if it contains a program."""
+    """Run `hpcinit plan`. argv: as for `hpcinit submit`, plus --json. Raise RequestError if it contains a program."""
     if "--" in argv:
-        raise RequestError("plan got -- and a program, but it runs none: remove them, or use hpcinit submit")
+        raise RequestError("hpcinit plan runs no program: remove -- and the program, or use hpcinit submit")
     options, arguments = console.parse_known_arguments(parser(), list(argv))
     return compose.main(arguments, _check, lambda requests: _show_all(requests, options.json))
 
@@ -188,7 +187,7 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
 
 
 def equations(config: Config) -> list[str]:
-    """Return the equations of the layout and of the batch. Raise RequestError if one has no solution."""
+    """Return the equations for the layout and the batch. Raise RequestError if one has no solution."""
     per_node = resources.ranks_per_node(config)
     world_size = config.nodes * per_node
     layout = job_spec.layout(config).over(world_size, per_node)

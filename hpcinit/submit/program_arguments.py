@@ -1,4 +1,4 @@
-"""The program's arguments after --: references to config keys, and checks for a sweep over them."""
+"""Handles the program's arguments after --: references to config keys, and checks for sweeps over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def given_keys(arguments: Sequence[str]) -> set[str]:
 
 
 def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
-    """Return what the user typed before `--` for one run, for `hpcinit status`.
+    """Return what the user typed before `--` for this run, for `hpcinit status`.
 
     arguments: the command line before `--`. parameters: what this combination of a sweep adds to it.
     """
@@ -38,9 +38,9 @@ def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
 
 
 def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
-    """Raise RequestError for keys of hpcinit after -- that the program does not read, as its source shows.
+    """Raise RequestError for keys of hpcinit after -- that the program does not read, judging by its source.
 
-    command: the command line before --. Add a warning if there is no source to look at.
+    command: the command line before --. If the source is not available, add a warning instead.
     """
     own = [
         argument
@@ -66,9 +66,9 @@ def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[
 
 
 def interpolated(program: Sequence[str], request: Request, given: Collection[str]) -> list[str]:
-    """Return the program with the values of the keys `given` instead of ${key}.
+    """Return the program with ${key} replaced by its value, for the keys `given`.
 
-    Any other ${...} stays, because it may be for a shell. Raise RequestError for a key that is not a single value.
+    Keep any other ${...}, because it may be for a shell. Raise RequestError for a key that is not a single value.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -116,7 +116,7 @@ def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
 
 
 def _passing(key: str, program: Sequence[str]) -> list[str]:
-    """Return the program with ${key} as the value of its option --key, or as a further argument."""
+    """Return the program with ${key} as the value of its option --key, or as one more argument."""
     option, passed = f"--{key.rpartition('.')[2]}", list(program)
     for at, argument in enumerate(passed):
         if argument.replace("_", "-").startswith(f"{option.replace('_', '-')}="):
@@ -129,7 +129,7 @@ def _passing(key: str, program: Sequence[str]) -> list[str]:
 
 
 def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: int) -> None:
-    """Raise RequestError for a list such as 1e-1,1e-2 after -- that is not swept; warn if other keys are swept."""
+    """Raise RequestError for a list such as 1e-1,1e-2 after --, which is not swept; warn if other keys are swept."""
     for at, argument in enumerate(program[1:], 1):
         if not (found := LIST.fullmatch(argument)):
             continue

@@ -1,4 +1,4 @@
-"""Write and read a run's provenance: versions, git commit, command line, names of the shell's variables."""
+"""Writes and reads a run's provenance: versions, git commit, command line, names of the shell's variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspee
 
 
 class Provenance:
-    """The provenance of a submission. git starts at once and its output is read later, which saves time.
+    """The provenance of a submission. git starts at once and its output is read later, to save time.
 
     variables: names of the shell's variables that the job gets, without values; see submit/shell_variables.py.
     """
@@ -48,8 +48,8 @@ class Provenance:
     def to_json(self, snapshot: Mapping[str, Any] | None = None) -> str:
         """Return {command, workdir, git_commit, versions, host, variables} as JSON.
 
-        git_commit: null without a repository, '-dirty' at the end with uncommitted changes. snapshot: the record of the
-        code snapshot, if the run has one.
+        git_commit: null without a repository; it ends in '-dirty' if there are uncommitted changes. snapshot: the
+        record of the code snapshot, if the run has one.
         """
         commit = ""
         if self._git is not None:
@@ -72,7 +72,7 @@ class Provenance:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of the installed PACKAGES, from folder names: parsing metadata takes 5 % of a submission."""
+    """Return the versions of installed PACKAGES, from folder names. Parsing metadata would take 5 % of a submission."""
     found = versions.by_folder(tuple(sys.path))
     return {name: found[name] for name in PACKAGES if name in found}
 
@@ -138,7 +138,7 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
 
 
 def _split_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of the schema, and overrides that add the user's own keys."""
+    """Return the schema's keys, and overrides that add the user's own keys."""
     own = {key: value for key, value in document.items() if keys.kind(key) is not None}
     return own, [f"+{key}={override_value(value)}" for key, value in document.items() if key not in own]
 

@@ -1,6 +1,6 @@
-"""Requeue and chains. The batch script requeues its own job, on the host and outside of any container.
+"""Requeues and chains. The batch script requeues its own job, on the host and outside any container.
 
-It asks hpcinit/after for that. The reasons are in docs/decisions/0018-requeue-from-the-batch-shell.md.
+It calls hpcinit/after for that. The reasons are in docs/decisions/0018-requeue-from-the-batch-shell.md.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from hpcinit.config.schema import Config
 
 
 def wanted(config: Config) -> bool:
-    """Return whether the batch script counts the restarts of its job and requeues it."""
+    """Return whether the batch script counts its job's restarts and requeues it."""
     return bool(config.restart.max_restarts) and config.cluster.engine == "slurm"
 
 
 def policy(config: Config) -> list[str]:
-    """Return what hpcinit.after needs to know of the config, as its arguments."""
+    """Return the part of the config that hpcinit.after needs, as its arguments."""
     limits = {
         "on": ":".join(config.restart.on),
         "max_restarts": config.restart.max_restarts or 0,
@@ -31,7 +31,7 @@ def policy(config: Config) -> list[str]:
 
 
 def option(config: Config) -> dict[str, bool]:
-    """Return sbatch's option that allows or forbids a requeue; without restart.max_restarts the site's default."""
+    """Return sbatch's option that allows or forbids a requeue. Without restart.max_restarts, use the site's default."""
     spares = {"no-kill": True} if config.spare_nodes else {}  # the job continues after it lost a node
     if config.restart.max_restarts is None or config.cluster.engine != "slurm":
         return spares
@@ -46,7 +46,8 @@ def option(config: Config) -> dict[str, bool]:
 class Links:
     """The jobs of a chain.
 
-    jobs: their ids. command: submitted the first. missing: why there are fewer jobs than requested, else ''.
+    jobs: their ids. command: the one that submitted the first. missing: why there are fewer jobs than requested, else
+    ''.
     """
 
     jobs: Sequence[str]
@@ -55,9 +56,9 @@ class Links:
 
 
 def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) -> Links:
-    """Submit the jobs of a run. submit: takes options of sbatch, returns job id and command.
+    """Submit the jobs of a run. submit: takes options of sbatch, returns the job id and the command.
 
-    Raise SubmitError if the first one fails. If a later one fails, the jobs before it are kept.
+    Raise SubmitError if the first one fails. If a later one fails, keep the jobs before it.
     """
     job_id, command = submit()
     jobs = [job_id]

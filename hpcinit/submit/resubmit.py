@@ -1,4 +1,4 @@
-"""`hpcinit resubmit RUN [key=value ...] [-- train.py ...]`: submit the same request again, in a new run folder."""
+"""`hpcinit resubmit RUN [key=value ...] [-- train.py ...]`: submits the same request again, in a new run folder."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _submit_all(requests: Sequence[tuple[Path, Request]], command: Sequence[str], as_json: bool) -> int:
-    """Submit the requests, and note for each the run or the task that it replaces."""
+    """Submit the requests. Record for each the run or task that it replaces."""
     made: dict[int, Path] = {}
     try:
         return submit_command.submit_all([request for _, request in requests], command, made, as_json)
@@ -134,7 +134,7 @@ def _refuse_unfinished(run: Path, overrides: Sequence[str]) -> None:
 
 
 def _show_other_variables(run: Path, request: Request) -> None:
-    """Print which of the shell's variables differ from those of the first submission, if that recorded them."""
+    """Print which shell variables differ from the first submission, if that submission recorded them."""
     recorded = provenance.recorded_provenance(run).get("variables")
     if isinstance(recorded, list) and (
         text := shell_variables.differences(find_runs.name_of(run), recorded, request.config)
@@ -143,7 +143,7 @@ def _show_other_variables(run: Path, request: Request) -> None:
 
 
 def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
-    """Change into the folder to which the request's relative paths refer, or into the snapshot's copy of it."""
+    """Change to the folder to which the request's relative paths refer, or to the snapshot's copy of it."""
     known, job = provenance.recorded_provenance(run), document["job"]
     place = Path(known["workdir"])
     code = known.get("snapshot")

@@ -1,4 +1,4 @@
-"""Write the run folder's path into a batch script: sbatch and the shell read paths by different rules."""
+"""Writes the run folder's path into a batch script, where sbatch and the shell read paths by different rules."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ class RunPath:
     own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
 
     def component(self, number: int) -> RunPath:
-        """Return the folder of a component that is a separate world. That of the first one is the run folder."""
+        """Return the folder of a component that is a separate world. The first component uses the run folder."""
         return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 
     def in_directive(self, name: str) -> str:
-        """Return the path of the file `name`, as a file name pattern in an #SBATCH line."""
+        """Return the path of the file `name` as a file name pattern for an #SBATCH line."""
         return quoting.pattern(str(self.path / name))
 
     def in_shell(self, name: str = "") -> str:
-        """Return the path of the file `name` for the shell: to be quoted, unless it is Raw."""
+        """Return the path of the file `name` for the shell. The caller must quote it, unless it is Raw."""
         return str(self.path / name)
 
     def pattern_in_shell(self, name: str) -> str:
-        """Return the path of the folder `name` as the first part of srun's file name pattern, quoted as in_shell()."""
+        """Return the path of the folder `name` as the start of srun's file name pattern.
+
+        The caller must quote it, unless it is Raw.
+        """
         return quoting.pattern(self.in_shell(name))
 
 
 @dataclass(frozen=True)
 class TaskPath(RunPath):
-    """The folders of the tasks of a job array. path: the folder of the sweep. Task `base` has index 0 in the array.
+    """The folders of an array's tasks. path: the folder of the sweep. Task `base` has index 0 in the array.
 
-    digits: how many the highest index below `base` has. Task 2017 has index 17 in the array with base 2000 and 3
-    digits, and Slurm writes its folder as '2%3a'.
+    digits: the number of digits of the highest index below `base`. Task 2017 has index 17 in the array with base 2000
+    and 3 digits, and Slurm writes its folder as '2%3a'.
     """
 
     base: int = 0

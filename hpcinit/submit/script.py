@@ -1,5 +1,6 @@
-"""Render the batch script from a Config: its comments, directives, blocks, set-up (job_setup.py) and the
-step that starts the ranks (srun_step.py)."""
+"""Renders the batch script from a Config: its comments, directives, blocks, set-up (job_setup.py) and the
+step that starts the ranks (srun_step.py).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def program_of(config: Config) -> str:
 
 
 def origin(config: Config, argv: Sequence[str], folder: Path) -> list[str]:
-    """Return comments with version, user, date, config and command. argv: without secrets."""
+    """Return comments with version, user, date, config and command. argv: the command line without secrets."""
     version = versions.by_folder(tuple(sys.path)).get("hpcinit", "")
     command = shlex.join(argument for argument in argv if argument != "dry_run=true")
     user = _user()
@@ -52,7 +53,7 @@ def origin(config: Config, argv: Sequence[str], folder: Path) -> list[str]:
 
 
 def _user() -> str:
-    """Return the name of this user; its number if the system has no entry for it, as in some containers."""
+    """Return this user's name, or the number if the system has no entry for it, as in some containers."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -60,7 +61,7 @@ def _user() -> str:
 
 
 def recorded_origin(script: str) -> list[str]:
-    """Return the comments of origin() in a script that was submitted."""
+    """Return the comments of origin() in a submitted script."""
     return [line for line in script.splitlines()[1:4] if line.startswith((WRITTEN, COMMAND))]
 
 
@@ -105,7 +106,7 @@ def render_at(
 
 
 def _about_ranks(configs: Sequence[Config], program: str) -> list[str]:
-    """Return comments on what each rank runs: the program, the settings in spec.json, and the masks of srun."""
+    """Return comments on what each rank runs: the program, the settings in spec.json and srun's CPU masks."""
     first, *others = [job_spec.settings(hetjob.worlds(config)[0]) for config in configs]
     same = {key: value for key, value in first.items() if all(other.get(key, ...) == value for other in others)}
     shown = [f"{key}={json.dumps(value)}" for key, value in same.items()]
@@ -124,7 +125,7 @@ def _about_ranks(configs: Sequence[Config], program: str) -> list[str]:
 
 
 def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: Sequence[str] = ()) -> str:
-    """Return the script as submitit renders it. header: comments at its top."""
+    """Return the script as submitit renders it. header: comments at the top."""
     # Imported here because submitit takes 0.06 s, and only a submission needs it.
     from hpcinit.submit.executor import Executor  # noqa: PLC0415
 
@@ -132,7 +133,7 @@ def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: S
 
 
 def _cores_of_tasks(config: Config) -> list[str]:
-    """Return lines for a job in which one task starts all ranks of a node, with the cores of them all."""
+    """Return lines that let one task use the cores of all ranks of its node, if it starts them all."""
     if STARTS[config.launch.kind].task_per_rank or config.cluster.engine != "slurm" or not cpus_per_rank(config):
         return []
     why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."
@@ -140,7 +141,7 @@ def _cores_of_tasks(config: Config) -> list[str]:
 
 
 def _with_components(text: str, config: Config, run: RunPath, workdir: Path) -> str:
-    """Return the script with the directives of each further component after a line `#SBATCH hetjob`."""
+    """Return the script with the directives of each further component after an `#SBATCH hetjob` line."""
     lines = text.split("\n")
     end = next(at for at, line in enumerate(lines) if _directive(lines[at - 1]) and not _directive(line))
     for each in reversed(hetjob.components(config)[1:]):
@@ -218,7 +219,7 @@ def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]
 
 
 def _pythons(config: Config) -> list[str]:
-    """Return the interpreters that can run hpcinit.after on the host: the job's, and the one that submits."""
+    """Return the Pythons that can run hpcinit.after on the host: the job's, and the one that submits."""
     own = [] if config.container.image else [environment.python(config)]
     return list(dict.fromkeys([*own, sys.executable]))
 
@@ -228,10 +229,10 @@ def _words(values: Sequence[str]) -> Raw:
 
 
 def with_files(text: str, files: Mapping[str, str]) -> str:
-    """Return the script of a dry run, followed in comments by the files that the job reads. It remains a valid script.
+    """Append to a dry run's script, as comments, the files that the job reads. It remains a valid script.
 
-    files: the text of each by its path below the run folder or the folder of the sweep. Of several files with one name
-    the first is shown, and where the others differ from it.
+    files: path below the run's or sweep's folder -> text. Of several files with one name, show the first, and where the
+    others differ from it.
     """
     lines = [f"{text}", "# End of the script. The job also reads these files of its folder:"]
     shown: dict[str, str] = {}
@@ -248,13 +249,13 @@ def with_files(text: str, files: Mapping[str, str]) -> str:
 
 
 def _differences(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return the lines that only one of the texts has, after - or +."""
+    """Return the lines that are in only one of the texts, marked with - or +."""
     found = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
     return [line for line in found if not line.startswith("@@")] or ["(nowhere)"]
 
 
 def _end_time(config: Config) -> list[str]:
-    """Return the lines that export when the job ends. Slurm 24.11 has a variable for it, and 22.05 has none."""
+    """Return lines that export when the job ends. Slurm 24.11 has a variable for it, 22.05 has none."""
     end = f"$(($(date +%s) + 60 * {config.time_min}))"
     return [
         "# When the job reaches its time limit. No rank waits longer for the others at the start.",
@@ -263,7 +264,7 @@ def _end_time(config: Config) -> list[str]:
 
 
 def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
-    """Return the lines that put the snapshot's packages first on PYTHONPATH."""
+    """Return lines that put the snapshot's packages first on PYTHONPATH."""
     if code is None:
         return []
     path = quoting.shell(":".join(code.python_path(run.path)))
@@ -272,7 +273,7 @@ def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
 
 
 def _command(config: Config, steps: Sequence[str]) -> list[str]:
-    """Return the lines that run `steps`, which start the ranks, and then hpcinit.after."""
+    """Return lines that run `steps`, which start the ranks, and then hpcinit.after."""
     after = ["hpcinit_after $?"] if config.cluster.engine == "slurm" and config.worlds != hetjob.EACH else []
     if not config.spare_nodes:
         return [*steps, *after]

@@ -1,4 +1,4 @@
-"""Run the trials of a search: submit each batch as a sweep, wait for it, and read its results."""
+"""Runs the trials of a search: submits each batch as a sweep, waits for it, and reads its results."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Trials:
 
 
 def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitError:
-    """Return the result of a run that is over, or an error. end: until this time a file may still appear."""
+    """Return the result of a finished run, or an error. end: wait for the result file until this time."""
     trial = f"trial {request.number} ({request.combination})"
     if run is None:
         return Failure(f"{trial} was not submitted")
@@ -115,7 +115,7 @@ def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitE
             break
         time.sleep(0.2)
     if status is None:
-        return Failure(f"{trial} was ended from outside: it has no exit record. Read its logs:  {logs}")
+        return Failure(f"{trial} was terminated from outside: it has no exit record. Read its logs:  {logs}")
     if status:
         return Failure(f"{trial} failed with exit status {status}. Read its logs:  {logs}")
     if value is None:
@@ -127,7 +127,7 @@ def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitE
 
 
 def _best(file: Path) -> str:
-    """Return 'best: 0.01 with lr=0.1 seed=3' from the results file of the sweeper (Optuna, Nevergrad)."""
+    """Return 'best: 0.01 with lr=0.1 seed=3' from the sweeper's results file (Optuna, Nevergrad)."""
     try:
         found = yaml.safe_load(file.read_text())
         value = found.get("best_value", found.get("best_evaluated_result"))

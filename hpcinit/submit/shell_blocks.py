@@ -1,4 +1,4 @@
-"""Insert the bash files in lib/ as blocks into the batch script."""
+"""Inserts the bash files in lib/ as blocks into the batch script."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ VARIABLE = re.compile(r"(?P<head>(?:export )?(?P<name>\w+)=)''(?:\s+(?P<comment>
 
 
 def block(name: str, values: Mapping[str, str | int] | None = None) -> list[str]:
-    """Return the lines of lib/NAME.sh with `values` in its variables, quoted unless they are Raw.
+    """Return the lines of lib/NAME.sh. Set its variables to `values`, quoted unless they are Raw.
 
-    Python sets exactly the variables that are '' in the lines below the first comment. Raise ValueError otherwise.
+    Only variables that are '' in the lines below the first comment are set, and all of them. Raise ValueError
+    otherwise.
     """
     left = dict(values or {})
     first, *lines = _text(name).splitlines()

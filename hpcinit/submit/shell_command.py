@@ -1,4 +1,4 @@
-"""`hpcinit shell RUN`: open a shell beside the ranks of a run, as exec_command.py runs a command there."""
+"""`hpcinit shell RUN`: opens a shell beside the ranks of a run, in the same way as exec_command.py runs a command."""
 
 from __future__ import annotations
 

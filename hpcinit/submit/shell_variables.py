@@ -1,6 +1,6 @@
-"""Names of the submitting shell's variables that a job gets. `resubmit` prints which of them differ.
+"""Records the names of the shell variables that a job gets. `resubmit` prints which of them differ.
 
-Only names are recorded: docs/decisions/0165-names-of-the-shells-variables.md.
+Values are not recorded: docs/decisions/0165-names-of-the-shells-variables.md.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SHOWN = 8  # names in a message
 
 
 def names(env: Mapping[str, str]) -> list[str]:
-    """Return the names of `env`, the environment that a job gets, without those of the session, sorted."""
+    """Return the sorted names of `env`, the job's environment, without variables of the session."""
     return sorted(name for name in env if not SESSION.fullmatch(name))
 
 
 def differences(run: str, recorded: Iterable[str], config: Config) -> str:
-    """Return a sentence with the variables that differ from those of the first submission, or ''.
+    """Return a sentence that lists the variables that differ from the first submission, or ''.
 
-    recorded: names() of that submission. A variable of the config counts for neither: it is submitted again.
+    recorded: names() of that submission. Variables of the config are ignored, because they are submitted again.
     """
     slurm = config.cluster.engine == "slurm"
     env, _ = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)

@@ -1,4 +1,4 @@
-"""Render the srun command of the batch script: srun, its options, and the command of each task.
+"""Renders the srun command of the batch script: srun, its options, and the command of each task.
 
 - launch=srun: a task per rank, `python -m hpcinit.run SPEC`
 - launch=fork: a task per node, the fork server `python -m hpcinit.fork SPEC`
@@ -35,7 +35,7 @@ OWN_LOG = 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1;
 
 
 def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the lines that start the ranks: one srun, or one for each world of a heterogeneous job."""
+    """Return the lines that start the ranks: one srun, or one per world of a heterogeneous job."""
     if not config.hetjob:
         return [srun_step_line(config, run, workdir)]
     return (_worlds if config.worlds == hetjob.EACH else _one_world)(config, run, workdir)
@@ -44,7 +44,7 @@ def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
 def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
     """Return the lines that start the ranks of all components in one step.
 
-    They first print the nodes of each component for records/job_log.py, because srun numbers the tasks of each from 0.
+    First print the nodes of each component for records/job_log.py, because srun numbers the tasks of each from 0.
     """
     lines, first = [], 0
     for at, part in enumerate(hetjob.parts(config)):
@@ -58,7 +58,7 @@ def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the lines that start a step for each component, wait for all, and fail if one of them did."""
+    """Return the lines that start a step for each component, wait for all, and fail if any of them failed."""
     steps = []
     for at, each in enumerate(hetjob.components(config)):
         world = run.component(at)
@@ -75,21 +75,24 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _own(number: int, config: Config) -> dict[str, Any]:
-    """Return srun's options of a component. Without --mem, it would read that of the first one from the environment."""
+    """Return srun's options for a component.
+
+    They include --mem: otherwise srun would use that of the first component.
+    """
     return {"het-group": number, "mem": memory_option(config), "output": None}
 
 
 def _own_log(run: RunPath) -> list[str]:
-    """Return a command that runs its arguments with the log of its rank as output."""
+    """Return a command that runs its arguments with output to the rank's log."""
     return ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
 
 
 def srun_step_line(
     config: Config, run: RunPath, workdir: Path, more: Mapping[str, Any] | None = None, before: Sequence[str] = ()
 ) -> str:
-    """Return the command that starts the ranks, in several lines: the options of srun, then what each task runs.
+    """Return the command that starts the ranks, on several lines: the options of srun, then what each task runs.
 
-    more: further options. before: a command that starts what each task runs.
+    more: further options. before: a command to put in front of what each task runs.
     """
     python = environment.python(config)
     here = sys.executable if config.container.image else python
@@ -104,7 +107,7 @@ def srun_step_line(
 
 
 def wrapped(arguments: Iterable[str]) -> list[str]:
-    """Return the arguments in lines of at most WIDTH characters. No argument is divided."""
+    """Join the arguments to lines of at most WIDTH characters, without splitting any."""
     lines = [""]
     for argument in arguments:
         if lines[-1] and len(lines[-1]) + len(argument) >= WIDTH:
@@ -114,7 +117,7 @@ def wrapped(arguments: Iterable[str]) -> list[str]:
 
 
 def options(config: Config, run: RunPath) -> dict[str, Any]:
-    """Return srun's options. With one task per node, the task gets the resources of all its ranks and binds them."""
+    """Return srun's options. With one task per node, the task gets the resources of all ranks and binds them."""
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     start = STARTS[launch.kind]
     alone = start.task_per_rank
@@ -140,7 +143,7 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
 
 
 def memory_option(config: Config) -> str | None:
-    """Return --mem, the memory per node, or None if the job does not set it."""
+    """Return the value of --mem, the memory per node, or None if the job does not set it."""
     return None if (memory := mem_gb(config)) is None else _mem(memory)
 
 

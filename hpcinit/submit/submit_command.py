@@ -25,7 +25,7 @@ SMOKE = "hpcinit.jobs.smoke"  # the program without -- train.py
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for our own options. Hydra parses the rest, and prints --help from conf/hydra/help."""
+    """Return the parser for hpcinit's own options. Hydra parses the rest and prints --help from conf/hydra/help."""
     parser = argparse.ArgumentParser(prog="hpcinit submit", add_help=False, allow_abbrev=False)
     return console.add_verbosity_options(parser, "one JSON object per job, for programs")
 
@@ -78,10 +78,10 @@ def main(argv: Sequence[str]) -> int:
 def submit_all(
     requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path] | None = None, as_json: bool = False
 ) -> int:
-    """Submit the checked requests, and follow them with wait=true. argv: the command line, for the record.
+    """Submit the checked requests, and follow them with wait=true. argv: the command line to record.
 
-    runs: receives the run folder of each submitted request, by its number. as_json: print an object per job on stdout,
-    and the output of wait=true on stderr.
+    runs: receives the run folder of each submitted request, by number. as_json: print an object per job on stdout, and
+    the output of wait=true on stderr.
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
@@ -103,7 +103,7 @@ def submit_all(
 
 
 def announced(requests: Sequence[Request]) -> Sequence[Request]:
-    """Return the requests with the excluded nodes. Print these nodes, and each warning of the requests once."""
+    """Return the requests with the excluded nodes. Print these nodes, and each warning only once."""
     requests, notes = excluded_nodes.excluded(requests)
     for line in notes:
         console.always(line)
@@ -118,7 +118,7 @@ def announced(requests: Sequence[Request]) -> Sequence[Request]:
 
 
 def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[str]]:
-    """Return the arguments before the first --, and the program after it, or [] without a --.
+    """Return the arguments before the first --, and the program after it; [] without a --.
 
     command: for the example in an error. Raise RequestError for an incomplete program.
     """
@@ -141,7 +141,7 @@ def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[st
 def set_program(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
     """Make the job run `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
 
-    The program's arguments follow those of job.args, which a sweep may set, unless job already names a program.
+    The program's arguments are added to job.args, which a sweep may set, unless job already names a program.
     command: the command line before --. The values of its keys replace ${key} in the arguments. Raise RequestError if
     keys of hpcinit are after --; a second -- passes them on to the program.
     """
@@ -172,7 +172,10 @@ def _all(
     runs: dict[int, Path],
     as_json: bool,
 ) -> int:
-    """Submit the requests in order, add them to `jobs`, and follow those with wait=true. Return the highest status."""
+    """Submit the requests in order, add them to `jobs`, and with wait=true follow them.
+
+    Return the highest exit status.
+    """
     if sweep.is_one(requests):
         return _sweep(requests, argv, runs, as_json)
     status = 0
@@ -239,12 +242,12 @@ def _follow(request: Request, done: submission.Submitted, as_json: bool) -> int:
 
 
 def _beside(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, stdout is for programs, so redirect the output for people to stderr."""
+    """With --json, redirect the output for people to stderr, because stdout is for programs."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def _others(requests: Sequence[Request], number: int) -> str:
-    """Return a note about the requests of a sweep from `number` on that were not submitted, or ''."""
+    """Return a note on the requests of a sweep, from `number` on, that were not submitted, or ''."""
     if len(requests) == 1 or number == len(requests):
         return ""
     if number == 0:

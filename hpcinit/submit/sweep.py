@@ -1,4 +1,4 @@
-"""Submit a sweep to Slurm: combinations with the same resources share a job array; each task has its run folder."""
+"""Submits a sweep to Slurm. Combinations with the same resources share a job array, and each task has a run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpcinit.submit.transaction import Transaction
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: the tasks in a block.
+    """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: tasks in a block.
 
     env_names: variables that each task reads from its own file.
     """
@@ -57,7 +57,7 @@ class Job:
 
 
 def sweep_jobs(requests: Sequence[Request], path: Path, argv: Sequence[str]) -> list[Job]:
-    """Return the jobs of the sweep in `path`, in the order of their first tasks. argv: the command, without secrets."""
+    """Return the jobs of the sweep in `path`, in the order of their first tasks. argv: the command without secrets."""
     alike: dict[object, list[Request]] = {}
     for request in requests:
         config = request.config
@@ -95,8 +95,8 @@ def fill_sweep_folder(
 ) -> dict[int, dict[str, Any]]:
     """Write all files except submission.json, which means that the jobs exist.
 
-    Return what each task's submission.json has of its request: the program, and what the user typed. Raise SubmitError
-    if a file cannot be written.
+    Return for each task the fields of submission.json about its request: the program, and what the user typed. Raise
+    SubmitError if a file cannot be written.
     """
     summaries: dict[int, dict[str, Any]] = {}
     names = {request.number: job.env_names for job in jobs for request in job.requests}
@@ -135,7 +135,7 @@ def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:
-    """Return what yaml.safe_dump returns. A section that several tasks share is formatted only once."""
+    """Return the result of yaml.safe_dump. Format a section that several tasks share only once."""
     parts = []
     for name, value in document.items():
         key = (name, repr(value))
@@ -147,7 +147,7 @@ def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str
 
 @dataclass(frozen=True)
 class Submitted:
-    """A sweep whose jobs exist. ids: the job id of each submitted task, by the task's number.
+    """A sweep whose jobs exist. ids: the job id of each submitted task, by number.
 
     refused: why the others were not submitted, or ''. expected: a line for each start time that Slurm estimates.
     """
@@ -173,7 +173,7 @@ def is_one(requests: Sequence[Request]) -> bool:
 
 
 def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield a description and the script of each job that submit_all() would submit now, and the files of its tasks."""
+    """Yield for each job that submit_all() would submit: a description, the script, and the files of its tasks."""
     config = requests[0].config
     path = folder.next_path(job_spec.runs_dir(config), config.name)
     for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
@@ -193,9 +193,10 @@ def submit_all(
 ) -> Submitted:
     """Write the sweep's folder and submit its jobs. The requests have passed their checks.
 
-    write_more: writes further files into the run folder of the request with this number.
-    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted; then remove the
-    folder, except with MaybeSubmitted.
+    write_more: writes more files into the run folder of the request with this number.
+
+    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted. Then remove the
+    folder, except after MaybeSubmitted.
     """
     config = requests[0].config
     tasks = [request.combination for request in requests]
@@ -231,7 +232,7 @@ def submit_all(
 
 
 def _expected(jobs: Sequence[Job], estimates: Sequence[str]) -> list[str]:
-    """Return Slurm's estimates without repetitions; with several jobs, each names its tasks.
+    """Return Slurm's estimates, each once. With several jobs, each estimate names its tasks.
 
     estimates: one for each job. Return [] if the jobs have dependencies, which Slurm's estimate ignores.
     """

@@ -1,4 +1,4 @@
-"""`hpcinit timeouts [OVERRIDES...]`: print the start-up timeout in force."""
+"""`hpcinit timeouts [OVERRIDES...]`: prints the start-up timeout in force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Raises RequestError, ConfigError."""
+    """Run the command and return the exit status. Raise RequestError or ConfigError for a wrong request."""
     options = console.parse_arguments(parser(), list(argv), intermixed=True)
     from hpcinit.config import compose, job_spec, overrides  # noqa: PLC0415
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if options.quiet:
         print(f"{formula.start_up(config.nodes).total_seconds():g}")
         return 0
-    print(f"start_up = {formula.text(config.nodes)}, and at most the remaining time of the job - 30 s\n")
+    print(f"start_up = {formula.text(config.nodes)}, but at most the remaining time of the job - 30 s\n")
     for name, (value, source) in sources.items():
         print(f"  {name:10} {value:8g}   {source}")
     print("\n  nodes  seconds")

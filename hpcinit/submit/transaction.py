@@ -1,4 +1,5 @@
-"""One submission of a run, a chain or a sweep: create the folder, submit the jobs, and undo it if no job exists.
+"""Makes one submission of a run, a chain or a sweep: creates the folder, submits the jobs, and undoes it if no job
+exists.
 
     with begin(config, argv) as transaction:
         transaction.refuse_duplicates(request, jobs=1)
@@ -39,11 +40,10 @@ from hpcinit.submit.provenance import Provenance
 
 
 class Transaction:
-    """One submission, of a run or a sweep, until its jobs exist.
+    """One submission of a run or a sweep, until its jobs exist.
 
-    path: the folder, of a run or a sweep. env: the environment of sbatch; `dropped` is not in it.
-
-    parts: folders inside `path` that belong to one job each and can be removed alone: the tasks of a sweep.
+    path: the folder of the run or sweep. env: the environment for sbatch, without `dropped`. parts: folders inside
+    `path` that belong to one job each and can be removed alone: the tasks of a sweep.
     """
 
     def __init__(
@@ -66,11 +66,14 @@ class Transaction:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C, SIGTERM or SIGHUP arrived."""
+        """Return whether Ctrl-C, SIGTERM or SIGHUP arrived."""
         return bool(self._received)
 
     def refuse_duplicates(self, request: str, jobs: int) -> None:
-        """Claim the request with this hash and start squeue. jobs: their number. Raise RequestError, SubmitError."""
+        """Claim the request with this hash and start squeue. jobs: the number of jobs.
+
+        Raise RequestError if another process has the claim, and SubmitError if it cannot be written.
+        """
         self._request = request
         if self._config.cluster.engine == "slurm" and not self._config.again:
             longest_s = exactly_once.longest_s(self._config.cluster.submit_patience_s, jobs)
@@ -84,17 +87,17 @@ class Transaction:
         self.check_interrupted()
 
     def check_interrupted(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C arrived."""
+        """Raise KeyboardInterrupt after Ctrl-C."""
         if self.interrupted:
             raise KeyboardInterrupt
 
     def submit(
         self, script: Path, options: Sequence[str] = (), parts: Sequence[Path] = ()
     ) -> tuple[str, Sequence[str]]:
-        """Hand `script` to Slurm or to the local engine, exactly once; return the job id and the command.
+        """Submit `script` to Slurm or the local engine, exactly once. Return the job id and the command.
 
-        options: sbatch's. parts: the run folders that belong to this job. Raise SubmitError if there is no job, and its
-        subclass MaybeSubmitted if there may be one.
+        options: options of sbatch. parts: the run folders that belong to this job. Raise SubmitError if there is no
+        job, and its subclass MaybeSubmitted if there may be one.
         """
         self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own
         exists = True  # the job exists or may exist
@@ -112,7 +115,7 @@ class Transaction:
                 self._kept |= {self.path, *parts}
 
     def record(self, job_id: str, command: Sequence[str]) -> dict[str, Any]:
-        """Return the content of submission.json for a job that was just submitted."""
+        """Return the content of submission.json for a new job."""
         return {
             "job_id": job_id,
             "engine": self._config.cluster.engine,
@@ -148,7 +151,7 @@ class Transaction:
             waiting.end()
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return what to raise for `error`, and remove the folders whose jobs certainly do not exist."""
+        """Return what to raise for `error`. Remove the folders whose jobs certainly do not exist."""
         if self._queued is not None:
             self._queued.drop()
         if self._token and not isinstance(error, (SubmitError, KeyboardInterrupt)):
@@ -165,9 +168,10 @@ class Transaction:
 def begin(
     config: Config, argv: Sequence[str], below: Sequence[str] = (run_folder.LOGS, run_folder.ERRORS)
 ) -> Iterator[Transaction]:
-    """Make the folder of the run or sweep, with the folders `below` in it, and defer Ctrl-C until the end.
+    """Make the folder of the run or sweep with the folders `below` in it, and defer Ctrl-C during the block.
 
-    argv: the command line, for the record. Raise RequestError, SubmitError.
+    argv: the command line to record. Raise RequestError for a wrong request, and SubmitError if the folder cannot be
+    made.
     """
     require_sbatch(config)
     provenance = Provenance(job_spec.workdir(config), secret_names.masked(argv, config.secret_names))
@@ -223,7 +227,7 @@ def require_sbatch(config: Config) -> None:
 
 
 def _cluster_name() -> str:
-    """Return the ClusterName of the controller that SLURM_CONF names, or '' if it does not reply."""
+    """Return the ClusterName of SLURM_CONF's controller, or '' if it does not reply."""
     try:
         text = slurm_client.run(["scontrol", "show", "config"]).stdout
     except slurm_client.Unreachable:
@@ -232,7 +236,7 @@ def _cluster_name() -> str:
 
 
 def _started_by(script: Path) -> Callable[[], str]:
-    """Return a function that returns the id of the job that started `script`, as the run folder records it, or ''."""
+    """Return a function that returns the id of the job that started `script`, from the run folder's record, or ''."""
 
     def started() -> str:
         from hpcinit.observe import state  # noqa: PLC0415 - only after trouble
@@ -263,7 +267,7 @@ class Submitted:
 
 
 def dry_run(config: Config, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the script that submit() would submit now, and the files that the job reads. The config passed its checks.
+    """Return the script that submit() would submit, and the files that the job reads. The config has passed its checks.
 
     The files are as files_read() returns them.
     """
@@ -277,9 +281,9 @@ def dry_run(config: Config, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 def files_read(
     config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None
 ) -> dict[str, str]:
-    """Return the files of the run folder `path` that the ranks will read: their texts by their names.
+    """Return the files of the run folder `path` that the ranks will read (name -> text).
 
-    Each has a placeholder for the secret of the job, which submit() makes.
+    The job's secret is a placeholder in them; submit() makes the real one.
     """
     files = {}
     for number, world in enumerate(hetjob.worlds(config)):
@@ -291,11 +295,11 @@ def files_read(
 def submit(
     asked: Request, argv: Sequence[str], write_more: Callable[[Path, int], None] = lambda path, number: None
 ) -> Submitted:
-    """Render, write the run folder and hand the script to Slurm or to the local engine. The config passed its checks.
+    """Render the script, write the run folder and submit the job. The config has passed its checks.
 
-    argv: the command line, for the record. write_more: writes further files into the run folder of the request with
-    this number. Raise RequestError if the same request is already queued, or SubmitError. Then there is no job and no
-    folder, except with MaybeSubmitted.
+    argv: the command line to record. write_more: writes more files into the run folder of the request with this number.
+    Raise RequestError if the same request is already queued, or SubmitError. Then no job and no folder exist, except
+    after MaybeSubmitted.
     """
     config, document = asked.config, asked.document
     workdir = job_spec.workdir(config)

@@ -149,7 +149,7 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
     found = [Check("network", FAIL, "slow", hosts=("127.0.0.2",))]
     assert doctor_command.remember(run, found) == ["cluster local has no nodes to exclude, so --remember had no effect"]
     done = hpcinit("doctor", "--run", run.name, "nodes=3")
-    assert done.returncode == 2 and "nodes=3 cannot change: remove it" in done.stderr
+    assert done.returncode == 2 and "nodes=3 has no effect: remove it" in done.stderr
     done = hpcinit("doctor", "--remember")
     assert done.returncode == 2 and "--remember needs results from nodes" in done.stderr
 

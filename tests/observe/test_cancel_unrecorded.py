@@ -34,7 +34,7 @@ def test_jobs_that_look_alike_stay(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path
     theirs = idle_slurm.run("sbatch", "--parsable", *alike, str(killed / "job.sh")).strip()
     assert queued(idle_slurm) == {job, beside, inner, theirs}
     found = hpcinit("cancel", str(tmp_path / "real/runs" / killed.name), env=idle_slurm.env)
-    assert found.returncode == 0 and f"job {job} is being cancelled; hpcinit was killed before" in found.stdout, found
+    assert found.returncode == 0 and f"job {job} is being canceled; hpcinit was killed before" in found.stdout, found
     assert queued(idle_slurm) == {beside, inner, theirs}
     idle_slurm.cancel_all()
 
@@ -56,5 +56,5 @@ def test_a_sweep_without_a_record(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path:
         if not kept:
             (sweep / "submission.json").unlink()
         found = hpcinit("cancel", str(sweep), env=idle_slurm.env)
-        assert found.returncode == 0 and "are being cancelled" in found.stdout, (found.stdout, found.stderr)
+        assert found.returncode == 0 and "are being canceled" in found.stdout, (found.stdout, found.stderr)
         assert not queued(idle_slurm)

@@ -104,7 +104,7 @@ def test_a_planted_run_cancels_nothing(hpcinit: Run, tmp_path: Path) -> None:
         found = hpcinit("cancel", word)
         assert (
             found.returncode == 2
-            and f"theirs-0001 belongs to {safe_files.user(STRANGER)}: only its owner cancels it" in found.stderr
+            and f"theirs-0001 belongs to {safe_files.user(STRANGER)}: only its owner can cancel it" in found.stderr
         ), found
     assert "RUNNING" in hpcinit("status", ours.name).stdout
     Path("go").touch()

@@ -129,7 +129,7 @@ def test_a_new_job_with_an_old_id_is_not_the_run(hpcinit: Run, reset: Reset) -> 
     done = hpcinit("status", "--json", job_of(reset.new), *runs_dir, env=env)
     assert json.loads(done.stdout)["run"] == str(reset.new)
     done = hpcinit("cancel", job_of(reset.new), *runs_dir, env=env)
-    assert done.returncode == 0 and "new-0001: job 2 is being cancelled" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "new-0001: job 2 is being canceled" in done.stdout, done.stdout + done.stderr
     until(lambda: queued(reset) == sorted(reset.foreign))
 
 

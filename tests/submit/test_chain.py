@@ -357,7 +357,7 @@ def test_cancel_ends_the_whole_chain(hpcinit: Run, idle_slurm: MiniSlurm) -> Non
     ids = jobs(folder)
     assert f"{ids[0]}  RUNNING    job 1 of a chain of 3" in hpcinit("status", folder.name, env=slurm.env).stdout
     assert hpcinit("cancel", folder.name, env=slurm.env).stdout == (
-        f"{folder.name}: jobs {', '.join(ids)} are being cancelled\n"
+        f"{folder.name}: jobs {', '.join(ids)} are being canceled\n"
     )
     until(lambda: states(slurm, ids) == ["CANCELLED"] * 3)
     assert printed(folder, 0).count("up\n") == 1

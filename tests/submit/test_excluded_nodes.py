@@ -103,7 +103,7 @@ def test_enough_nodes_remain() -> None:
     """If 3 of 4 nodes are requested, only the worst is excluded, with a warning about the others. Spare nodes count."""
     found = decision("n2", "n3", words=("nodes=3",))
     assert found.hosts == "n2" and found.notes[1] == (
-        "hpcinit: warning: n3 (2 failures in 24 h: ECC) is not excluded: the partition has 4 nodes, of which 3 "
+        "hpcinit: warning: n3 (2 failures in 24 h: ECC) is not excluded: the partition has 4 nodes, and 3 "
         "are requested and 1 excluded"
     )
     assert decision("n2", words=("nodes=4",)).hosts is None

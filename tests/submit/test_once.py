@@ -334,7 +334,7 @@ def test_there_is_no_third_attempt(
     with pytest.raises(MaybeSubmitted) as raised:
         hand_over(script_in(tmp_path), os.environ, tokens.new(), patience_s=20, confirm=True)
     assert (tmp_path / "calls").read_text() == "called\n" * 2
-    assert "2 attempts may each have made a job, and Slurm shows none of them; the job may exist" in str(raised.value)
+    assert "2 attempts may each have made a job, but Slurm shows none of them; the job may exist" in str(raised.value)
     assert [f"scontrol show job {job_id}" for job_id in named] == re.findall(r"scontrol show .*", str(raised.value))
 
 
@@ -473,7 +473,7 @@ def test_cancel_after_a_killed_submitter(hpcinit: Run, idle_slurm: MiniSlurm) ->
     folder, job = folder_of(done), job_id_of(done)
     (folder / "submission.json").unlink()
     found = hpcinit("cancel", str(folder), env=idle_slurm.env)
-    assert found.returncode == 0 and f"job {job} is being cancelled; hpcinit was killed before" in found.stdout, found
+    assert found.returncode == 0 and f"job {job} is being canceled; hpcinit was killed before" in found.stdout, found
     assert "CANCELLED" in idle_slurm.run("scontrol", "show", "job", job)
     found = hpcinit("cancel", str(folder), env=idle_slurm.env)
     assert found.returncode == 2 and "hpcinit was killed during the submission" in found.stderr

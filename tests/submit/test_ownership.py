@@ -116,7 +116,7 @@ def test_a_runs_dir_that_others_can_write_is_refused_before_the_queue(place: Pat
     done = as_user(ALICE, words, place)
     assert done.returncode == 2 and not list(runs.iterdir())
     assert (
-        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write it, and so could run any "
+        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write it, so they could run any "
         f"program as you; chmod g-w {runs}, or chmod +t {runs} if others need to create files there" in done.stderr
     )
     for repair in ("chmod +t", "chmod g-w,-t"):
@@ -231,9 +231,9 @@ def write_conf(place: Path) -> tuple[Path, Path]:
     [
         (MALLORY, 0o644, "belongs to games (mode 0644), expected backup or root: its owner could run any program as you; "
             "if you trust them: HPCINIT_CONF="),
-        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it, and so could run any program as "
+        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it, so they could run any program as "
             "you; chmod g-w "),
-        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it, and so could run any program as "
+        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it, so they could run any program as "
             "you; chmod go-w "),
     ],
 )  # fmt: skip

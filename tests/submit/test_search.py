@@ -178,7 +178,7 @@ def test_ctrl_c_in_a_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("exit_record", "result", "said"),
     [
-        ({}, None, "trial 4 (+x=1) was ended from outside: it has no exit record. Read its logs:  hpcinit logs "),
+        ({}, None, "trial 4 (+x=1) was terminated from outside: it has no exit record. Read its logs:  hpcinit logs "),
         ({"exit_status": 0}, '{"value": NaN}', "expected a number: did training diverge?"),
         ({"exit_status": 1}, '{"value": 1}', "trial 4 (+x=1) failed with exit status 1. Read its logs:  hpcinit logs "),
     ],

@@ -304,8 +304,7 @@ def test_a_warning_about_git_lfs_pointers(hpcinit: Run, checkout: Path) -> None:
     write({"model.bin": pointer}, checkout)
     done = hpcinit("submit", "snapshot=git", "wait=true", "--", "train.py")
     assert (
-        "warning: snapshot=git: 1 file is a pointer of Git LFS, as in the checkout; git lfs pull downloads"
-        in done.stderr
+        "warning: snapshot=git: 1 file is a pointer of Git LFS, without the content; to download it: git" in done.stderr
     )
     assert (folder_of(done) / "code/model.bin").read_text() == pointer
 

@@ -118,9 +118,9 @@ def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
         done.stdout + done.stderr
     )
     assert re.search(r"^tasks 1,3,5: Slurm expects to start the job .* on n\S+$", done.stdout, re.M)
-    assert "is being cancelled" in hpcinit("cancel", "sleep-0001/2", env=idle_slurm.env).stdout
+    assert "is being canceled" in hpcinit("cancel", "sleep-0001/2", env=idle_slurm.env).stdout
     until(lambda: cancelled(hpcinit, idle_slurm) == [2])
-    assert re.search(r"jobs \d+, \d+ are being cancelled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
+    assert re.search(r"jobs \d+, \d+ are being canceled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
     until(lambda: cancelled(hpcinit, idle_slurm) == [0, 1, 2, 3, 4, 5])
     assert "sleep-0001: was over already: " in hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout
 

@@ -68,28 +68,26 @@ FAULTS = {
     ),
     "only docker0 is left": Case(
         [ETH[0], f"{ETH[1]}\n{DOCKER}\nip link delete eth0"],
-        found=("n2: NCCL takes docker0 (172.17.0.1)", "inside this node"),
+        found=("n2: NCCL uses docker0 (172.17.0.1)", "inside this node"),
     ),
     "a link-local address": Case(
         [ETH[0], f"{link('usb0', '169.254.3.1/16')}\n{ETH[1]}"],
-        found=("n2: NCCL takes usb0 (169.254.3.1)", "link-local"),
+        found=("n2: NCCL uses usb0 (169.254.3.1)", "link-local"),
     ),
     "InfiniBand on one node": Case(
         [ETH[0], f"{ETH[1]}\n{IB[1]}"],
         found=(
-            "n2: NCCL takes ib0 (10.2.0.2), but on n1 it takes eth0 (10.1.0.1)",
+            "n2: NCCL uses ib0 (10.2.0.2), but on n1 it uses eth0 (10.1.0.1)",
             "it also has eth0 (10.1.0.2) there",
         ),
     ),
     "no interface is up": Case(
-        [ETH[0], f"{ETH[1]}\nip link set eth0 down"], found=("n2: NCCL takes lo (127.0.0.1)", "no other node can reach")
+        [ETH[0], f"{ETH[1]}\nip link set eth0 down"], found=("n2: NCCL uses lo (127.0.0.1)", "no other node can reach")
     ),
-    "two nodes have the same address": Case(
-        [ETH[0], ETH[0]], found=("n1, n2: NCCL takes the same address", "10.1.0.1")
-    ),
+    "two nodes have the same address": Case([ETH[0], ETH[0]], found=("n1, n2: NCCL uses the same address", "10.1.0.1")),
     "IPv6 on one node": Case(
         [ETH[0], link("eth0", "fd00:1::2/64")],
-        found=("n2: NCCL takes eth0 (fd00:1::2)", "on n1 it takes eth0 (10.1.0.1)"),
+        found=("n2: NCCL uses eth0 (fd00:1::2)", "on n1 it uses eth0 (10.1.0.1)"),
     ),
     "two interfaces have each other's names": Case(
         [
@@ -97,7 +95,7 @@ FAULTS = {
             f"{link('eth0', '10.9.0.2/16')}\n{link('eth1', '10.1.0.2/16')}",
             f"{ETH[2]}\n{link('eth1', '10.9.0.3/16')}",
         ],
-        found=("n2: NCCL takes eth0 (10.9.0.2)", "it also has eth1 (10.1.0.2) there"),
+        found=("n2: NCCL uses eth0 (10.9.0.2)", "it also has eth1 (10.1.0.2) there"),
     ),
 }
 
@@ -136,7 +134,7 @@ SOUND = {
 
 
 def taken(case: Case) -> list[Nccl]:
-    """Return what NCCL takes on each node of the case, each in a separate namespace."""
+    """Return what NCCL uses on each node of the case, each in a separate namespace."""
 
     def on(number: int, lines: str) -> Nccl:
         shell = f'set -e\nip link set lo up\n{lines}\nexec "$@"'
@@ -164,7 +162,7 @@ def test_a_planted_fault_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SOUND))
 def test_no_alarm_on_sound_nodes(name: str) -> None:
-    """On sound nodes NCCL takes an interface on each, and nothing is reported."""
+    """On sound nodes NCCL uses an interface on each, and nothing is reported."""
     case = SOUND[name]
     found = taken(case)
     assert all(one.interface and one.version for one in found)
@@ -206,8 +204,8 @@ def test_the_check_before_a_start(hpcinit: Run, infiniband_on_n2: MiniSlurm) -> 
     done = submit(hpcinit, infiniband_on_n2, *JOB, "wait=true", "--", "echo", "started", timeout=400)
     text = printed_lines(folder_of(done))
     assert done.returncode == 0 and text.count("started") == 2, done.stderr + text
-    assert "NCCL takes ib0 (10.2.0.2), but on n1 it takes eth0" in text or (
-        "NCCL takes eth0" in text and "but on n2 it takes ib0 (10.2.0.2)" in text
+    assert "NCCL uses ib0 (10.2.0.2), but on n1 it uses eth0" in text or (
+        "NCCL uses eth0" in text and "but on n2 it uses ib0 (10.2.0.2)" in text
     ), text
     wrong = (*JOB, "+job.env.NCCL_SOCKET_IFNAME=ib7", "wait=true", "--", "echo", "started")
     done = submit(hpcinit, infiniband_on_n2, *wrong, timeout=400)
@@ -224,6 +222,6 @@ def test_the_doctor(hpcinit: Run, infiniband_on_n2: MiniSlurm) -> None:
     words = ("doctor", "cluster=mini", "nodes=3", "ranks_per_node=1", "gpus_per_node=1", "-q")
     done = hpcinit(*words, env=infiniband_on_n2.env, timeout=900)
     found = [line for line in done.stdout.splitlines() if "NCCL's interface" in line]
-    assert len(found) == 1 and found[0].startswith("fail     NCCL's interface: n2: NCCL takes ib0 (10.2.0.2)"), (
+    assert len(found) == 1 and found[0].startswith("fail     NCCL's interface: n2: NCCL uses ib0 (10.2.0.2)"), (
         done.stdout
     )
