@@ -1,11 +1,11 @@
-"""The end of a job, on the host of the batch script:
+"""Decides and acts at the end of a job, on the host of the batch script:
 
     python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
     python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued
 
-It acts, and prints one line to stdout for the batch script (submit/lib/after.sh): WHAT STATUS NODES. Each exit status
-may be that of a rank, so it cannot be the answer. Messages go to stderr, which is the job's log. It opens few files: on
-a slow shared file system each one takes 50 ms, and a preemption may leave 30 s.
+It prints one line to stdout for the batch script (submit/lib/after.sh): WHAT STATUS NODES. Its own exit status could
+not be the answer, because any exit status may be that of a rank. Messages go to stderr, which is the job's log. It
+opens few files: on a slow shared file system each one takes 50 ms, and a preemption may leave only 30 s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script later than t
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Print the decision; after an error, that the job ends as its ranks did."""
+    """Print the decision. After an error, decide that the job ends as its ranks did."""
     what, given = argv[0], dict(pair.partition("=")[::2] for pair in argv[1:])
     policy = Policy(
         on=frozenset(filter(None, given.get("on", "").split(":"))),
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def ended(job: Job, policy: Policy, status: int) -> str:
-    """Decide what follows the end of the ranks, do it, and return it."""
+    """Decide what to do after the ranks have ended, do it, and return the decision."""
     found = facts.gather(job, status, bool(policy.max_restarts or policy.nodes))
     status = decisions.own_status(found)
     why = decisions.reason(found, status)
@@ -85,8 +85,10 @@ def ended(job: Job, policy: Policy, status: int) -> str:
 
 
 def restarted(job: Job, policy: Policy) -> str:
-    """Count this restart, unless the attempt before has done so. Slurm also requeues without asking the batch script,
-    after a preemption or a lost node."""
+    """Count this restart, unless the previous attempt has counted it.
+
+    Slurm also requeues a job without the batch script, after a preemption or a lost node.
+    """
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
     return START if counted or _counted(job, policy, job.attempt, run_folder.SLURM, last) else f"{END} 1"
@@ -98,7 +100,7 @@ def _still_runs(job: Job) -> bool:
 
 
 def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
-    """Return all nodes without which the ranks restart in this job, or '' if they cannot."""
+    """Return all nodes to exclude so that the ranks restart in this job, or '' if they cannot."""
     bad = decisions.nodes_at_fault(found, why) if why in decisions.REPLACED else []
     if not bad:
         return ""
@@ -113,7 +115,7 @@ def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
 
 
 def _set_aside(folder: Path, number: str) -> None:
-    """Move the records that are not of the restarted ranks to a folder `before-JOB`."""
+    """Move the records of earlier ranks to a folder `before-JOB`."""
     aside = folder / f"{elastic_restarts.ASIDE}{number}"
     for path in [*folder.glob("rank-*.json"), *folder.glob(f"{number}.*")]:
         with suppress(OSError):
@@ -127,7 +129,7 @@ def _last_restart(job: Job) -> Restart | None:
 
 
 def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | None) -> bool:
-    """Record restart `number`, which follows `last`; return whether it is allowed."""
+    """Record restart `number`, which follows `last`. Return whether it is allowed."""
     step = elastic_restarts.furthest(job.folder)
     furthest, idle = decisions.progress(last, step if step >= 0 else None)
     limited = bool(policy.max_restarts)
@@ -144,7 +146,7 @@ def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | No
 
 
 def _requeued(job: Job, policy: Policy, why: str) -> bool:
-    """Requeue the job; return whether Slurm accepted that."""
+    """Requeue the job. Return whether Slurm accepted that."""
     say(f"job {job.name} is requeued ({why}): restart {job.attempt + 1} of at most {policy.max_restarts}")
     for number in range(1, TRIES + 1):
         try:

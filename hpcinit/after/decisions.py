@@ -1,4 +1,4 @@
-"""What follows the end of the ranks: pure functions from facts to a decision."""
+"""Decides what follows the end of the ranks, with pure functions from facts to a decision."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ REPLACED = (run_folder.NODE_FAIL, run_folder.HANG, run_folder.FAILURE)  # reason
 
 @dataclass(frozen=True)
 class Policy:
-    """What the config allows. on: restart.on. max_restarts, without_progress: None for no limit, and 0 restarts means
-    that the job is not requeued. nodes: how many the ranks need if the job has spare nodes, else 0."""
+    """What the config allows. on: restart.on. max_restarts, without_progress: None for no limit.
+
+    max_restarts 0 means that the job is not requeued. nodes: how many the ranks need if the job has spare nodes, else
+    0.
+    """
 
     on: frozenset[str] = frozenset()
     max_restarts: int = 0
@@ -26,10 +29,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Facts:
-    """How the ranks ended. status: srun's exit status. stop: the reason in stopped.json, '' without one.
+    """How the ranks ended. status: srun's exit status. stop: the reason in stopped.json, or ''.
 
-    lost, unusable: nodes. hung: the node at fault of each hang report, '' if unknown. node_failed: Slurm printed that a
-    node was lost.
+    lost, unusable: nodes. hung: the node at fault in each hang report, '' if unknown. node_failed: whether Slurm
+    printed that a node was lost.
     """
 
     status: int
@@ -43,7 +46,7 @@ class Facts:
 
 
 def own_status(facts: Facts) -> int:
-    """Return the status of the rank that failed first; srun's own if Slurm ended the ranks or srun printed nothing."""
+    """Return the status of the rank that failed first, or srun's if Slurm ended the ranks or srun printed nothing."""
     first = next(iter(facts.failures), None)
     # During the grace time of a preemption, only the ranks get SIGTERM.
     if not facts.status or first is None or first.terminated or facts.preempted:
@@ -52,8 +55,7 @@ def own_status(facts: Facts) -> int:
 
 
 def reason(facts: Facts, status: int) -> str:
-    """Return why the ranks ended with `status`, as restart.on names it, or '' if no restart is needed or none can
-    help."""
+    """Return why the ranks ended with `status`, as in restart.on, or '' if a restart is not needed or cannot help."""
     preempted, limit = stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token
     if not status and not facts.stop:
         return ""
@@ -84,9 +86,9 @@ def nodes_at_fault(facts: Facts, why: str) -> list[str]:
 
 
 def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
-    """Return the furthest step so far, and the number of restarts in a row without progress.
+    """Return the furthest step so far, and the number of consecutive restarts without progress.
 
-    last: the restart before. step: what the ranks reported last.
+    last: the previous restart. step: the last step that the ranks reported.
     """
     furthest, idle = (last.step, last.without_progress) if last else (None, 0)
     if step is None:
@@ -95,7 +97,7 @@ def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
 
 
 def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str:
-    """Return why restart `number` is one too many, or ''."""
+    """Return why restart `number` exceeds a limit, or ''."""
     if number > policy.max_restarts:
         step = "none" if furthest is None else furthest
         return f"restart.max_restarts is {policy.max_restarts}; furthest step: {step}"
@@ -107,9 +109,9 @@ def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str
 def chain_continues(facts: Facts, status: int) -> bool:
     """Return whether the next job of a chain runs after this one ended with `status`.
 
-    It does after 143, which means that Slurm or scancel ended the job; after 0 if the ranks recorded a stop, because
-    rank 0 removes that record when the program is done; and after any other status if a node was lost: the ranks on
-    the other nodes then fail as well.
+    It does after 143, which means that Slurm or scancel ended the job. It does after 0 if a stop record exists, because
+    rank 0 removes that record when the program is done. It does after any other status if a node was lost, because then
+    the ranks on the other nodes fail too.
     """
     if status == run_folder.ENDED_EARLY:
         return True

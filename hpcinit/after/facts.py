@@ -1,4 +1,4 @@
-"""Gather the facts about the end of the ranks, from the run folder and from Slurm."""
+"""Gathers the facts about the end of the ranks from the run folder and from Slurm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOWN = ("down", "fail")  # states of a node that is lost; sinfo adds '*' to a no
 class Job:
     """This attempt of the job. name: as squeue shows it, '17_1' for an array task. number: SLURM_JOB_ID.
 
-    job_from, from_: size of the job's log when the attempt started, and when its ranks did. excluded: nodes that the
+    job_from, from_: bytes in the job's log when the attempt started, and when its ranks did. excluded: nodes that the
     ranks no longer use.
     """
 
@@ -36,7 +36,7 @@ class Job:
 
 
 def gather(job: Job, status: int, restarts: bool) -> Facts:
-    """Return the facts after srun ended with `status`. restarts: include those that only a restart needs."""
+    """Return the facts after srun ended with `status`. restarts: whether to include those that only a restart needs."""
     lines = _log(job, job.job_from)
     return Facts(
         status=status,
@@ -83,14 +83,14 @@ def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
 
 
 def _unusable(job: Job) -> Iterator[str]:
-    """Yield the nodes on which the check of this attempt refused to start the ranks."""
+    """Yield the nodes where this attempt's check refused to start the ranks."""
     start = f"{job.number}.{job.attempt}."
     for path in sorted((job.folder / run_folder.UNUSABLE).glob(f"{start}*")):
         yield path.name.removeprefix(start)
 
 
 def _hung(job: Job) -> Iterator[str]:
-    """Yield the node at fault, '' if unknown, of each hang report since the ranks started."""
+    """Yield the node at fault in each hang report since the ranks started, '' if unknown."""
     with suppress(OSError):
         began = (job.folder / run_folder.EXIT).stat().st_mtime
         for path in sorted((job.folder / run_folder.HANG_REPORTS).glob(f"{job.number}.*/{hang_report.REPORT}")):

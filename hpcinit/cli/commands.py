@@ -1,6 +1,6 @@
-"""The table of commands: module, purpose and examples, in the order of `hpcinit --help`. The man page is made from it.
+"""The table of commands: module, purpose and examples, in the order of `hpcinit --help`. The man page uses it too.
 
-Each module has main(argv), and parser() with its options besides overrides, except `run`, which has no options.
+Each module has main(argv), and parser() with its options besides overrides. `run` has no options and no parser().
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ COMMANDS = {
         "remove finished runs",
         WATCH,
         """
-  hpcinit clean                     list the finished runs in ./runs with their size, ask, and remove them
+  hpcinit clean                     list the finished runs in ./runs, ask, and remove them
   hpcinit clean --older-than 30 --state FAILED,CANCELLED
   hpcinit clean train-0001 --yes    without a confirmation
   hpcinit clean --outside           the same for what hpcinit wrote outside of run folders""",
@@ -134,7 +134,7 @@ COMMANDS = {
     ),
     "stacks": Command(
         "hpcinit.observe.stacks",
-        "show where every rank is now, the odd ones first",
+        "show where every rank is now, unusual ones first",
         FIND_OUT,
         """
   hpcinit stacks train-0001         equal stacks once, with their ranks, from three samples within a second

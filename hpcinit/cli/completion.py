@@ -1,7 +1,7 @@
 """`hpcinit --shell-completion install=bash|zsh|fish`: TAB completion of `hpcinit`.
 
-Hydra's own scripts do not support commands, remove the `=` from COMP_WORDBREAKS of the whole shell, and use bash's
-script for zsh. The keys and choices are Hydra's.
+Hydra's own scripts do not support commands, change COMP_WORDBREAKS in the whole shell, and use bash's script for zsh.
+Hydra provides the keys and choices.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Return the candidates for the end of `line`; none where a file is expected, which the shell completes itself."""
+    """Return the candidates for the end of `line`; none if a file is expected, which the shell completes itself."""
     *words, word = line.lstrip().split(" ")
     return sorted(found for found in _all([w for w in words if w][1:], word) if words and found.startswith(word))
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return what may follow the command line `hpcinit WORDS`. `word` is the incomplete last argument."""
+    """Return the words that may follow `hpcinit WORDS`. `word` is the incomplete last argument."""
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:
@@ -120,7 +120,7 @@ def _all(words: list[str], word: str) -> Iterable[str]:
 
 
 def flags(command: str) -> list[str]:
-    """Return all flags of a command from its parser, and Hydra's for submit and plan."""
+    """Return all flags of a command from its parser, plus Hydra's for submit and plan."""
     parser: argparse.ArgumentParser = importlib.import_module(COMMANDS[command].module).parser()
     found = {word for action in parser._actions for word in action.option_strings}
     if command in WITH_HYDRAS_FLAGS:
@@ -131,7 +131,7 @@ def flags(command: str) -> list[str]:
 
 
 def of_config(before: Sequence[str], word: str) -> list[str]:
-    """Return the groups, choices, keys and partitions that `word` may become; none if Hydra has to be queried."""
+    """Return the groups, choices, keys and partitions that complete `word`; none if only Hydra can tell."""
     from hpcinit.config import compose, folders, keys  # noqa: PLC0415 - not for the other commands
 
     if re.search(r"[^\w.=-]|^-|^hydra", word):

@@ -35,9 +35,9 @@ HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
 def entry(argv: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit status.
+    """Run the command and return its exit status.
 
-    A submission and `status` end with os._exit(), as mypy does: Python's own shutdown would free all of Hydra's
+    A submission and `status` end with os._exit(), as mypy does. Python's own shutdown would free all of Hydra's
     objects, or those of a thousand runs, which takes a tenth of the whole time.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _note_if_slow(name: str) -> Iterator[None]:
-    """In a terminal, print 'hpcinit status: waiting for squeue' once if a command of Slurm runs for more than a second.
+    """In a terminal, print 'hpcinit status: waiting for squeue' once if a Slurm command runs for more than a second.
 
-    Not for `run`, whose output is the program's.
+    Print nothing for `run`, whose output is the program's.
     """
     over = threading.Event()
     if name != "run" and sys.stderr is not None and sys.stderr.isatty():
@@ -113,7 +113,7 @@ def _note_first_slow(name: str, over: threading.Event) -> None:
 
 
 def _slurm_commands() -> set[tuple[str, str]]:
-    """Return (process id, name) of each command of Slurm that this process has started; none without Linux."""
+    """Return (process id, name) of each Slurm command that this process has started; none without Linux."""
     pids = [pid for task in PROC.glob("self/task/*/children") for pid in read_or_empty(task).split()]
     return {(pid, name) for pid in pids if (name := read_or_empty(PROC / pid / "comm")) in SLURM}
 
@@ -132,7 +132,7 @@ def _no_such(words: list[str]) -> str:
 
 
 def _help(words: list[str]) -> int:
-    """Print the help of the command's own parser, and examples."""
+    """Print the help of the command's own parser, and its examples."""
     try:
         status = guarded(COMMANDS[words[0]].module, words[1:])
     except SystemExit as end:  # argparse, once it has printed its help
@@ -166,7 +166,7 @@ def usage() -> str:
 
 
 def guarded(module: str, argv: Sequence[str]) -> int:
-    """Run `module.main(argv)`. Print an error that has a message for the user, and return its exit status."""
+    """Run `module.main(argv)` and return its exit status. Print an error that has a message for the user."""
     try:
         status: int = importlib.import_module(module).main(argv)
         return status
@@ -192,7 +192,7 @@ def _as_json(error: HpcinitError, argv: Sequence[str]) -> int:
 
 
 def _ignore_closed_pipe(status: int = 0) -> int:
-    """Discard further output after `hpcinit logs ... | head` has closed the pipe, which is not a failure."""
+    """Discard further output. A pipe that `hpcinit logs ... | head` has closed is not a failure."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 

@@ -1,6 +1,6 @@
 """Makes a ds_config from typed options, and merges the user's own ds_config over it.
 
-It sets only keys that DeepSpeed 0.18.5 and 0.19.8 both read. An option that DeepSpeed would ignore, such as hpZ outside
+It sets only keys that both DeepSpeed 0.18.5 and 0.19.8 read. An option that DeepSpeed would ignore, such as hpZ outside
 stage 3, is an error here.
 """
 
@@ -94,7 +94,7 @@ def _ignored(chosen: Options) -> list[str]:
 
 
 class Precision(Protocol):
-    """Number formats. param: the trained model's. reduce: that of gradients while they are summed."""
+    """Number formats. param: of the trained model. reduce: of gradients while they are summed."""
 
     @property
     def param(self) -> str: ...
@@ -103,10 +103,10 @@ class Precision(Protocol):
 
 
 def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """Return the ds_config for training, and notes: a line for each key of the user that overrides an option or that
-    DeepSpeed ignores.
+    """Return the ds_config for training, and notes.
 
-    layout: without a -1. Raise RequestError if deepspeed.hpz or a key of ds_config does not fit the ranks.
+    Each note is a line about a key of the user that overrides an option or that DeepSpeed ignores. layout: without a
+    -1. Raise RequestError if deepspeed.hpz or a key of ds_config does not fit the ranks.
     """
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp
@@ -123,7 +123,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
 
 
 def without_ranks(chosen: Options) -> dict[str, Any]:
-    """Return the part of build() that depends on neither ranks, batch nor precision: enough to know what to compile."""
+    """Return the part of build() that needs no ranks, batch or precision. It shows what must be compiled."""
     theirs = {name: value for name, value in chosen.ds_config.items() if name not in TRIPLE}
     return _merge(_without_layout(chosen), theirs, 1)[0]
 
@@ -144,8 +144,8 @@ def _without_layout(chosen: Options) -> dict[str, Any]:
 def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
     """Return the ds_config of a model that is not trained, such as a reference model beside the trained one.
 
-    Without an optimizer only ZeRO stage 3 has an effect, and stages 1 and 2 fail. There is no clipping, DeepCompile or
-    accumulation. Keys about the optimizer in the user's ds_config are skipped.
+    Without an optimizer only ZeRO stage 3 has an effect, and stages 1 and 2 fail. Clipping, DeepCompile, accumulation
+    and the user's keys about the optimizer are omitted.
     """
     alone = Batch(batch.micro, 1, batch.data_parallel)
     counted, notes = _counted(chosen, alone, layout)
@@ -167,7 +167,7 @@ def _one_total(config: dict[str, Any]) -> dict[str, Any]:
     """Return `config` without train_batch_size for AutoTP in stage 3, where DeepSpeed 0.19.8 reads the config twice.
 
     The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not, and each checks the product, so no
-    total is right for both. Each computes its own from the other two numbers.
+    total is right for both. Without it, each computes its own from the other two numbers.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)
@@ -175,9 +175,9 @@ def _one_total(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:
-    """Return the ranks that DeepSpeed counts as data parallel, and a note if that differs from the real number.
+    """Return the ranks that DeepSpeed counts as data parallel, and a note if the real number differs.
 
-    DeepSpeed's runtime/config.py uses the world size, or the answer of the program's mpu. It subtracts neither AutoTP's
+    DeepSpeed's runtime/config.py uses the world size, or the result of the program's mpu. It subtracts neither AutoTP's
     ranks nor those of context parallelism, whose groups only run.wrap's attention knows.
     """
     if chosen.mpu or layout.tp == layout.cp == 1:
@@ -262,8 +262,8 @@ def _parallel(chosen: Options, layout: Layout) -> dict[str, Any]:
 def _merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], counted: int) -> tuple[dict[str, Any], list[str]]:
     """Return `theirs` merged over `ours`, and a note for each key that both set to different values.
 
-    None in `theirs` removes a key. counted: the ranks that DeepSpeed counts as data parallel; the three numbers of the
-    batch are made consistent with it. Raise RequestError if that is impossible.
+    None in `theirs` removes a key. counted: the ranks that DeepSpeed counts as data parallel. The three batch numbers
+    are made consistent with it. Raise RequestError if that is impossible.
     """
     notes: list[str] = []
     given = _without_auto(theirs, "", notes)
@@ -320,7 +320,7 @@ def _without_auto(theirs: Mapping[str, Any], at: str, notes: list[str]) -> dict[
 
 
 def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: list[str]) -> None:
-    """Remove our bf16 if the user enables fp16, or the reverse: DeepSpeed accepts only one."""
+    """Remove our bf16 if the user enables fp16, or vice versa: DeepSpeed accepts only one."""
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         wanted = theirs.get(name)
         if isinstance(wanted, Mapping) and wanted.get("enabled") and other in merged and other not in theirs:
@@ -329,7 +329,7 @@ def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: lis
 
 
 def _agree(merged: dict[str, Any], theirs: Mapping[str, Any], counted: int) -> None:
-    """Make the three numbers of the batch agree: keep those that the user set, and compute the others exactly."""
+    """Make the three batch numbers agree. Keep those that the user set, and compute the others exactly."""
     given = {name: theirs[name] for name in TRIPLE if theirs.get(name) is not None}
     if not given:
         return

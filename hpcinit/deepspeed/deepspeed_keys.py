@@ -16,7 +16,7 @@ OPTIMIZERS = ("none", "adamw", "torch_adamw", "muon")
 
 @dataclass
 class DeepSpeed:
-    """Options of parallel.wrap=deepspeed, from which hpcinit makes the ds_config."""
+    """Options of parallel.wrap=deepspeed. hpcinit makes the ds_config from them."""
 
     zero_stage: int = key("ZeRO stage, 0 to 3", 0)
     offload_param: str = key("offload parameters to cpu or nvme, or none; stage 3 only", "none", choices=OFFLOAD)
@@ -34,5 +34,5 @@ class DeepSpeed:
     optimizer: str = key(
         "none (the program creates it), adamw, torch_adamw (nothing is compiled) or muon", "none", choices=OPTIMIZERS
     )
-    optimizer_params: dict[str, Any] = key("parameters of the optimizer, as in {lr: 1e-4}", {})
+    optimizer_params: dict[str, Any] = key("arguments of the optimizer, as in {lr: 1e-4}", {})
     ds_config: dict[str, Any] = key("DeepSpeed's own keys; they override everything above", {})

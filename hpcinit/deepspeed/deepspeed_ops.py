@@ -36,7 +36,7 @@ _ZERO = "zero_optimization."
 
 
 def needed(config: Mapping[str, Any], device: str) -> tuple[str, ...]:
-    """Return the ops, sorted; () for a torch optimizer. device: a torch device type, 'cuda' or 'cpu'.
+    """Return the sorted names of the ops, or () for a torch optimizer. device: a torch device type, 'cuda' or 'cpu'.
 
     deepspeed_shm_comm is not included: on a CPU, DeepSpeed compiles it with any config; see ops.start_uncompiled().
     """

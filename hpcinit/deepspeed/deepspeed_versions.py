@@ -1,7 +1,7 @@
-"""What DeepSpeed silently ignores or does wrong, from release 0.18.5 on.
+"""Lists what DeepSpeed silently ignores or does wrong, from release 0.18.5 on.
 
 Each fact was verified in DeepSpeed's source: with `git tag --contains` for the commit behind a number, or in the
-released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. What DeepSpeed refuses with a clear message is not listed here.
+released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. What DeepSpeed refuses with a clear message is not listed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ KEYS = frozenset(_KEYS.split())
 
 
 def too_old(deepspeed: str) -> str:
-    """Return what is wrong with a DeepSpeed before OLDEST, or '' for others. Raise ValueError for an invalid
-    version."""
+    """Return what is wrong with a DeepSpeed before OLDEST, or ''. Raise ValueError for an invalid version."""
     if key(deepspeed) >= key(OLDEST):
         return ""
     return (
@@ -71,7 +70,7 @@ def too_old(deepspeed: str) -> str:
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
-    """Return the ranks over which deepspeed.tp_model_init() must divide the model before initialize(); 1 for none."""
+    """Return over how many ranks deepspeed.tp_model_init() must divide the model before initialize(); 1 for none."""
     size = int(at(config, _TP) or 1)
     return size if key(deepspeed) < key(INITIALIZE_DIVIDES_SINCE) else 1
 
@@ -93,9 +92,9 @@ def _autotp(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
-    """Return one message for each thing that DeepSpeed would silently do differently, or fail at without a reason.
+    """Return a message for each thing that DeepSpeed would silently do differently, or fail at without a reason.
 
-    deepspeed: its version, as installed() returns it. Raise ValueError for an invalid version.
+    deepspeed: the version from installed(). Raise ValueError for an invalid version.
     """
     found = []
     if _autotp(config) and not at(config, "bf16.enabled"):
@@ -118,9 +117,9 @@ def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
 
 
 def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the ds_config that gathers parameters correctly on this kind of device ("cpu", "cuda"), and notes.
+    """Return a ds_config that gathers parameters correctly on this kind of device ("cpu", "cuda"), and notes.
 
-    A value that the user set is kept, with a note if it gives wrong results.
+    Keep a value that the user set, with a note if it gives wrong results.
     """
     if device != "cpu" or stage(config) != 3 or key(deepspeed) >= key(GATHERS_WAIT_SINCE):
         return dict(config), []

@@ -1,7 +1,8 @@
-"""Have the NCCL library in sys.argv[1] choose its network interface, as it does before ranks connect.
+"""Lets the NCCL library in sys.argv[1] choose its network interface, as it does before ranks connect.
 
-A script for a child process: NCCL reads its settings once per process, so a rank must not load it early. It needs no
-GPU and no driver. NCCL writes its choice to stdout with NCCL_DEBUG=INFO, this script its result to stderr as JSON.
+This script runs in a child process: NCCL reads its settings once per process, so a rank must not load it early. It
+needs no GPU and no driver. NCCL writes its choice to stdout with NCCL_DEBUG=INFO; this script writes the result to
+stderr as JSON.
 """
 
 import ctypes

@@ -1,16 +1,16 @@
-"""Find the processes and the files in /dev/shm that ended jobs of this user left on this node. Only report them.
+"""Finds processes and files in /dev/shm that ended jobs of this user left on this node. It only reports them.
 
-It never ends a process and never removes a file, because no check from here can prove that nothing needs them. What
-must not be touched, and how it looks like a leftover:
+It never ends a process or removes a file, because no check from here can prove that nothing needs them. Some things
+look like leftovers but are not:
 
 - ranks of another job of this user: squeue omits hidden partitions, and a site's squeue may be cached; the tasks of a
-  heterogeneous job have the leader's id, and squeue lists the components
+  heterogeneous job have the leader's id, while squeue lists the components
 - a tmux or a server that the user started in a job and that outlives it on purpose: it has that job's variables
-- tensors in a queue of a program outside of Slurm: with torch's strategy file_system no process maps them, and the pid
-  in their name may be that of another pid namespace
+- tensors in a queue of a program outside Slurm: with torch's strategy file_system no process maps them, and the pid in
+  their name may belong to another pid namespace
 
-A process is reported as a leftover only if scontrol or sacct shows a final state for every job in its environment and
-its control group. Nothing is reported if Slurm gives no reply, or outside of a Slurm job.
+A process is reported only if scontrol or sacct shows a final state for every job in its environment and control group.
+Nothing is reported if Slurm does not reply, or outside a Slurm job.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Task:
 
 
 def find(env: Mapping[str, str], timeout_s: float) -> tuple[tuple[Leftover, ...], OldFiles | None]:
-    """Return the processes and files. timeout_s: for all commands of Slurm, so that other checks end in time."""
+    """Return the leftover processes and files. timeout_s: for all commands of Slurm together."""
     if not all(env.get(name) for name in NEEDED) or run_folder.ENV_ENGINE in env:
         return (), None
     return tuple(_processes(env, timeout_s)), _files(_old_segments(float(env.get(ENV_ALLOCATED) or 0)))
@@ -73,7 +73,7 @@ def _processes(env: Mapping[str, str], timeout_s: float) -> Iterator[Leftover]:
 
 
 def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
-    """Yield this user's tasks on this node that are not of this job."""
+    """Yield this user's tasks on this node that belong to other jobs."""
     own = _jobs(env)
     for pid in _pids():
         task = _task(pid, env)
@@ -82,7 +82,7 @@ def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
 
 
 def _jobs(env: Mapping[str, str], cgroup: str = "") -> frozenset[str]:
-    """Return the job's id, those of its components, and that of a control group."""
+    """Return the ids of the job, of its components, and of the control group's job."""
     found = {text for name, text in env.items() if name == JOB or name.startswith("SLURM_JOB_ID_HET_GROUP_")}
     found.update(re.findall(r"/job_(\d+)", cgroup))
     return frozenset(text for text in found if text.isdigit())
@@ -95,7 +95,7 @@ def _pids() -> list[int]:
 def _task(pid: int, env: Mapping[str, str]) -> Task | None:
     """Return the process if it is a task of this user on this node of this cluster.
 
-    The network namespace proves the node: nodes that are containers of one machine share /proc.
+    The network namespace identifies the node, because nodes that are containers on one machine share /proc.
     """
     place = Path(f"/proc/{pid}")
     try:
@@ -115,9 +115,9 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
 
 
 def _old_segments(before: float) -> list[Path]:
-    """Return this user's files in /dev/shm that are older than `before`, and that torch or NCCL created.
+    """Return this user's files in /dev/shm that torch or NCCL created before `before`.
 
-    Not those with the pid of a process that runs: it may need them.
+    Skip files with the pid of a running process, which may need them.
     """
     found = []
     with suppress(OSError):
@@ -132,7 +132,7 @@ def _old_segments(before: float) -> list[Path]:
 
 
 def _files(files: Sequence[Path]) -> OldFiles | None:
-    """Return those files that no process of this user uses."""
+    """Return the files that no process of this user uses."""
     used = _shared_memory_in_use() if files else set()
     left, size = [path for path in files if str(path) not in used], 0
     for path in left:

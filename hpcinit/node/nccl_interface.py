@@ -1,4 +1,4 @@
-"""Ask NCCL which network interface it takes on this node, before the ranks start."""
+"""Queries NCCL for the network interface that it uses on this node, before the ranks start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USING = re.compile(r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^:\s]+):(\S+?)<
 
 
 def is_used(env: Mapping[str, str], backend: str) -> bool:
-    """Return whether the ranks will probably use NCCL: `backend`, or 'auto' on a node with NVIDIA GPUs for the job."""
+    """Return whether the ranks will probably use NCCL: as `backend`, or with 'auto' if the job has NVIDIA GPUs."""
     gpus = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or Path("/dev/nvidiactl").exists()
     return "nccl" in backend or (backend == "auto" and bool(gpus))
 
@@ -30,7 +30,7 @@ def is_used(env: Mapping[str, str], backend: str) -> bool:
 def ask(env: Mapping[str, str], host: str, timeout_s: float) -> Nccl | None:
     """Return the interface that NCCL uses with the variables `env`, or None without NCCL.
 
-    It is the NCCL of this Python's torch: a package beside torch, or else the one that the loader finds.
+    Use the NCCL of this Python's torch: a package beside torch, or else the one that the loader finds.
     """
     started = time.monotonic()
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ask_nccl.py")), _library()]
@@ -62,7 +62,7 @@ def ask(env: Mapping[str, str], host: str, timeout_s: float) -> Nccl | None:
     except (ValueError, IndexError, KeyError, TypeError):
         failed, text, version = True, f"NCCL ended with status {done.returncode}", ""
     interface, address = _parse_choice(done.stdout) if not failed else ("", "")
-    error = (text or "NCCL gives no reason") if failed else ""
+    error = (text or "NCCL printed no reason") if failed else ""
     return Nccl(host, interface, address, error, wanted, version, tuple(addresses()), round(took, 3))
 
 

@@ -1,8 +1,8 @@
-"""Check this node before its ranks start, and print what would hinder them.
+"""Checks this node before its ranks start, and prints what would hinder them.
 
 start() forks a process that checks while the rank itself starts. finish() prints its lines and, with action=replace,
-raises an error if ranks should not start here. If the check crashes or hangs (a dead file server, a driver without a
-reply), the ranks start without it. It only reads and prints: it ends no process and removes no file.
+raises an error if ranks should not start here. If the check crashes or hangs (a dead file server, a driver that does
+not reply), the ranks start without it. The check only reads and prints: it ends no process and removes no file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_COMPARED = 64  # records of other nodes that the first node reads
 
 @dataclass(frozen=True)
 class Running:
-    """The check while it runs in process `pid`, which writes to `pipe`. until: its time limit, monotonic."""
+    """The running check in process `pid`, which writes to `pipe`. until: its deadline, by time.monotonic()."""
 
     pid: int
     pipe: int
@@ -50,9 +50,8 @@ class Running:
 def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
     """Start the check of this node and return it.
 
-    Return None if it is disabled, if another process of the node starts it, or if this is no step.
-
-    Call it while this process has one thread, and before it imports torch: the check is a fork of it.
+    Return None if it is disabled, if another process of the node starts it, or outside a step. Call it while this
+    process has one thread and has not imported torch, because the check is a fork of it.
     """
     wanted = spec.check_node
     if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
@@ -75,7 +74,7 @@ def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
 
 
 def _send_answer(pipe: int, spec: Spec, env: Mapping[str, str]) -> None:
-    """Run the checks in the forked process, and write their result to the pipe as JSON."""
+    """In the forked process, run the checks and write the result to the pipe as JSON."""
     try:
         lines, unusable = check(spec, env)
         answer = {"lines": lines, "unusable": unusable}
@@ -86,7 +85,7 @@ def _send_answer(pipe: int, spec: Spec, env: Mapping[str, str]) -> None:
 
 
 def finish(running: Running | None, folder: Path) -> None:
-    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: the run's."""
+    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
     if running is None:
         return
     node, off = os.environ[NODE], "to disable it: check_node.action=off"
@@ -109,7 +108,7 @@ def finish(running: Running | None, folder: Path) -> None:
             safe_files.make_folders(record.parent)
             safe_files.write_atomically(record, "")
         raise BringUpError(
-            f"{node} cannot be used: {found['unusable']}; expected a free GPU that answers. Submit with "
+            f"{node} cannot be used: {found['unusable']}; expected a free GPU that responds. Submit with "
             f"+cluster.sbatch.exclude={node} or with spare_nodes=1, and report the node to the site; {off}",
             kind=failure_kinds.NODE,
             host_at_fault=node,
@@ -117,8 +116,7 @@ def finish(running: Running | None, folder: Path) -> None:
 
 
 def _receive_answer(running: Running) -> str | None:
-    """Return what the check wrote, after its end, or None if the time is over. The process is killed and reaped
-    then."""
+    """Return what the check wrote, after it ended. On a timeout, return None. Kill and reap the process."""
     poll, found, ended = select.poll(), b"", False
     poll.register(running.pipe, select.POLLIN)
     while not ended and poll.poll(max(running.until - time.monotonic(), 0) * 1000):
@@ -155,10 +153,10 @@ def _attempt(env: Mapping[str, str]) -> str:
 
 
 def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
-    """Write NCCL's interface on this node into the run folder, and return that of others.
+    """Write NCCL's interface on this node into the run folder, and return those of other nodes.
 
-    Each node writes before it reads. The first node reads all records, and the others read its record, so that one of
-    two sees the other.
+    Each node writes before it reads, so of two nodes at least one sees the other. The first node reads all records, the
+    others read only its record.
     """
     from hpcinit.records.node_facts import Nccl, from_document  # noqa: PLC0415
 

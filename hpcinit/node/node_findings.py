@@ -1,6 +1,6 @@
-"""Turn the facts of a node into findings. Pure functions: the doctor and the check before a start use the same ones.
+"""Turns the facts about a node into findings. Pure functions, for the doctor and the check before a start.
 
-A finding's detail does not name the node; its reader adds the name.
+A finding's detail does not name the node; the caller adds the name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MANY = 3  # nodes, from which on most of them can be right
 
 
 def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequence[int], ranks: int) -> Iterator[Check]:
-    """Yield what the facts of a node show, without the comparisons of several nodes.
+    """Yield what the facts about a node show, without comparing several nodes.
 
-    devices: torch's names of the devices of this node's ranks. pids: the processes of these ranks. ranks: how many
-    the job has.
+    devices: torch's names for the devices of this node's ranks. pids: the processes of these ranks. ranks: the number
+    of ranks in the job.
     """
     yield from _leftovers(node)
     for place in node.places:
@@ -70,7 +70,7 @@ def _leftovers(node: Node) -> Iterator[Check]:
 
 
 def _place(place: Place) -> Check:
-    """Judge a folder. A TMPDIR of the login node that does not exist here is no fault: Python uses /tmp then."""
+    """Judge a folder. If the login node's TMPDIR does not exist here, that is no fault: Python then uses /tmp."""
     if place.missing:
         status = OK if place.what == "TMPDIR" else WARNING
         return Check(place.what, status, f"{place.path} does not exist on this node", "create it in the job")
@@ -92,7 +92,7 @@ def _place(place: Place) -> Check:
 
 
 def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
-    """Return the GPU with the UUID or PCI address of `device`, a rank's, or None if there is none."""
+    """Return the GPU with the UUID or PCI address of `device`, a rank's device, or None if there is none."""
     # torch: 8932f937-..., nvidia-smi: GPU-8932f937-...
     uuid, pci = device.get("uuid", "").removeprefix("GPU-"), device.get("pci", "").lower()
     for gpu in gpus:
@@ -115,7 +115,7 @@ def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[
 
 
 def _answering_gpus(node: Node) -> Iterator[Check]:
-    """Report a GPU that is lost. A MIG instance counts as a GPU for Slurm, not for nvidia-smi."""
+    """Report lost GPUs. Slurm counts a MIG instance as a GPU, nvidia-smi does not."""
     if not node.assigned:
         return
     if node.gpu_error:
@@ -131,13 +131,16 @@ def _others(gpu: Gpu, node: Node, pids: Sequence[int]) -> list[GpuProcess]:
 
 
 def _foreign_mb(gpu: Gpu, others: Sequence[GpuProcess]) -> float:
-    """Return the memory that other processes use. In a container nvidia-smi may list none, or not their memory."""
+    """Return the memory in MiB that other processes use.
+
+    In a container, nvidia-smi may list none or not their memory.
+    """
     known = [one.used_mb for one in others if one.used_mb is not None]
     return sum(known) if known else (gpu.used_mb or 0)
 
 
 def _memory(gpu: Gpu, node: Node, pids: Sequence[int]) -> Iterator[Check]:
-    """Report memory that was in use before this job used the GPU. With MIG it belongs to other instances."""
+    """Report memory that was in use before this job used the GPU. With MIG, other instances use it."""
     others = _others(gpu, node, pids)
     used = _foreign_mb(gpu, others)
     if gpu.mig or used <= FOREIGN_MB or (gpu.processes and not others):
@@ -157,7 +160,7 @@ def _owner(process: GpuProcess) -> str:
 
 
 def _health(gpu: Gpu) -> Iterator[Check]:
-    """Report ECC errors, a GPU that its driver cannot use, low clocks, and links with fewer lanes than they have."""
+    """Report ECC errors, a GPU that its driver cannot use, reduced clocks, and links that use too few lanes."""
     about = "devices' health"
     if gpu.ecc_errors:
         detail = f"{gpu.uuid} had {gpu.ecc_errors:.0f} uncorrected ECC errors since its driver was loaded"
@@ -176,7 +179,7 @@ def _health(gpu: Gpu) -> Iterator[Check]:
 
 
 def _xids(node: Node, gpus: Sequence[Gpu]) -> Iterator[Check]:
-    """Report recent errors of the job's GPUs in the kernel's log. Not as a failure: a reset may have repaired them."""
+    """Report recent errors of the job's GPUs in the kernel's log. They are warnings: a reset may have repaired them."""
     places = {gpu.pci.rpartition(".")[0] for gpu in gpus if gpu.pci}
     found = [one for one in node.xids if one.number in DEVICE_XIDS and one.age_s < RECENT_S]
     for one in {(one.number, one.pci): one for one in found if not places or one.pci in places}.values():
@@ -185,7 +188,7 @@ def _xids(node: Node, gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def unusable(node: Node) -> str:
-    """Return why ranks should not start on the node, or ''. Not where the site shares a GPU between jobs."""
+    """Explain why ranks should not start on the node, or return ''. Return '' if the site shares a GPU between jobs."""
     if lost := next((check.detail for check in _answering_gpus(node)), ""):
         return lost
     for gpu in gpus_of_job(node):
@@ -202,8 +205,8 @@ def unusable(node: Node) -> str:
 def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
     """Yield what would prevent NCCL from connecting the nodes. found: NCCL's choice on each of the job's `nodes`.
 
-    Each detail names its node, and `hosts` is the node that differs, if that is certain: what most nodes have in common
-    is the job's setting.
+    Each detail names its node. `hosts` has the node that differs, if that is certain: what most nodes have in common is
+    the job's setting.
     """
     alone = [check for one in found for check in nccl_alone(one, nodes)]
     for check in alone:
@@ -212,7 +215,7 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
 
 
 def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
-    """Yield what one node shows: NCCL's error, or an address that no other node can reach."""
+    """Yield what a single node shows: NCCL's error, or an address that no other node can reach."""
     if one.error:
         yield _nccl_error(one)
     elif nodes > 1 and (check := _local_only(one)):
@@ -220,7 +223,7 @@ def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
 
 
 def nccl_compared(found: Sequence[Nccl]) -> Iterator[Check]:
-    """Yield what differs between nodes. Nodes that nccl_alone() reports are not compared."""
+    """Yield the differences between nodes. Nodes that nccl_alone() reports are not compared."""
     taken = [one for one in found if one.address and not next(nccl_alone(one, len(found)), None)]
     yield from _same_address(taken)
     yield from _networks(taken)
@@ -257,9 +260,9 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
-    """Report nodes that take another network than most, although one of both sides has an address in the other's.
+    """Report nodes that use another network than most nodes, if one side has an address in the other's network.
 
-    Networks of which no node has two are those of racks with routes between them: nothing is wrong then.
+    If no node has addresses in both networks, racks have their own networks with routes between them, which is fine.
     """
     if len(taken) < 2:
         return
@@ -287,7 +290,7 @@ def network_of(one: Nccl) -> Network:
 
 
 def _address_in(one: Nccl, network: Network) -> str:
-    """Return 'eth0 (10.1.0.7)', an interface of the node in the network, or ''."""
+    """Return 'eth0 (10.1.0.7)', an interface of the node in this network, or ''."""
     for found in one.addresses:
         ip: IPv4Address | IPv6Address = ip_address(found.address)
         if ip in network:

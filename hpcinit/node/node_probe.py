@@ -1,6 +1,6 @@
-"""Read the facts of this node through /proc, /sys, the resolver, nvidia-smi and NCCL (Linux). Unknown values are empty.
+"""Reads the facts about this node: /proc, /sys, the resolver, nvidia-smi and NCCL (Linux). Unknown values are empty.
 
-The doctor's job reads them all; the check before a start (node_check.py) does without the names of other nodes.
+The doctor's job reads all of them. The check before a start (node_check.py) skips the names of other nodes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # the site shares
 
 
 def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, timeout_s: float) -> Node:
-    """Return the facts of this node.
+    """Return the facts about this node.
 
-    own: its name. names: the job's nodes, to resolve; without them, GPUs outside of the job are not read either.
+    own: its name. names: the job's nodes, to resolve; without them, GPUs outside the job are not read either.
     timeout_s: half of it is for Slurm's commands.
     """
     total, available = _memory()
@@ -66,7 +66,7 @@ def driver() -> str:
 
 
 def numa_of(pci: str) -> str:
-    """Return the NUMA node of a PCI device, for example '0', or '' if it has none (-1) or is not a PCI device."""
+    """Return the NUMA node of a PCI device, as in '0', or '' if it has none (-1) or is no PCI device."""
     found = read_or_empty(Path(f"/sys/bus/pci/devices/{pci.lower()}/numa_node")) if pci else ""
     return "" if found == "-1" else found
 
@@ -89,7 +89,7 @@ def _places(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _place(what: str, path: str) -> Place:
-    """Check a folder by writing a file. It has content, because an empty file needs no space."""
+    """Check a folder by writing a file. The file has content, because an empty file needs no space."""
     try:
         disk = os.statvfs(path)
         free, total = disk.f_bavail * disk.f_frsize / GB, disk.f_blocks * disk.f_frsize / GB
@@ -104,7 +104,7 @@ def _place(what: str, path: str) -> Place:
 
 
 def _interfaces() -> Iterator[Interface]:
-    """Yield the network interfaces, without loopback and those of containers and bridges."""
+    """Yield the network interfaces, except loopback and those of containers and bridges."""
     for name in network.interface_names():
         if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")) or ":" in name:
             continue
@@ -116,7 +116,7 @@ def _interfaces() -> Iterator[Interface]:
 
 
 def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
-    """Yield the InfiniBand ports; their files contain state '4: ACTIVE' and rate '200 Gb/sec (4X HDR)'."""
+    """Yield the InfiniBand ports. Their files contain state '4: ACTIVE' and rate '200 Gb/sec (4X HDR)'."""
     for port in sorted(place.glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb/sec", read_or_empty(port / "rate"))
         up = read_or_empty(port / "state").startswith("4:")
@@ -124,7 +124,7 @@ def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
 
 
 def _some(names: Sequence[str], own: str) -> list[str]:
-    """Return all names, or of many: its own, the first, its neighbors, and others at even distances."""
+    """Return all names, or if there are many: its own, the first, its neighbors, and others at even distances."""
     if len(names) <= MOST_NAMES:
         return list(names)
     at = names.index(own) if own in names else 0

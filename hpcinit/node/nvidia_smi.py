@@ -1,4 +1,4 @@
-"""Query nvidia-smi, and the errors (Xid) that NVIDIA's driver wrote to the kernel's log. Unknown values are empty."""
+"""Queries nvidia-smi, and reads NVIDIA's driver errors (Xid) from the kernel's log. Unknown values are empty."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _XID = re.compile(r"^\[ *(\d+\.\d+)\] .*?NVRM: Xid \(PCI:([0-9a-fA-F:]+)\): (\d+
 def query() -> tuple[tuple[Gpu, ...], str]:
     """Return the GPUs that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES is, and its message if it failed.
 
-    It creates no CUDA context. In a container it may list processes of other containers, or none. Without the command
-    there are no GPUs and no message.
+    It creates no CUDA context. In a container it may list processes of other containers, or none. If the command does
+    not exist, return no GPUs and no message.
     """
     fields = list(FIELDS)
     while True:
@@ -56,7 +56,7 @@ def query() -> tuple[tuple[Gpu, ...], str]:
 
 
 def parse(fields: Sequence[str], gpus: str, processes: str) -> tuple[Gpu, ...]:
-    """Return the GPUs in the output of --query-gpu and --query-compute-apps, as csv,noheader,nounits."""
+    """Return the GPUs in the output of --query-gpu and --query-compute-apps (csv,noheader,nounits)."""
     running: dict[str, list[GpuProcess]] = {}
     for cells in _rows(processes, len(PROCESS_FIELDS)):
         pid = int(_number(cells[1]) or 0)
@@ -93,7 +93,7 @@ def _number(cell: str) -> float | None:
 
 
 def _run(of: str, fields: Sequence[str]) -> tuple[int | None, str]:
-    """Return the exit status and the output; None as the status if there is no such command."""
+    """Return the exit status and the output. The status is None if the command does not exist."""
     command = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
@@ -105,7 +105,7 @@ def _run(of: str, fields: Sequence[str]) -> tuple[int | None, str]:
 
 
 def _job_and_user(pid: int) -> tuple[str, str]:
-    """Return the job of a process, or its user if the job is not readable."""
+    """Return the job of a process, or its user if the job cannot be read."""
     with suppress(OSError):
         found = re.search(rb"(?:^|\0)SLURM_JOB_ID=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
         if found:
@@ -119,7 +119,7 @@ def _job_and_user(pid: int) -> tuple[str, str]:
 
 
 def xids() -> tuple[Xid, ...]:
-    """Return the errors of NVIDIA's driver since the node started; () if this user may not read the kernel's log."""
+    """Return the errors of NVIDIA's driver since the node booted; () if this user may not read the kernel's log."""
     try:
         done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

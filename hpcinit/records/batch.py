@@ -1,7 +1,7 @@
-"""The number of samples per step: global batch = micro batch x accumulation x data parallel size.
+"""Computes the samples per step: global batch = micro batch x accumulation x data parallel size.
 
-The identity is DeepSpeed's (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
-parallel size); ranks of one pipeline, context or tensor parallel group work on the same samples and count once.
+The formula is DeepSpeed's (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
+parallel size). The ranks of a pipeline, context or tensor parallel group work on the same samples and count once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hpcinit.base.errors import RequestError
 
 @dataclass(frozen=True)
 class Batch:
-    """The sizes of one step.
+    """The batch sizes of one step.
 
     micro: samples in one forward pass of a rank. accumulation: forward passes per step. data_parallel: groups of ranks
-    with different samples. Raises RequestError for a number below 1.
+    with different samples. Raise RequestError for a number below 1.
     """
 
     micro: int
@@ -29,11 +29,11 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """The global batch: samples per step over all ranks."""
+        """Return the global batch: samples per step over all ranks."""
         return self.micro * self.accumulation * self.data_parallel
 
     def equation(self) -> str:
-        """Return 'micro 4 x accumulation 2 x data parallel 8 = 64'"""
+        """Return 'micro 4 x accumulation 2 x data parallel 8 = 64'."""
         return (
             f"micro {self.micro} x accumulation {self.accumulation} x data parallel {self.data_parallel} = {self.total}"
         )
@@ -42,7 +42,7 @@ class Batch:
 def solve(micro: int | None, accumulation: int | None, total: int | None, data_parallel: int) -> Batch:
     """Return the Batch from any two of the three numbers. With one number, accumulation (or else micro) is 1.
 
-    Raise RequestError, with the nearest values that work, instead of rounding.
+    Do not round: raise RequestError with the nearest values that work.
     """
     for key, value in (("micro", micro), ("accumulation", accumulation), ("global", total)):
         if value is not None:
@@ -78,7 +78,7 @@ def _indivisible(key: str, given: int, total: int, data_parallel: int) -> str:
 
 
 def _divisors_around(number: int, near: int) -> tuple[int, int | None]:
-    """Return the divisors of `number` just below and above `near`, which is not a divisor."""
+    """Return the divisors of `number` just below and above `near`. `near` itself is no divisor."""
     below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)
     above = next((n for n in range(near + 1, number + 1) if number % n == 0), None)
     return below, above

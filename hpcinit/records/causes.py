@@ -1,6 +1,6 @@
-"""The messages of other programs: what each shows, which ranks it names, and what to do about it.
+"""Recognizes messages of other programs: what each shows, which ranks it names, and what to do about it.
 
-One table for each question. The patterns match messages of torch, NCCL, gloo, CUDA's driver, DeepSpeed, Megatron-LM,
+Each question has one table. The patterns match messages of torch, NCCL, gloo, CUDA's driver, DeepSpeed, Megatron-LM,
 Python and Slurm. Errors that hpcinit raises have their kind in the error record. A secondary error is a consequence of
 another rank's failure.
 """
@@ -241,7 +241,7 @@ ADVICE = {
 def is_secondary_text(error: str, traceback: str = "") -> bool:
     """Return whether another program's message is a consequence of another rank's failure.
 
-    A broken connection counts only if it is one to other ranks. traceback: the error's, '' if unknown.
+    A broken connection counts only if it was to another rank. traceback: the error's, '' if unknown.
     """
     unquoted = _QUOTED.sub("''", error)
     if not (found := SECONDARY.search(unquoted)) or NAMES_THE_CAUSE.search(error):
@@ -262,7 +262,7 @@ def is_timeout(record: ErrorRecord) -> bool:
 
 
 def secondary_name(record: ErrorRecord) -> str:
-    """Return the name of the secondary error in the record, '' if it is none."""
+    """Return the name of the secondary error in the record, or '' if it is not secondary."""
     if record.kind in failure_kinds.SECONDARY:
         return failure_kinds.SECONDARY[record.kind]
     found = SECONDARY.search(record.foreign)
@@ -270,7 +270,7 @@ def secondary_name(record: ErrorRecord) -> str:
 
 
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
-    """Return the row of KINDS for another program's message, and the ranks at fault that it names, or None for none.
+    """Return the matching row of KINDS and the ranks at fault that the message names, or None if no row matches.
 
     A text in quotes may be a value, as in KeyError: 'nan'. Only patterns with quotes match it.
     """
@@ -292,8 +292,8 @@ def kind(error: str) -> tuple[str, str]:
 def of_record(record: ErrorRecord) -> tuple[str, str]:
     """Return (kind, advice) of a record.
 
-    An error of hpcinit that quotes another program has the kind of the quoted text, if one matches, else its own
-    kind. A kind of a later version counts as 'program'.
+    If an error of hpcinit quotes another program and a pattern matches the quoted text, return that kind, else its own.
+    A kind from a later version counts as 'program'.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:
@@ -307,7 +307,7 @@ _OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in furt
 
 
 def short(error: str) -> str:
-    """Return an error as one line, with the line of NCCL or torch that has the reason."""
+    """Return an error on one line, with the line of NCCL or torch that contains the reason."""
     line = brief(error)
     if last := _LAST.search(error):
         return f"{line.partition(':')[0]}: NCCL error: {brief(last[1])}"

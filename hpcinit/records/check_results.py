@@ -1,4 +1,4 @@
-"""The results of checks, of the doctor and of the check before a start."""
+"""Results of checks: of the doctor, and of the check before a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Components of a heterogeneous job in one world. Ranks are numbered over them in order. An ordinary job is one."""
+"""Components of a heterogeneous job in one world. Ranks are numbered over them in order. Other jobs have one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes that have the same number of ranks."""
+    """Nodes with the same number of ranks."""
 
     nodes: int
     ranks_per_node: int
@@ -29,7 +29,7 @@ def ranks(parts: Sequence[Component]) -> int:
 
 
 def ranks_in_a_row(parts: Sequence[Component]) -> int:
-    """Return how many consecutive ranks, counted from any multiple of the number, are on one node."""
+    """Return how many consecutive ranks are on one node, counted from any multiple of that number."""
     return math.gcd(*(part.ranks_per_node for part in parts))
 
 
@@ -39,7 +39,7 @@ def shape(parts: Sequence[Component]) -> str:
 
 
 def node_of(parts: Sequence[Component], rank: int) -> int:
-    """Return the index of a rank's node among the nodes of all components in their order."""
+    """Return the index of a rank's node among the nodes of all components, in order."""
     nodes = 0
     for part in parts:
         if rank < part.ranks:

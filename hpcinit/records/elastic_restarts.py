@@ -1,7 +1,7 @@
-"""Restarts inside a job, with launch=torchrun: elastic.jsonl in the run folder, one line for each.
+"""Records restarts inside a job, with launch=torchrun: elastic.jsonl in the run folder, one line per restart.
 
 Before each restart, the error records and hang reports of the failed start are moved to a folder `before-...`. So the
-run folder shows those of the last start only.
+run folder shows only those of the last start.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 
 @dataclass(frozen=True)
 class Restart:
-    """Why all ranks were restarted. job: World.job of the start that failed. number: 1 for the first of this step.
+    """One restart of all ranks. job: World.job of the start that failed. number: 1 for the first in this step.
 
     how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's error, or ''. step: the last reported one,
-    -1 for none. time: seconds since 1970. secondary: whether the error is a consequence of another rank's failure.
+    or -1. time: seconds since 1970. secondary: whether the error is a consequence of another rank's failure.
     """
 
     job: str
@@ -45,7 +45,7 @@ class Restart:
 
 
 def from_json(line: str) -> Restart:
-    """Return the Restart of a line. Raise ValueError, TypeError or AttributeError if it is not one."""
+    """Return the Restart in a line. Raise ValueError, TypeError or AttributeError if there is none."""
     try:
         found = run_folder.from_known_fields(Restart, json.loads(line))
     except RecursionError:
@@ -55,7 +55,7 @@ def from_json(line: str) -> Restart:
 
 
 def _check_types(found: Restart) -> None:
-    """Raise ValueError for a value of another type than its field's: another version or program may have written it."""
+    """Raise ValueError if a value has another type than its field: another version or program may have written it."""
     for name in ("job", "host", "how", "error"):
         getattr(found, name).encode()  # UnicodeEncodeError is a ValueError; a lone surrogate fits in no file
     for name in ("number", "rank", "step"):
@@ -69,7 +69,7 @@ def _check_types(found: Restart) -> None:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """Return the first restart in time that is not secondary; if all are, the first in time."""
+    """Return the earliest restart that is not secondary. If all are secondary, return the earliest."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 
@@ -80,7 +80,7 @@ def round_folder(step: str, number: int) -> str:
 
 
 def agents_folder(step: str) -> str:
-    """Return World.job of the rendezvous of the agents in the step '43.0.1': '43.0a.1'."""
+    """Return World.job of the agents' rendezvous in the step '43.0.1': '43.0a.1'."""
     head, _, restart = step.rpartition(".")
     return f"{head}a.{restart}"
 
@@ -94,7 +94,7 @@ def read(folder: Path) -> Iterator[Restart]:
 
 
 def furthest(folder: Path) -> int:
-    """Return the last step that rank 0 reported, -1 before the first."""
+    """Return the last step that rank 0 reported, or -1 if it has not reported any."""
     try:
         step = safe_files.read_json(folder / run_folder.PROGRESS)["step"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,7 @@
-"""The record of a rank's error: errors/rank-N.json in the run folder. The job writes it, the login node reads it."""
+"""The record of a rank's error: errors/rank-N.json in the run folder.
+
+The job writes it, and the login node reads it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from hpcinit.records import run_folder
 class ErrorRecord:
     """The error of one rank.
 
-    time: seconds since 1970, by the node's clock. monotonic: seconds since the node booted, which setting the clock
-    does not change. phase: 'start-up', 'training', 'saving', ... step: the last reported step, or -1. job: World.job,
-    unique to this start of this job.
+    time: seconds since 1970, by the node's clock. monotonic: seconds since the node booted, which do not change when
+    the clock is set. phase: 'start-up', 'training', 'saving', ... step: the last reported step, or -1. job: World.job,
+    which is unique to this start.
 
     kind: one of base/failure_kinds.py if hpcinit raised the error, '' if another program did. rank_at_fault,
-    host_at_fault: the rank whose failure caused this one, None and '' if unknown. quoted: another program's output in
-    hpcinit's message. hang: the fields of hang_report.HangReport, None for other errors.
+    host_at_fault: the rank whose failure caused this one; None and '' if unknown. quoted: another program's output in
+    hpcinit's message. hang: the fields of hang_report.HangReport; None for other errors.
     """
 
     time: float
@@ -42,7 +45,7 @@ class ErrorRecord:
 
     @property
     def foreign(self) -> str:
-        """The message of another program: `error`, or `quoted` if hpcinit raised the error."""
+        """Return the message of another program: `error`, or `quoted` if hpcinit raised the error."""
         return self.quoted if self.kind else self.error
 
     @property
@@ -55,15 +58,17 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Found:
-    """A record, and when its file was written, by the clock of the file system (with NFS: the server's)."""
+    """A record, and the time when its file was written, by the clock of the file system (with NFS: the server's)."""
 
     record: ErrorRecord
     written: float
 
 
 def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
-    """Yield the records in `folder` (errors/ of a run) that match `name`. Skip files that are unreadable or incomplete,
-    or that another version wrote."""
+    """Yield the records in `folder` (errors/ of a run) that match `name`.
+
+    Skip files that are unreadable, incomplete or from another version.
+    """
     for path in _named(folder, name):
         try:
             record = run_folder.from_known_fields(ErrorRecord, safe_files.read_json(path))
@@ -83,7 +88,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _check_types(record: ErrorRecord) -> None:
-    """Raise ValueError if a value does not have the type of its field."""
+    """Raise ValueError if a value has another type than its field."""
     for name, types in TYPES.items():
         if not isinstance(getattr(record, name), types):
             raise ValueError(f"{name} is {getattr(record, name)!r:.40}, expected {types[0].__name__}")

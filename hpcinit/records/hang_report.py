@@ -1,6 +1,6 @@
-"""The hang report: which rank the others wait for, from the stacks of all ranks and from the heartbeats.
+"""The hang report: which rank the others wait for, judging by the stacks of all ranks and the heartbeats.
 
-hang/JOB/rank-N.txt, one folder for each attempt, is the output of faulthandler below a first line 'main thread 0x...'.
+hang/JOB/rank-N.txt is the output of faulthandler after a first line 'main thread 0x...'. Each attempt has one folder.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PA
 class Place:
     """The position of a rank's main thread.
 
-    waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if unknown. outside: hpcinit has not started
-    the program yet, or waits for other ranks after its end. loader: 'its DataLoader worker (pid 4242, ...)' if the
-    thread waits for one, else ''. worker: the process of that worker, 0 if unknown. host, pid: the rank's process.
+    waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if unknown. outside: whether hpcinit has not
+    started the program yet, or waits for other ranks after its end. loader: 'its DataLoader worker (pid 4242, ...)' if
+    the thread waits for one, else ''. worker: the process of that worker, 0 if unknown. host, pid: the rank's process.
     """
 
     waits_in: str
@@ -71,19 +71,21 @@ class Place:
 
 @functools.cache  # the same files are on the stacks of all ranks
 def is_of_hpcinit(file: str) -> bool:
-    """Return whether a file of a stack is in the package hpcinit, wherever the rank's copy of the package is. Programs
-    that ship with it, such as hpcinit/jobs/smoke.py, are not: they run as a user's program does."""
+    """Return whether a file in a stack is part of the package hpcinit, wherever the rank's copy of it is.
+
+    Programs that ship with hpcinit, such as hpcinit/jobs/smoke.py, do not count: they run as a user's program does.
+    """
     _, found, inside = file.rpartition(f"/{PACKAGE.name}/")
     return bool(found) and not PROGRAMS.match(inside) and (PACKAGE / inside).is_file()
 
 
 def is_user_code(file: str) -> bool:
-    """Return whether a file of a stack is in no installed package, not in the standard library and not in hpcinit."""
+    """Return whether a file in a stack belongs neither to an installed package, the standard library nor hpcinit."""
     return not (INSTALLED.search(file) or STANDARD_LIBRARY.search(file) or is_of_hpcinit(file))
 
 
 def place(text: str) -> Place:
-    """Return the position of the main thread from the text of such a file."""
+    """Return the position of the main thread from the text of a stack file."""
     found, notes = _place_of(list(_main_frames(text))), text.partition("Thread")[0]
     if noted := NOTED.search(notes):
         worker = f"{found.loader} ({noted[3]})" if noted[3] and found.loader else found.loader
@@ -95,7 +97,7 @@ def place(text: str) -> Place:
 
 
 def _place_of(frames: Sequence[re.Match[str]]) -> Place:
-    """Return the position from the frames, the innermost first."""
+    """Return the position from the frames, innermost first."""
     program = [one for one in frames if not (BELOW_PROGRAMS.search(one["file"]) or is_of_hpcinit(one["file"]))]
     # A program that is an installed package itself (`-m package`) has no frame of the user.
     frame = next((one for one in program if is_user_code(one["file"])), program[-1] if program else None)
@@ -105,7 +107,7 @@ def _place_of(frames: Sequence[re.Match[str]]) -> Place:
 
 
 def _collective(frames: Sequence[re.Match[str]]) -> str:
-    """Return the outermost function of torch that waits: all_gather_object, not the all_gather that it calls."""
+    """Return the outermost torch function that waits: all_gather_object, not the all_gather that it calls."""
     names = [frame["name"] for frame in frames if frame["file"].endswith(COLLECTIVES)]
     public = [name for name in names if not name.startswith("_") and name != "wrapper"]
     if public:
@@ -115,7 +117,7 @@ def _collective(frames: Sequence[re.Match[str]]) -> str:
 
 
 def _main_frames(text: str) -> Iterator[re.Match[str]]:
-    """Yield the frames of the main thread, the innermost first."""
+    """Yield the frames of the main thread, innermost first."""
     first, _, rest = text.partition("\n")
     main = first.rpartition(" ")[2]
     inside = False
@@ -130,7 +132,7 @@ _TRACED = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.+
 
 
 def place_of_error(traceback: str) -> Place:
-    """Return the position at which an error was raised, from Python's traceback."""
+    """Return the position where an error was raised, from Python's traceback."""
     frames = [found for line in traceback.splitlines() if (found := _TRACED.match(line))]
     return _place_of(frames[::-1])
 
@@ -138,7 +140,7 @@ def place_of_error(traceback: str) -> Place:
 def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
     """Return the position of every rank whose stack is in `folder` (hang/JOB of a run).
 
-    since: skip stacks that were written before this time, by the clock of the file system.
+    since: skip stacks written before this time, by the clock of the file system.
     """
     found = {}
     with contextlib.suppress(OSError):  # an error of the disk: use what could be read
@@ -151,7 +153,7 @@ def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks that wait in one collective, called at one line of the program."""
+    """Ranks that wait in the same collective, called at the same line of the program."""
 
     ranks: tuple[int, ...] = ()
     collective: str = ""
@@ -163,7 +165,10 @@ class Waiting:
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
-    """Return the ranks that wait in another call than the majority, or None if all wait in one, or in more than two."""
+    """Return the ranks that wait in another call than the majority.
+
+    Return None if all wait in the same call, or in more than two.
+    """
     if len(calls) != 2:
         return None
     few, many = sorted(calls, key=lambda call: len(call.ranks))
@@ -172,7 +177,7 @@ def different_call(calls: Sequence[Waiting]) -> Waiting | None:
 
 @dataclass(frozen=True)
 class SilentNode:
-    """A node that wrote no heartbeat for silent_s seconds, and the ranks on it."""
+    """A node without a heartbeat for silent_s seconds, and its ranks."""
 
     host: str = ""
     silent_s: float = 0.0
@@ -187,8 +192,8 @@ class StuckRank:
     """A rank that does not wait in a collective.
 
     state: ELSEWHERE for a rank with a stack, whose line is `at`; ENDED; else the state of its process, as in
-    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or empty. loader, worker: as
-    in Place.
+    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or ''. loader, worker: as in
+    Place.
     """
 
     rank: int = -1
@@ -212,15 +217,15 @@ class StuckRank:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt their sentences.
+    """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt sentences.
 
-    rank, host, state: the rank at fault; rank is None if a whole node is at fault, and all are empty if the culprit is
-    unknown. silent_s: time since any rank took a step, or None if none has. last_steps: (step, the ranks that reported
-    it last). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
+    rank, host, state: the rank at fault. rank is None if a whole node is at fault; all are empty if the culprit is
+    unknown. silent_s: seconds since any rank took a step, or None if none has. last_steps: (step, the ranks that last
+    reported it). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
 
-    For a program that reports no steps, output_silent_s: time since any rank printed something. cpu: (percent of a
-    core, ranks). certain: each rank was seen in one function for half of the silence, and made no collective; some wait
-    in a collective, and others do not.
+    For a program that reports no steps, output_silent_s: seconds since any rank printed something. cpu: (percent of a
+    core, ranks). certain: some ranks wait in a collective and others do not; each was seen in one function for half of
+    the silence, and called no collective meanwhile.
     """
 
     rank: int | None = None
@@ -239,20 +244,22 @@ class HangReport:
 
     @property
     def nobody_waits(self) -> bool:
-        """Whether all ranks run the program, and none waits in a collective: they may work, for example on data. A wait
-        for a GPU looks like this too; only the flight recorder's dumps show it."""
+        """Return whether all ranks run the program and none waits in a collective: they may be working on data.
+
+        A wait for a GPU looks like this too; only the flight recorder's dumps show it.
+        """
         shown = self.waiting or self.silent_nodes or self.unheard or self.text
         return not shown and all(one.state == ELSEWHERE and not one.loader for one in self.stuck)
 
     @property
     def shows_who_is_late(self) -> bool:
-        """Whether some ranks wait in a collective, and the report names a rank or a node for which they wait."""
+        """Return whether some ranks wait in a collective, and the report names a rank or node for which they wait."""
         late = self.rank is not None or self.silent_nodes or self.unheard or different_call(self.waiting)
         return bool(self.waiting and late)
 
     @property
     def headline(self) -> str:
-        """The sentence about the rank or node at fault, or else the first one."""
+        """Return the sentence about the rank or node at fault, or else the first sentence."""
         blamed = () if self.nobody_waits else (*self.silent_nodes, *self.stuck)
         return next(map(str, blamed), "") or self.lines()[0]
 
@@ -284,7 +291,7 @@ class HangReport:
 
 
 def from_document(document: Mapping[str, Any]) -> HangReport:
-    """Return the report of document(). Missing keys count as empty; unknown keys are ignored.
+    """Return the report from the result of document(). Missing keys count as empty; ignore unknown keys.
 
     Raise ValueError, TypeError or AttributeError for values of other types.
     """
@@ -311,13 +318,13 @@ T = TypeVar("T")
 
 
 def _parts(kind: type[T], documents: Iterable[Any]) -> tuple[T, ...]:
-    """Return the parts of a report, with tuples where JSON has lists."""
+    """Return the parts of a report, with tuples instead of JSON's lists."""
     values = ({k: tuple(v) if isinstance(v, list) else v for k, v in one.items()} for one in documents)
     return tuple(run_folder.from_known_fields(kind, one) for one in values)
 
 
 def of_record(record: ErrorRecord | None) -> HangReport:
-    """Return the report in the error record of the rank that wrote it, or its message where there is none."""
+    """Return the report in the error record of the rank that wrote it, or its message if it has no report."""
     if record is None:
         return HangReport(text=("no report",))
     try:
@@ -329,9 +336,9 @@ def of_record(record: ErrorRecord | None) -> HangReport:
 def report(
     nodes: Sequence[NodeHeartbeats], stacks: Mapping[int, Place], now_s: float, size: int, fresh_s: float = DEAD_S
 ) -> HangReport:
-    """Return the report: how long no step was taken, which ranks wait in which collective, and which do not.
+    """Make the report: how long there was no step, which ranks wait in which collective, and which do not.
 
-    now_s: seconds since 1970, compared with each node's last heartbeat. size: the world size. fresh_s: the largest age
+    now_s: seconds since 1970, compared with each node's last heartbeat. size: the world size. fresh_s: the maximum age
     of a node's heartbeat while one of its ranks runs.
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
@@ -378,16 +385,20 @@ def report(
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
-    """Return the positions in the program. A stack outside of it was written after an error had ended the program:
-    then the rank was where the error was raised."""
+    """Return the positions in the program. For a stack outside of it, use the position where the error was raised.
+
+    Such a stack was written after the error had ended the program.
+    """
     return {rank: raised.get(rank, where) if where.outside else where for rank, where in stacks.items()}
 
 
 def without_output(
     run: Path, job_id: str, restart: object, now_s: float | None = None, raised: Mapping[int, Place] | None = None
 ) -> HangReport | None:
-    """Return what the ranks of a program that reports no steps do while none prints, or None if one does. now_s:
-    seconds since 1970 while the job runs. raised: where collectives have timed out since, by rank."""
+    """Return what ranks that report no steps do while none prints, or None if one prints.
+
+    now_s: seconds since 1970 while the job runs. raised: where collectives have timed out since, by rank.
+    """
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             marker, noted = safe_files.read_json(folder / SILENT), (folder / SILENT).stat().st_mtime
@@ -446,15 +457,20 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 
 
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
-    """Return the ranks for which others may wait. A rank whose program has ended waits for others itself, unless these
-    wait in a collective and no other rank is stuck."""
+    """Return the ranks for which others may wait.
+
+    A rank whose program has ended waits for others itself, unless these wait in a collective and no other rank is
+    stuck.
+    """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
 
 
 def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangReport:
-    """Return the report with the present state of each rank that wrote no stack. now: (state, at) by rank, as in
-    StuckRank."""
+    """Return the report with the current state of each rank that wrote no stack.
+
+    now: (state, at) by rank, as in StuckRank.
+    """
     stuck = []
     for one in report.stuck:
         known = one.rank in now and one.state in ("", MUTE)
@@ -464,16 +480,16 @@ def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangR
 
 
 def left(run: Path, job_id: str, restart: object) -> HangReport | None:
-    """Return the report of an attempt, in hang/JOB.STEP.RESTART of the run folder, or None if there is none.
+    """Return the report of an attempt, from hang/JOB.STEP.RESTART in the run folder, or None if there is none.
 
-    restart: a number, or None for any. job_id: for an array's task ('18_1') any job counts: Slurm names its steps after
-    another id, and no other job has its folder.
+    restart: a number, or None for any. job_id: for a task of an array ('18_1') any job counts: Slurm names its steps
+    after another id, and no other job uses its folder.
     """
     return next((_read(folder) for folder in _folders(run, (RECORD, REPORT), job_id, restart)), None)
 
 
 def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> Iterator[Path]:
-    """Yield the folders hang/JOB.STEP.RESTART of an attempt that have one of these files."""
+    """Yield the folders hang/JOB.STEP.RESTART of an attempt that contain one of these files."""
     for folder in sorted({path.parent for name in names for path in (run / run_folder.HANG_REPORTS).glob(f"*/{name}")}):
         job, _, rest = folder.name.partition(".")
         if ("_" in job_id or job == scratch.folder_name(job_id)) and (
@@ -483,7 +499,7 @@ def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> I
 
 
 def _read(folder: Path) -> HangReport | None:
-    """Return the report, from its text if the record is incomplete or missing (earlier versions wrote none)."""
+    """Return the report. Use its text if the record is incomplete or missing (earlier versions wrote none)."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         return from_document(safe_files.read_json(folder / RECORD))
     with contextlib.suppress(OSError):
@@ -493,8 +509,10 @@ def _read(folder: Path) -> HangReport | None:
 
 
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Return the seconds since any rank took a step, and (step, ranks) of the last reported steps. The step of a
-    process whose thread does not run is an old one."""
+    """Return the seconds since any rank took a step, and (step, ranks) of the last reported steps.
+
+    The step of a process whose thread does not run may be outdated.
+    """
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}
     for heartbeat in reported:
@@ -520,7 +538,7 @@ def _state(state: str, pid: int, at: str) -> str:
     called = f", called at {at}," if at else ""
     sentences = {
         STOPPED: f"process {pid} is stopped (SIGSTOP, or a debugger); to continue it: kill -CONT {pid}",
-        IN_KERNEL: f"process {pid} waits in the kernel, for a disk or a driver",
+        IN_KERNEL: f"process {pid} waits in the kernel for a disk or a driver",
         GONE: f"process {pid} has exited",
         MUTE: f"process {pid} runs C code that holds the GIL{called or ','} so no other thread of it can run",
     }

@@ -1,4 +1,4 @@
-"""The heartbeats of the ranks of a node while they train: heartbeats/JOB/HOST.json in the run folder."""
+"""The heartbeats of a node's ranks during training: heartbeats/JOB/HOST.json in the run folder."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FRESH_PERIODS = 3  # a heartbeat thread that is late by this many periods does n
 class RankHeartbeat:
     """The heartbeat of one rank.
 
-    step: the last that it reported, -1 before the first. silent_s: seconds since then, or None before the first. state:
-    '' while its thread runs; else the state of its process: 'stopped', 'in the kernel', 'gone', 'mute' (in C code).
+    step: the last reported one, or -1. silent_s: seconds since then, or None if there is none. state: '' while its
+    thread runs; else the state of its process: 'stopped', 'in the kernel', 'gone', 'mute' (in C code).
     """
 
     rank: int
@@ -30,7 +30,7 @@ class RankHeartbeat:
 
 @dataclass(frozen=True)
 class NodeHeartbeats:
-    """The heartbeats of one node. time: when this was written, in seconds since 1970 by the node's clock."""
+    """The heartbeats of one node. time: when they were written, in seconds since 1970 by the node's clock."""
 
     host: str
     time: float
@@ -41,7 +41,10 @@ class NodeHeartbeats:
 
 
 def read(folder: Path) -> list[NodeHeartbeats]:
-    """Return the last heartbeats of all nodes in `folder` (heartbeats/JOB of a run), by host. Skip unreadable files."""
+    """Return the last heartbeats of all nodes in `folder` (heartbeats/JOB of a run), sorted by host.
+
+    Skip unreadable files.
+    """
     found = []
     try:
         paths = sorted(folder.glob("*.json"))

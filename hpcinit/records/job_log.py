@@ -1,6 +1,6 @@
-"""Parse what Slurm prints to logs/job.log: how tasks ended, in the order in which srun received it.
+"""Parses what Slurm prints to logs/job.log: how tasks ended, in the order in which srun received it.
 
-Lines recorded with Slurm 22.05 are in tests/records/test_job_log.py. slurmstepd prints its messages about a step to the
+tests/records/test_job_log.py has lines recorded with Slurm 22.05. slurmstepd prints its messages about a step to the
 log of a node's first rank instead.
 """
 
@@ -60,7 +60,7 @@ SUCCEEDED = "Exited with exit code 0"
 
 
 def how(code: int) -> str:
-    """Return the end of a process as srun prints it. code: -9 for signal 9, like subprocess."""
+    """Return how a process ended, as srun prints it. code: -9 for signal 9, as in subprocess."""
     if code >= 0:
         return f"Exited with exit code {code}"
     with contextlib.suppress(ValueError):  # there is no such signal
@@ -83,14 +83,19 @@ class End:
 
     @property
     def succeeded(self) -> bool:
-        """Only hpcinit's own supervisors print this, for ranks that ended before another one failed."""
+        """Return whether the tasks succeeded.
+
+        Only hpcinit's supervisors print this, for ranks that ended before a failure.
+        """
         return self.how == SUCCEEDED
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A message of srun that tasks failed, or of Slurm that it ends the step (host ''). status: as a shell reports it.
-    how: as srun prints it."""
+    """A message of srun that tasks failed, or of Slurm that it ends the step (host '').
+
+    status: as a shell reports it. how: as srun prints it.
+    """
 
     host: str
     how: str
@@ -98,18 +103,18 @@ class Failure:
 
     @property
     def terminated(self) -> bool:
-        """Slurm or srun ended these tasks with SIGTERM."""
+        """Return whether Slurm or srun ended these tasks with SIGTERM."""
         return self.how == how(-signal.SIGTERM)
 
     @property
     def by_signal(self) -> bool:
-        """A signal other than SIGTERM ended these tasks."""
+        """Return whether a signal other than SIGTERM ended these tasks."""
         return not self.terminated and not self.how.startswith("Exited with")
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The end of a job by Slurm. why: '', 'TIME LIMIT', 'PREEMPTION', 'NODE FAILURE'. at: seconds since 1970."""
+    """The end of a job by Slurm. why: '', 'TIME LIMIT', 'PREEMPTION' or 'NODE FAILURE'. at: seconds since 1970."""
 
     why: str
     host: str
@@ -118,8 +123,9 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class JobLog:
-    """The messages of Slurm in a log. output: the last lines of other programs. unreachable: nodes where srun could not
-    start a task. refused: why Slurm did not start the program, '' if it did."""
+    """Slurm's messages in a log. output: the last lines of other programs. unreachable: nodes where srun could not
+    start a task. refused: why Slurm did not start the program, or ''.
+    """
 
     ends: tuple[End, ...] = ()
     lost: tuple[str, ...] = ()
@@ -131,10 +137,11 @@ class JobLog:
 
 
 def read(text: str, ranks_per_task: int = 1) -> JobLog:
-    """Return the messages of the last attempt: all attempts and all jobs of a chain write to the same log.
+    """Return the messages of the last attempt. All attempts and all jobs of a chain write to the same log.
 
-    ranks_per_task: 1, or the ranks of a node if one task starts them all. What such a task prints about its ranks
-    counts instead of srun's message about the task."""
+    ranks_per_task: 1, or the ranks of a node if one task starts them all. The messages of such a task about its ranks
+    replace srun's message about the task.
+    """
     lines = text.splitlines()
     starts = [number + 1 for number, line in enumerate(lines) if line.startswith(f"hpcinit: {NEW_ATTEMPT}")]
     lines = lines[max(starts, default=0) :]
@@ -176,7 +183,7 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 def failures(lines: Iterable[str]) -> Iterator[Failure]:
     """Yield the failures in messages of srun and Slurm, in the order in which srun received them.
 
-    After a failure srun terminates the other tasks, and returns their 143 or 137: the first failure is the cause.
+    After a failure srun terminates the other tasks, which then return 143 or 137. So the first failure is the cause.
     """
     for line in filter(is_from_slurm, lines):
         if found := _TASKS.match(line):
@@ -188,13 +195,15 @@ def failures(lines: Iterable[str]) -> Iterator[Failure]:
 
 
 def node_failed(lines: Iterable[str]) -> bool:
-    """Return whether Slurm reports a lost node: 'srun: error: Node failure on n2', '... DUE TO NODE FAILURE ***'."""
+    """Return whether Slurm reports a failed node: 'srun: error: Node failure on n2', '... DUE TO NODE FAILURE ***'."""
     return any(_NODE_FAILURE.search(line) for line in lines if is_from_slurm(line))
 
 
 def with_preemption(log: JobLog, at: str) -> JobLog:
-    """Return the log with the preemption that scontrol reports, at '2026-11-21T14:02:00' or '', unless the log has the
-    end of the job. With a grace time, ranks die of SIGTERM before Slurm prints that."""
+    """Return the log with the preemption that scontrol reports, unless the log shows how the job ended.
+
+    at: '2026-11-21T14:02:00' or ''. With a grace time, ranks die of SIGTERM before Slurm prints the end.
+    """
     return replace(log, cancelled=Cancelled("PREEMPTION", "", _time(at))) if at and not log.cancelled else log
 
 
@@ -209,7 +218,7 @@ def oom(lines: Iterable[str]) -> str:
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
-    """Return the ranks of '0-3,8'; () for more than MOST_RANKS, None for no list. Any program can print such a line."""
+    """Return the ranks in '0-3,8', () for more than MOST_RANKS, or None if it is no list: any program can print one."""
     found: list[int] = []
     for part in text.strip("[]").split(","):
         first, _, last = part.partition("-")

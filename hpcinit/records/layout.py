@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism uses. Arithmetic only, so it runs on a login node."""
+"""Computes how many ranks each kind of parallelism uses. It needs no torch, so it runs on a login node."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CP_KINDS = ("ulysses", "ring")
 class Layout:
     """Degrees of pipeline, replicated and sharded data, context and tensor parallelism.
 
-    At most one degree may be -1: over(world_size) replaces it by the remaining ranks. Raise RequestError for a degree
-    of 0 or below -1, or if two are -1.
+    At most one degree may be -1; over(world_size) replaces it with the remaining ranks. Raise RequestError if two are
+    -1, or if a degree is 0 or below -1.
 
     Attributes:
         pp: pipeline parallel degree.
@@ -64,26 +64,28 @@ class Layout:
             raise RequestError(f"ep {self.ep} does not divide {name} {degree}, whose ranks share the experts: {near}")
 
     def degrees(self) -> dict[str, int]:
-        """Return the degree of each dimension, from the outermost to the innermost."""
+        """Return the degree of each dimension, outermost first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
     def data_parallel(self) -> int:
-        """The number of groups of ranks that see different samples: dp_replicate x dp_shard. No degree may be -1."""
+        """Return the number of groups of ranks with different samples: dp_replicate x dp_shard.
+
+        No degree may be -1.
+        """
         return self.dp_replicate * self.dp_shard
 
     def _open(self) -> list[str]:
         return [name for name, degree in self.degrees().items() if degree == -1]
 
     def over(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """Return the layout with every degree filled in; their product is world_size.
+        """Return the layout with every degree filled in. Their product is world_size.
 
         Raise RequestError with the equation that is wrong and the nearest layout that fits.
 
         Args:
             world_size: the number of ranks.
-            ranks_per_node: None if unknown or not the same on all nodes; then tensor parallel groups are not checked
-                against it.
+            ranks_per_node: tensor parallel groups are checked against it. None if unknown or not the same on all nodes.
         """
         full = self._filled(world_size)
         if full is None:
@@ -97,7 +99,10 @@ class Layout:
         return full
 
     def _filled(self, world_size: int) -> Layout | None:
-        """Return the layout, or None if no value fits. Raise RequestError if expert parallel ranks do not fit."""
+        """Return the filled layout, or None if no value fits.
+
+        Raise RequestError if expert parallel ranks do not fit.
+        """
         rest, remainder = divmod(world_size, math.prod(degree for degree in self.degrees().values() if degree != -1))
         if remainder or not rest or (rest > 1 and not self._open()):
             return None
@@ -105,7 +110,7 @@ class Layout:
         return replace(self, **known)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the rank's index in each dimension; the last one varies fastest, as in torch's init_device_mesh.
+        """Return the rank's index in each dimension. The last one varies fastest, as in torch's init_device_mesh.
 
         Raise RequestError if a degree is -1, or if the rank does not exist.
 
@@ -128,7 +133,7 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Return the rank's share of the data, out of dp_replicate x dp_shard shares.
 
-        All ranks of a pipeline, context and tensor parallel group have the same share. Raise RequestError as
+        All ranks of a pipeline, context or tensor parallel group have the same share. Raise RequestError as
         coordinate() does.
 
         Args:
@@ -150,7 +155,7 @@ class Layout:
         return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """Yield 'with tp 8: dp_replicate 3' for each degree whose change alone makes the layout fit."""
+        """Yield 'with tp 8: dp_replicate 3' for each degree that makes the layout fit if it alone changes."""
         wanted = self._wanted()
         for name, degree in wanted.items():
             rest, remainder = divmod(world_size, math.prod(d for n, d in wanted.items() if n != name))
@@ -175,7 +180,7 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Return the nearest layout that fits, with all degrees changed; without ep if none fits with it."""
+        """Return the nearest layout that fits if all degrees may change, without ep if none fits with it."""
         wanted = self._wanted()
         made = [
             dict(zip(wanted, each, strict=False)) for each in _factors(world_size, len(wanted) + bool(self._open()))
@@ -201,7 +206,7 @@ class Layout:
 
 
 def divisors_around(number: int, near: int) -> list[int]:
-    """Return the divisors of `number` just below and above `near`; only `near` if it is one."""
+    """Return the divisors of `number` just below and above `near`, or only `near` if it is a divisor."""
     if number % near == 0:
         return [near]
     below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)

@@ -1,8 +1,8 @@
-"""GPU memory per rank: parameters, gradients, optimizer states and buffers, in bytes.
+"""Computes the GPU memory per rank: parameters, gradients, optimizer states and buffers, in bytes.
 
 P is the number of parameters divided by tp and pp; N is the number of ranks that shard them. States and gradients were
-measured on real ranks (tests/records/test_memory.py). NVMe, temporaries, autocast's copies and the parameters that
-ZeRO 3 gathers are computed from the sources only (docs/reference/memory.md). Sources:
+measured on real ranks (tests/records/test_memory.py). NVMe, temporaries, autocast's copies and the parameters that ZeRO
+3 gathers were not; they follow from the sources (docs/reference/memory.md). Sources:
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
     section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4
@@ -30,7 +30,10 @@ ALWAYS, PASS, STEP = "always", "pass", "step"  # pass: forward and backward. ste
 
 @dataclass(frozen=True)
 class Zero:
-    """DeepSpeed's options that memory depends on. Buckets, live and sub-group are in elements, DeepSpeed's defaults."""
+    """DeepSpeed's options that affect memory.
+
+    Buckets, live and sub-group are in elements, with DeepSpeed's defaults.
+    """
 
     stage: int = 0
     offload_param: str = "none"
@@ -44,7 +47,7 @@ class Zero:
 
     @property
     def buffers(self) -> int:
-        """Two if communication overlaps with computation: DeepSpeed's default in stage 3 only."""
+        """Return 2 in stages 1 and 2 if communication overlaps with computation, else 1."""
         overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
         return 2 if overlap and self.stage in {1, 2} else 1
 
@@ -53,8 +56,8 @@ class Zero:
 class Demand:
     """The model and how it is trained. layout: without a -1. layers: None if unknown.
 
-    wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries.
-    Raises RequestError for a number below 1 or another optimizer.
+    wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries. Raise
+    RequestError for a number below 1 or another optimizer.
     """
 
     parameters: int
@@ -76,24 +79,28 @@ class Demand:
 
     @property
     def own(self) -> int:
-        """P: the parameters of a rank's part of the model, as if all layers had the same size."""
+        """Return P: the parameters of a rank's part of the model, as if all layers had the same size."""
         return -(-self.parameters // (self.layout.tp * self.layout.pp))
 
     @property
     def block(self) -> int:
-        """The parameters of a layer, which FSDP gathers together, or 0 if the number of layers is unknown."""
+        """Return the parameters of a layer, which FSDP gathers together, or 0 if the number of layers is unknown."""
         return -(-self.parameters // (self.layout.tp * self.layers)) if self.layers else 0
 
     @property
     def copies(self) -> int:
-        """The ranks that ZeRO shards the same part of the model over. Parts of a sequence count as data."""
+        """Return the number of ranks over which ZeRO shards the same part of the model.
+
+        Parts of a sequence count as data.
+        """
         return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of the memory. bytes: on one rank. place: gpu, cpu or nvme. during: always, pass or step. how: the
-    formula."""
+    formula.
+    """
 
     name: str
     bytes: int
@@ -103,7 +110,7 @@ class Part:
 
 
 def total(parts: Sequence[Part], place: str) -> int:
-    """Return the largest sum at any time: the permanent parts, and the larger of pass and step."""
+    """Return the largest sum at any time: the permanent parts plus the larger of pass and step."""
     sums = {
         during: sum(part.bytes for part in parts if part.place == place and part.during == during)
         for during in (ALWAYS, PASS, STEP)
@@ -112,7 +119,7 @@ def total(parts: Sequence[Part], place: str) -> int:
 
 
 def _per(name: str, each: int, of: int, shards: int = 1, place: str = GPU, during: str = ALWAYS) -> Part:
-    """Return a Part of `each` bytes for each of the `of` elements, divided by `shards`."""
+    """Return a Part of `each` bytes per element, for `of` elements, divided by `shards`."""
     how = f"{each} B x {_short(of)}" + (f" / {shards}" if shards > 1 else "")
     return Part(name, each * -(-of // shards), how, place, during)
 
@@ -122,13 +129,13 @@ def _short(number: int) -> str:
 
 
 def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
-    """torch.optim on CUDA uses foreach by default: about sizeof(params) more."""
+    """Yield the temporaries of torch.optim: on CUDA it uses foreach by default, about sizeof(params) more."""
     if not demand.fused and demand.optimizer != "sgd":
         yield _per("step's temporaries", 4, demand.own, shards, during=STEP)
 
 
 def ddp(demand: Demand) -> Iterator[Part]:
-    """Yield the parts with DDP: 4P + 4P + states, all in fp32, also under autocast.
+    """Yield the parts with DDP: 4P + 4P + states, all in fp32, even under autocast.
 
     The gradients are views of the buckets (gradient_as_bucket_view).
     """
@@ -155,12 +162,14 @@ def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
 
 
 def zero(demand: Demand) -> Iterator[Part]:
-    """Return the parts with DeepSpeed's engine, for the ZeRO stage of `demand`."""
+    """Return the parts with DeepSpeed's engine for the ZeRO stage of `demand`."""
     return _zero_0(demand) if demand.zero.stage == 0 else _zero_1_to_3(demand)
 
 
 def _zero_0(demand: Demand) -> Iterator[Part]:
-    """(2 + 2 + 4 + states)P, and 4P of fp32 gradients at the step. In fp32 there is no master copy."""
+    """Yield the parts of stage 0: (2 + 2 + 4 + states)P, and 4P of fp32 gradients at the step. fp32 needs no master
+    copy.
+    """
     each, mixed = BYTES[demand.param], demand.param != "fp32"
     yield _per("parameters", each, demand.own)
     yield _per("gradients", each, demand.own)

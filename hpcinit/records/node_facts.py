@@ -1,4 +1,4 @@
-"""What node/node_probe.py reads about a node: folders, interfaces, GPUs, NCCL's interface, leftovers of ended jobs."""
+"""The facts that node/node_probe.py reads about a node: folders, interfaces, GPUs, NCCL's interface, leftovers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that jobs write to. what: 'shared memory'. error: why it cannot be written, or ''."""
+    """A folder to which jobs write. what: 'shared memory'. error: why it cannot be written, or ''."""
 
     what: str
     path: str
@@ -31,7 +31,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Name:
-    """How a node resolves another's name. back: the name of the first address. error: why it cannot, or ''."""
+    """How a node resolves another node's name. back: the name of the first address. error: why it cannot, or ''."""
 
     host: str
     addresses: tuple[str, ...] = ()
@@ -41,9 +41,9 @@ class Name:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that uses a GPU. used_mb: MiB of the GPU's memory, None where the driver does not report it.
+    """A process that uses a GPU. used_mb: MiB of the GPU's memory, or None if the driver does not report it.
 
-    job: the Slurm job in its environment, or ''. user: its user, where the job is unknown.
+    job: the Slurm job in its environment, or ''. user: its user, if the job is unknown.
     """
 
     pid: int
@@ -55,11 +55,12 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it before the job uses it; None or '' for what it does not report.
+    """A GPU as nvidia-smi reports it before the job uses it. Values that it does not report are None or ''.
 
     used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
     Clocks are in MHz. pcie_gen, pcie_width: those of the link now; an idle link may have a lower generation than its
-    best. slowed: NVML's bits for why the clocks are lower. recovery: what the driver needs to repair the GPU, 'Reset'.
+    maximum. slowed: NVML's bits for why the clocks are reduced. recovery: what the driver needs to repair the GPU,
+    'Reset'.
     """
 
     uuid: str
@@ -120,7 +121,7 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A process of a job that has ended, or that Slurm does not report any more (known: False)."""
+    """A process of a job that has ended, or that Slurm no longer reports (known: False)."""
 
     pid: int
     name: str
@@ -142,7 +143,7 @@ class Node:
     """The facts about one node, as the probe found them.
 
     assigned: the GPUs that Slurm gave the job, '0'. shares_gpus: whether the site shares a GPU between jobs.
-    gpu_error: why nvidia-smi failed. nccl: None if NCCL is not installed or not used.
+    gpu_error: why nvidia-smi failed, or ''. nccl: None if NCCL is not installed or not used.
     """
 
     memory_gb: float = 0.0
@@ -163,7 +164,7 @@ class Node:
 
 
 def from_document(kind: Any, document: Mapping[str, Any]) -> Any:
-    """Return a dataclass `kind` from its asdict(), without fields of later versions.
+    """Return a dataclass `kind` from its asdict(), ignoring fields of later versions.
 
     Raise TypeError if a field is missing.
     """

@@ -1,7 +1,7 @@
-"""The failures of each node: one file for each cluster, with a line of JSON for each failure.
+"""The failures of each node: one file per cluster, with one line of JSON per failure.
 
-Lines are only appended, so that two submissions at a time need no lock. If they damage a line (O_APPEND over NFS), the
-line is ignored. Clearing the history of a node also appends a line: failures before it no longer count.
+Lines are only appended, so two submissions at the same time need no lock. If they damage a line (O_APPEND over NFS), it
+is ignored. Clearing the history of a node also appends a line: earlier failures then no longer count.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DEVICE_XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
 class NodeFailure:
     """One failure of a node.
 
-    time: seconds since 1970, by the clock of the file system. kind: NODE_FAIL, 'Xid 79', 'ECC', ... run: the folder.
-    about: Slurm's reason, the error's first line, or the reason given with --why.
+    time: seconds since 1970, by the clock of the file system. kind: NODE_FAIL, 'Xid 79', 'ECC', ... run: the run's
+    folder. about: Slurm's reason, the first line of the error, or the reason given with --why.
     """
 
     time: float
@@ -46,13 +46,13 @@ class NodeFailure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What identifies the failure: each kind counts once per node and job."""
+        """Return what identifies the failure: each kind counts once per node and job."""
         return (self.host, self.kind, self.job)
 
 
 @dataclass(frozen=True)
 class NodeHistory:
-    """A node and its failures that count, the oldest first."""
+    """A node and its failures that count, oldest first."""
 
     host: str
     failures: tuple[NodeFailure, ...]
@@ -68,7 +68,7 @@ class NodeHistory:
         return max(times) + expiry_h * 3600 if times else None
 
     def summary(self, expiry_h: float, why: bool = True) -> str:
-        """Return '2 failures in 24 h: NODE_FAIL, Xid 79'. why: also the reason of --add or of the doctor."""
+        """Return '2 failures in 24 h: NODE_FAIL, Xid 79'. why: add the reason given with --add or by the doctor."""
         seen = [one for one in self.failures if one.kind not in AT_ONCE]
         kinds = list(dict.fromkeys(one.kind for one in seen))
         more = [f"and {len(kinds) - KINDS_SHOWN} more"] * (len(kinds) > KINDS_SHOWN)
@@ -81,8 +81,7 @@ class NodeHistory:
 
 
 def folder(env: Mapping[str, str]) -> Path:
-    """Return the folder of all files. An XDG_STATE_HOME that is not an absolute path is ignored, as its standard
-    requires."""
+    """Return the folder of all files. A relative XDG_STATE_HOME is ignored, as its standard requires."""
     own = env.get("XDG_STATE_HOME", "")
     return (Path(own) if own.startswith("/") else home() / ".local/state") / FOLDER
 
@@ -92,7 +91,7 @@ def file(env: Mapping[str, str], cluster: str) -> Path:
 
 
 def read(path: Path) -> list[NodeFailure]:
-    """Return the failures in the file; none if it does not exist. Skip other lines."""
+    """Return the failures in the file, or none if it does not exist. Skip other lines."""
     try:
         lines = safe_files.read_text(path).splitlines()
     except OSError:
@@ -122,14 +121,14 @@ def append(path: Path, found: Iterable[NodeFailure]) -> None:
 
 
 def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> list[NodeFailure]:
-    """Return the failures of `found` that are not in the file (cleared ones are)."""
+    """Return those failures of `found` that are not in the file, not even as cleared ones."""
     keys = {one.key for one in known}
     fresh = {one.key: one for one in found if one.key not in keys}
     return list(fresh.values())
 
 
 def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[NodeHistory]:
-    """Return each node with failures that count at the time `now`, the worst first."""
+    """Return each node with failures that count at the time `now`, worst first."""
     known = list(known)
     since = {one.host: now - expiry_h * 3600 for one in known}
     for one in known:

@@ -1,7 +1,7 @@
-"""How much of hpcinit the program of a run uses, and which options of the run have no effect because of that.
+"""Records how much of hpcinit a run's program uses, and which options have no effect because of that.
 
-Rank 0 writes program_use.json before the program starts, again in hpcinit.init() and in run.wrap(). So the record is
-also right if the program is killed or replaces its process.
+Rank 0 writes program_use.json before the program starts, and again in hpcinit.init() and in run.wrap(). So the record
+is right even if the program is killed or replaces its process.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class ProgramUse:
-    """The content of program_use.json. uses: NOTHING, INIT or WRAP. no_effect: options that were set in vain."""
+    """The content of program_use.json. uses: NOTHING, INIT or WRAP. no_effect: options without effect."""
 
     uses: str
     no_effect: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
-        """Which options had no effect and why, or ''."""
+        """Return which options had no effect and why, or ''."""
         return f"{_MISSING[self.uses]}: {', '.join(self.no_effect)} had no effect" if self.no_effect else ""
 
     @property
     def advice(self) -> str:
-        """What to change, or ''."""
+        """Return what to change, or ''."""
         return _ADVICE[self.uses] if self.no_effect else ""
 
 
 def of_spec(spec: Spec, uses: str) -> ProgramUse:
-    """Return the record for a program that has reached this step. An option was set if it differs from its default."""
+    """Return the record for a program that has reached this step. Options with their default values do not count."""
     found = {NOTHING: _of_init, INIT: _of_wrap}.get(uses)
     return ProgramUse(uses, tuple(found(spec)) if found else ())
 
 
 def start(folder: Path, spec: Spec) -> None:
-    """Write the record of a program that starts now."""
+    """Write the record of a program that is about to start."""
     _write(folder, of_spec(spec, NOTHING))
 
 
@@ -64,7 +64,7 @@ def advance(folder: Path, use: ProgramUse) -> None:
 
 
 def _write(folder: Path, use: ProgramUse) -> None:
-    """If writing fails, remove the earlier record, which is wrong now. Never raises OSError."""
+    """Write the record. If that fails, remove the earlier one, which is wrong now. Never raise OSError."""
     path = folder / run_folder.PROGRAM_USE
     try:
         safe_files.write_atomically(path, json.dumps(asdict(use)) + "\n")
@@ -83,7 +83,7 @@ def read(folder: Path) -> ProgramUse | None:
 
 
 def _of_init(spec: Spec) -> Iterator[str]:
-    """Yield the options that only work with hpcinit.init()."""
+    """Yield the options that work only with hpcinit.init()."""
     usual = Layout().over(spec.world_size, spec.ranks_in_a_row)
     if spec.layout != usual or spec.training.wrap != Training.wrap:
         yield "parallel"
@@ -102,7 +102,7 @@ def _of_init(spec: Spec) -> Iterator[str]:
 
 
 def _of_wrap(spec: Spec) -> Iterator[str]:
-    """Yield the options that only work with run.wrap(). With DeepSpeed, init() itself has used parallel.wrap."""
+    """Yield the options that work only with run.wrap(). With DeepSpeed, init() has already used parallel.wrap."""
     if spec.training.wrap != Training.wrap and not spec.training.wrapper.needs_deepspeed:
         yield "parallel.wrap"
     yield from _of_training(spec)

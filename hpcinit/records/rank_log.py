@@ -1,7 +1,8 @@
-"""The log of a rank that prints to a file: a full disk loses lines of it, and does not end the rank.
+"""The log of a rank that prints to a file. A full disk loses lines of it, but does not end the rank.
 
 With launch=srun a rank prints to a pipe, and Slurm writes the log. With launch=fork, torchrun and cluster=local the
-file is the rank's stdout, where print() would raise OSError in the user's program."""
+file is the rank's stdout, where print() would raise OSError in the user's program.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ from hpcinit.base.console import say
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
-    """Yield the log, open for appending; or None, after a warning, if its disk fails. Raise OSError for a wrong
-    path."""
+    """Yield the log, open for appending, or None after a warning if its disk fails. Raise OSError for a wrong path."""
     log = None
     try:
         log = path.open("ab", buffering=0)  # the umask is the user's
@@ -37,7 +37,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Log(io.FileIO):
-    """A file that drops what the disk does not accept, and reports the loss in the next line that it accepts."""
+    """A file that drops what the disk does not accept, and reports the loss in the next line that the disk accepts."""
 
     _lost, _why = 0, ""
 

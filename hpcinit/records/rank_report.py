@@ -1,6 +1,6 @@
 """The report of a rank of the doctor's job: doctor/rank-N.json, with the links that it measured.
 
-The rank writes it again at each stage, so that a rank that hangs, or whose node fails, leaves the earlier stages.
+The rank writes the report again at each stage. If it hangs or its node fails, the earlier stages remain.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: started, in the pro
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks, measured by the first. It has one value per round, the best of several tries.
+    """A link between two ranks, measured by the first. It has one value per round: the best of several tries.
 
     round_trip_s: time for 8 bytes. gb_s: 10^9 bytes per second in one direction. ahead_s: how far the second rank's
-    clock is ahead, with an error of at most within_s; measured between nodes only.
+    clock is ahead, with an error of at most within_s; measured only between nodes.
     """
 
     a: int
@@ -41,7 +41,7 @@ class Link:
 class AllReduce:
     """A measured all-reduce.
 
-    size: bytes. seconds: the slowest rank's, best of several. ranks: how many took part.
+    size: bytes. seconds: the time of the slowest rank, best of several tries. ranks: how many took part.
     """
 
     size: int
@@ -50,7 +50,7 @@ class AllReduce:
 
     @property
     def bus_gb_s(self) -> float:
-        """2 (n - 1) / n x size / time: comparable with the bandwidth of a link for any number of ranks.
+        """Return 2 (n - 1) / n x size / time, which is comparable with a link's bandwidth for any number of ranks.
 
         https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """
@@ -59,7 +59,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bandwidth of copies in 10^9 bytes a second: from pinned host memory, back to it, and on the device (one way)."""
+    """Bandwidth of copies in 10^9 bytes per second: from pinned host memory, to it, and on the device (one way)."""
 
     to_device_gb_s: float
     from_device_gb_s: float
@@ -70,8 +70,8 @@ class Copies:
 class Report:
     """What one rank of the doctor found.
 
-    device: as torch calls it, with name, uuid and pci as far as known. cpus: cores it may run on. driver: the
-    GPU's. pid: the rank's process. copies: for a GPU only. Only local rank 0 reports node, hosts (those of the world)
+    device: torch's name for it, with name, uuid and pci where known. cpus: cores on which it may run. driver: the
+    GPU's. pid: the rank's process. copies: only for a GPU. Only local rank 0 reports node, hosts (those of the world)
     and on_node (the all-reduce within the node).
     """
 
@@ -108,7 +108,7 @@ def write(folder: Path, report: Report) -> None:
 
 
 def read(folder: Path) -> list[Report]:
-    """Return the reports in `folder`, by rank. Skip files that cannot be read."""
+    """Return the reports in `folder`, sorted by rank. Skip files that cannot be read."""
     return sorted(_reports(folder / FOLDER), key=lambda one: one.rank)
 
 
@@ -141,7 +141,7 @@ class Pair(NamedTuple):
 
 
 def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
-    """Return the links to measure, each once, those inside nodes first. nodes: the ranks of each node."""
+    """Return the links to measure, each once, starting with those inside nodes. nodes: the ranks of each node."""
     found = [Pair(a, b, False) for ranks in nodes for a, b in _ring(ranks)]
     for here, there in _ring(range(len(nodes))):
         found += [Pair(a, b, True) for a, b in zip(nodes[here], nodes[there], strict=False)]
@@ -149,7 +149,7 @@ def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 
 
 def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pairs of adjacent items in a ring: two items have one link, one has none."""
+    """Return the pairs of neighbors in a ring. Two items have one link, one item has none."""
     if len(items) < 2:
         return []
     around = [(items[i], items[(i + 1) % len(items)]) for i in range(len(items))]
@@ -157,7 +157,10 @@ def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
-    """Return phases in which each rank measures one link. A phase has links inside nodes or between nodes, not both."""
+    """Return phases in which each rank measures one link.
+
+    A phase has only links inside nodes, or only between nodes.
+    """
     found: list[tuple[bool, set[int], list[Pair]]] = []
     for pair in wanted:
         for between, busy, members in found:
@@ -171,9 +174,11 @@ def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
 
 
 class Rule(NamedTuple):
-    """The definition of slow: in every round more than `factor` times the median of all, more than `mads` median
-    absolute deviations above it, and more than `least` above it. One round is not enough: another job may use the
-    network for a moment."""
+    """The definition of slow: in every round, a time more than `factor` times the median of all, more than `mads`
+    median absolute deviations above it, and more than `least` above it.
+
+    One round is not enough, because another job may use the network for a moment.
+    """
 
     factor: float
     mads: float = 3.0
@@ -181,7 +186,7 @@ class Rule(NamedTuple):
 
 
 def slow_links(times: Mapping[K, Sequence[float]], rule: Rule) -> list[K]:
-    """Return the slow keys; none if there are fewer than three.
+    """Return the slow keys, or none if there are fewer than three keys.
 
     times: key -> its times in each round; larger is slower.
     """

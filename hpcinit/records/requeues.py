@@ -1,4 +1,4 @@
-"""The restarts of a run by requeue: restarts.jsonl in the run folder, a line for each."""
+"""Records the restarts of a run by requeue: restarts.jsonl in the run folder, one line per restart."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from hpcinit.records import run_folder
 @dataclass(frozen=True)
 class Restart:
     """One restart. reason: why the attempt before `restart` ended. step: the furthest step before it, if any.
-    without_progress: how many restarts in a row until this one did not get beyond it. max_restarts: how many restarts
-    the job may have, or None without a limit."""
+
+    without_progress: how many consecutive restarts, this one included, did not get beyond that step. max_restarts: how
+    many restarts the job may have, or None for no limit.
+    """
 
     job: str
     restart: int
@@ -27,7 +29,7 @@ class Restart:
 
 
 def read(path: Path) -> list[Restart]:
-    """Return the restarts of a run, the first one first. Skip lines that are not readable."""
+    """Return the restarts of a run, oldest first. Skip unreadable lines."""
     try:
         return list(_lines(iter(safe_files.read_text(f"{path}/{run_folder.RESTARTS}").splitlines())))
     except OSError:
@@ -45,7 +47,7 @@ def _lines(text: Iterator[str]) -> Iterator[Restart]:
 
 
 def append(path: Path, restart: Restart) -> None:
-    """Append the restart to the record of the run in `path`; a full disk leaves the record as it was.
+    """Append the restart to the record of the run in `path`. A full disk leaves the record unchanged.
 
     Raise OSError if the file cannot be written.
     """

@@ -1,6 +1,6 @@
-"""The result of a run: result.json, `{"value": 0.25}`, `{"value": [0.25, 3]}` or another value of JSON.
+"""The result of a run: result.json, `{"value": 0.25}`, `{"value": [0.25, 3]}` or another JSON value.
 
-A search needs one number or several. A report never fails a training run: any other value is a warning.
+A search needs one or more numbers. Reporting a result never fails a training run: any other value gives a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = float | tuple[float, ...]
 
 
 def reported(value: object) -> Any:
-    """Return `value` as a value of JSON: numbers as floats, a tensor or array with one element as that element.
+    """Return `value` as a JSON value: numbers as floats, a tensor or array with one element as that element.
 
     Raise RequestError for anything else.
     """
@@ -62,7 +62,7 @@ def write(folder: Path, value: Any) -> None:
 
 
 def write_or_print(folder: Path, value: Any) -> None:
-    """Write the result; if that fails, retry until the process ends, then print it. Never raise OSError.
+    """Write the result. If that fails, retry until the process ends, then print it. Never raise OSError.
 
     An error here would fail a training run that has finished and saved, and would end the other ranks.
     """
@@ -82,14 +82,14 @@ def write_or_print(folder: Path, value: Any) -> None:
 
 
 def _print() -> None:
-    """Print the results that could not be written, at the end of the process."""
+    """At the end of the process, print the results that could not be written."""
     background_writer.flush()
     for path, text in _unwritten.items():
         say(f"error: {path} could not be written; free disk space and write this result to it: {text}")
 
 
 def read(folder: Path) -> Any:
-    """Return the result, or None if the run wrote none. Raise RequestError if the file is not a result."""
+    """Return the result, or None if the run wrote none. Raise RequestError if the file does not contain a result."""
     file = folder / run_folder.RESULT
     try:
         return safe_files.read_json(file)["value"]

@@ -1,4 +1,4 @@
-"""Names of the files in a run folder, reasons for a restart, and reading records of other versions."""
+"""Names of the files in a run folder, reasons for a restart, and functions that read records of other versions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a dataclass `kind` from the keys of `document` that it has fields for; ignore keys of later versions.
+    """Return a dataclass `kind` from the keys of `document`. Ignore keys of later versions.
 
     Raise TypeError if a field without a default is missing, AttributeError if `document` is not a mapping.
     """

@@ -1,11 +1,11 @@
-"""The numbers of runs: NAME-0042 in a runs_dir. A number is never used twice, also after its folder was removed.
+"""Numbers the runs: NAME-0042 in a runs_dir. A number is never reused, even after its folder was removed.
 
-The highest numbers of a name are in the names of empty files, `.NAME-0042.number`: a name is never half-written, also
-not over NFS. A file is removed only after runs with higher numbers were submitted. So the highest one remains, whatever
-several login nodes do at the same time. If all are missing, the folders alone decide.
+The highest numbers of a name are in the names of empty files, `.NAME-0042.number`, because a file name is never
+half-written, not even over NFS. A file is removed only after runs with higher numbers were submitted. So the highest
+one remains, whatever several login nodes do at the same time. If all are missing, the folders alone decide.
 
-A submission may be slow, or see an old list of the folder over NFS. Then another run may have had its number, and may
-even be removed. So the last KEPT files remain as well, and take() refuses the number.
+A submission may be slow, or see an old list of the folder over NFS. Meanwhile another run may have used its number, and
+may even have been removed. So the last KEPT files remain as well, and take() refuses the number.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ KEPT = 20  # files of a name that remain below the highest one
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
-    """Return the number after the highest that this user's folders and marks have, and that no entry has.
+    """Return the number after the highest one in this user's folders and marks. No entry has it.
 
-    promised: further names of folders that count.
+    promised: names of more folders that count.
     """
     names = {*_names(runs_dir), *promised}
     found = sorted(((number, one) for one in names for number in _numbers(one, name)), reverse=True)
@@ -37,7 +37,10 @@ def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> in
 
 
 def take(run: Path) -> None:
-    """Record the number of the new folder `run`. Raise FileExistsError if another run may have had it, and OSError."""
+    """Record the number of the new folder `run`.
+
+    Raise FileExistsError if another run may have used it, and OSError if the record cannot be written.
+    """
     mark(run, os.O_EXCL)
     if (found := _RUN.fullmatch(run.name)) and next_number(run.parent, found["name"]) - int(found["number"]) > KEPT:
         unmark(run)
@@ -45,7 +48,7 @@ def take(run: Path) -> None:
 
 
 def mark(run: Path, flags: int = 0) -> None:
-    """Record the number of the folder `run`. flags: further ones of os.open.
+    """Record the number of the folder `run`. flags: more flags for os.open.
 
     Raise OSError if the file cannot be written.
     """
@@ -59,7 +62,7 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """Remove the marks below the last KEPT before that of `run`, which was submitted, so that its mark remains."""
+    """Remove this name's marks more than KEPT below the number of `run`, which was submitted."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):
@@ -92,7 +95,7 @@ def _mark(run: Path) -> Path:
 
 
 def _numbers(entry: str, name: str) -> Iterator[int]:
-    """Yield the number of `entry`, if it is a folder or a mark of runs with this name."""
+    """Yield the number of `entry` if it is a folder or a mark of runs with this name."""
     folder = entry[1:].removesuffix(".number") if entry.startswith(".") and entry.endswith(".number") else entry
     if (found := _RUN.fullmatch(folder)) and found["name"] == name:
         yield int(found["number"])

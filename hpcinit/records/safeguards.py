@@ -1,6 +1,6 @@
-"""Environment variables that protect a run: a flight recorder for hangs, and caches of kernels on the node's disk.
+"""Sets environment variables that protect a run: a flight recorder for hangs, and kernel caches on the node's disk.
 
-They are set before torch reads them, only if the user has not set them, and are listed in the run folder.
+They are set before torch reads them, unless the user has set them, and are listed in the run folder.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class _Variable:
 
 
 def _recorder(dumps: str) -> list[_Variable]:
-    """Return the variables of torch's flight recorder. By default all jobs write to the same files in the shared home,
-    ~/.cache/torch/comm_lib_trace_rank_N. The recorder does not create a missing folder."""
+    """Return the variables of torch's flight recorder.
+
+    By default all jobs write to the same files in the shared home, ~/.cache/torch/comm_lib_trace_rank_N. The recorder
+    does not create a missing folder.
+    """
     found = [
         # 3 is torch's current default ("a temporary option" in ProcessGroupNCCL.hpp): a rank whose collective failed
         # exits instead of continuing with wrong values.
@@ -46,18 +49,20 @@ def _recorder(dumps: str) -> list[_Variable]:
 
 
 def _pipe(folder: Path) -> _Variable:
-    """Return the variable of the pipe FOLDER/flight_N.pipe. A byte in it makes NCCL write its dump. torch fails if it
-    cannot create the pipe, so it is on the node's own disk."""
+    """Return the variable for the pipe FOLDER/flight_N.pipe. A byte in it makes NCCL write its dump.
+
+    The pipe is on the node's own disk, because torch fails if it cannot create it.
+    """
     return _Variable("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/flight_")
 
 
 def _caches(kept: Path) -> list[_Variable]:
-    """Return the variables of the caches of kernels, in the folder `kept` that outlives the job.
+    """Return the variables for the kernel caches, in the folder `kept`, which outlives the job.
 
     Triton's default is in the home, where the ranks of several nodes race over NFS. Inductor's default is
-    /tmp/torchinductor_USER, which another user can create first. torch's folder of extensions is left alone: what you
-    compiled on a login node is in it, and a compute node may have no compiler. MIOpen's default is a database in the
-    home, whose locks fail on Lustre; sites advise a folder in /tmp.
+    /tmp/torchinductor_USER, which another user can create first. MIOpen's default is a database in the home, whose
+    locks fail on Lustre; sites advise a folder in /tmp. torch's folder of extensions stays as it is: it contains what
+    you compiled on a login node, and a compute node may have no compiler.
     """
     found = [
         _Variable("TRITON_CACHE_DIR", f"{kept}/triton", also=("TRITON_HOME",)),
@@ -75,9 +80,8 @@ CACHES = tuple(variable.name for variable in _caches(Path()))
 def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: str) -> dict[str, str]:
     """Return the variables to add to `env`: those that it does not have under any of their names.
 
-    caches: two private folders on this node's disk, of this job and of all jobs, or None if there are none.
-    dumps: the path of the flight recorder's files
-    without the rank at the end, '' if no folder can be written.
+    caches: two private folders on this node's disk, of this job and of all jobs, or None if there are none. dumps: the
+    path of the flight recorder's files without the rank at the end, or '' if no folder can be written.
     """
     found = {}
     for variable in _recorder(dumps) + ([*_caches(caches[1]), _pipe(caches[0])] if caches else []):
@@ -90,14 +94,14 @@ _applied = False
 
 
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
-    """Add the safeguards to `environ` and return their names; () if this process or this job has done so before.
+    """Add the safeguards to `environ` and return their names; () if this process or this job has already done so.
 
-    Call it before a process group is created and before anything is compiled: torch reads each variable at its first
-    use. Values set for a surrounding job are replaced. A disk that is full or not private is no error: the variables
-    that need it are skipped, and describe() reports it.
+    Call it before a process group is created and before anything is compiled, because torch reads each variable at its
+    first use. Values set for a surrounding job are replaced. If a disk is full or not private, the variables that need
+    it are skipped, and describe() reports it.
 
-    folder: the run folder, None without a submission. job: World.job, unique to this start, so that a restart does not
-    find the locks and the incomplete files of the previous start.
+    folder: the run folder, or None without a submission. job: World.job, unique to this start, so that a restart does
+    not find the locks and incomplete files of the previous start.
     """
     global _applied  # noqa: PLW0603 - once per process, for both callers: hpcinit.run and init
     before, *names = environ.get(ENV_SET, "").split(" ")
@@ -138,7 +142,7 @@ def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return the lines that list what was set, '' if nothing was. They do not show variables that the user set."""
+    """Return lines that list what was set, or '' if nothing was. Variables that the user set are not listed."""
     if not names:
         return ""
     lines = ["defaults applied (set the variable yourself to override):", *(f"  {n}={environ[n]}" for n in names)]

@@ -2,10 +2,11 @@
 
 Slurm does not clean /tmp after a job. So every process that uses a folder holds a shared lock in it, which the kernel
 releases however the process ends. The last process removes the folder; the next start on the node removes the folders
-of killed jobs. Compiled kernels are in another folder, which stays; who uses it holds a lock in it too.
+of killed jobs. Compiled kernels are in another folder, which stays. Its users hold a lock in it too.
 
-TMPDIR may be on a disk that nodes share, where other nodes often do not see a lock. So only folders whose names end
-with this host's name are removed."""
+TMPDIR may be on a disk that several nodes share, where other nodes often cannot see a lock. So only folders whose names
+end in this host's name are removed.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # the local disk of the nodes, from the c
 
 
 def folder_name(job: str) -> str:
-    """Return World.job ('43.0.1') as a file name: other characters become '-'."""
+    """Return World.job ('43.0.1') as a file name, with other characters replaced by '-'."""
     return re.sub(r"[^\w.+-]", "-", job) or "job"
 
 
 def base(env: Mapping[str, str], room: int = 0) -> Path | None:
-    """Return this user's folder on the site's local disk, in TMPDIR, /tmp or /var/tmp, or None if none is suitable.
+    """Return this user's folder on the site's local disk, in TMPDIR, /tmp or /var/tmp; None if none is suitable.
 
-    The first suitable one counts. Compiled extensions are loaded from it, so a mount with noexec is not suitable. Code
-    that another user writes there would run as this user, so a folder that another user created or can enter is not
-    suitable either. room: bytes that must be free on the disk.
+    The first suitable folder counts. Compiled extensions are loaded from it, so a mount with noexec is not suitable.
+    Code that another user writes there would run as this user, so a folder that another user created or can enter is
+    not suitable either. room: bytes that must be free on the disk.
     """
     for parent in parents(env):
         folder = of_user(parent)
@@ -55,17 +56,17 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
 
 
 def parents(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return where base() looks, in this order, or '' for a variable that is not set."""
+    """Return the folders in which base() looks, in this order, or '' for a variable that is not set."""
     return (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp")
 
 
 def of_user(parent: str) -> Path:
-    """Return the name of this user's folder in `parent`."""
+    """Return the path of this user's folder in `parent`."""
     return Path(parent) / f"hpcinit-{os.geteuid()}"
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether a process has locked the job's folder `folder`, or may have."""
+    """Return whether a process has locked, or may have locked, the job's folder `folder`."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):  # kernels, and what was never a job's folder
@@ -97,7 +98,7 @@ def take(parent: Path, job: str) -> Path:
 def kept(parent: Path) -> Path:
     """Return the folder for compiled kernels of all this user's jobs on this node, below base().
 
-    It stays after a job, so that a requeued one need not compile again. sweep() removes it if no job has started on the
+    It stays after a job, so that a requeued job need not compile again. sweep() removes it if no job has started on the
     node for KEPT_S. Raise OSError if it cannot be created.
     """
     folder = parent / f"{KEPT}-{os.uname().nodename}"
@@ -107,7 +108,7 @@ def kept(parent: Path) -> Path:
 
 
 def _hold(folder: Path) -> int:
-    """Create `folder` if needed, and return the descriptor of a shared lock in it.
+    """Create `folder` if needed. Return the descriptor of a shared lock in it.
 
     Raise OSError if it is not a folder, cannot be created, or is removed again and again.
     """
@@ -125,9 +126,9 @@ def _hold(folder: Path) -> int:
 
 
 def sweep(parent: Path, *, kernels: bool = False) -> None:
-    """Remove the folders of this host that no process uses: those of killed jobs.
+    """Remove this host's folders that no process uses: those of killed jobs.
 
-    kernels: also folders for kernels that are not old.
+    kernels: also remove recent folders for kernels.
     """
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():

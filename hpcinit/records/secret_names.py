@@ -1,4 +1,4 @@
-"""Detect secrets: first by the form of the value, then by parts of the name. The user can overrule both."""
+"""Detects secrets, first by the form of the value, then by parts of the name. The user can overrule both."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HIDDEN = "***"
 def named(name: str, patterns: Sequence[str] = ()) -> bool:
     """Return whether a variable, key or option of this name contains a secret.
 
-    patterns: additional names (MY_*), or exceptions with '-' in front. The last match counts.
+    patterns: more names (MY_*), or exceptions that start with '-'. The last match counts.
     """
     plain = _plain(name)
     secret = bool(SECRET.search(plain)) and not ONLY_WHERE.search(plain) and not OF_TEXT.search(plain)
@@ -56,9 +56,9 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 
 
 def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
-    """Return why `value` under this name is a secret, as in 'a URL with a password', or '' if it is none.
+    """Return why `value` under this name is a secret, as in 'a URL with a password', or '' if it is not.
 
-    patterns: those of named(). An exception counts whatever the value is.
+    patterns: see named(). An exception counts whatever the value is.
     """
     plain = _plain(name)
     if any(p.startswith("-") and fnmatchcase(plain, _plain(p)) for p in patterns):
@@ -85,14 +85,14 @@ def unless(name: str) -> str:
 
 
 def in_shell(line: str, patterns: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of each secret that a line of shell code assigns to a variable."""
+    """Yield (name, reason) for each secret that a line of shell code assigns to a variable."""
     for name, value in ASSIGNED.findall(line):
         if why := reason(name, value.strip("'\""), patterns):
             yield name, why
 
 
 def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iterator[tuple[int, str, str]]:
-    """Yield (index, name, reason) of each argument with a secret, as in --api-key X, --api-key=X, job.env.HF_TOKEN=X.
+    """Yield (index, name, reason) for each argument with a secret, as in --api-key X, --api-key=X, job.env.HF_TOKEN=X.
 
     The name of an argument without an option is ARGUMENT.
     """
@@ -118,7 +118,7 @@ def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iter
 
 
 def masked(arguments: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
-    """Return the command line with *** instead of each secret."""
+    """Return the command line with *** in place of each secret."""
     shown = list(arguments)
     for at, _, _ in in_arguments(arguments, patterns):
         option, equals, _ = arguments[at].partition("=")
@@ -131,7 +131,7 @@ def _plain(name: str) -> str:
 
 
 def _random(value: str) -> bool:
-    """Return whether the value contains 16 characters or more in which letters and digits alternate, as in a key."""
+    """Return whether the value has at least 16 characters with letters and digits mixed, as in a key."""
     for run in re.findall(r"[A-Za-z0-9+_-]{16,}", value):
         if len(re.findall(r"[A-Za-z](?=\d)|\d(?=[A-Za-z])", run)) > 2 and len(set(run)) > 7:
             return True

@@ -1,7 +1,7 @@
-"""What the login node passes to the job: the JSON file `spec.json` in the run folder.
+"""The part of a request that the job reads: the JSON file `spec.json` in the run folder.
 
-It is not a pickle: another Python on another machine reads it hours later, and a pickle in a shared folder would let
-anyone who can write there run code as you.
+It is not a pickle. Another Python on another machine reads it hours later, and anyone who can write a pickle in a
+shared folder could run code as you.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Comm:
     """How the process group is created.
 
     backend: 'auto' chooses by the device. collective_timeout_s: None means torch's own. host_template: see
-    rename_host(). device_id: whether torch gets the device ('never', 'auto', 'always') and then starts NCCL at once.
+    rename_host(). device_id: whether torch gets the device ('never', 'auto', 'always'); then NCCL starts at once.
     checkpoint_timeout_s: how long ranks wait for each other in run.save and run.load.
     """
 
@@ -75,7 +75,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class Samples:
-    """The requested batch sizes. None is one that is not set.
+    """The requested batch sizes; None if not set.
 
     Attributes:
         micro: samples per forward pass of a rank.
@@ -122,7 +122,7 @@ class Training:
         precision: number formats of parameters and gradients.
         activation_checkpointing: 'none', or 'full' to recompute each layer in the backward pass.
         compile: whether to compile the model with torch.compile.
-        gradient_clip: the largest norm of the gradients, 0: no limit.
+        gradient_clip: the maximum norm of the gradients; 0: no limit.
         deepspeed: the config keys of `deepspeed.`, for deepspeed_config.options().
     """
 
@@ -139,13 +139,13 @@ class Training:
 
     @property
     def wrapper(self) -> Wrapper:
-        """The object that `wrap` names."""
+        """Return the object that `wrap` names."""
         return wrappers.get(self.wrap)
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Hang detection. after_s: seconds without a step, 0: disabled. action: only 'report', or also 'end' the ranks."""
+    """Hang detection. after_s: seconds without a step; 0: disabled. action: 'report', or 'end': also end the ranks."""
 
     after_s: float = 240.0  # less than torch's 600 s of collectives, whose error does not name the missing rank
     action: str = "report"
@@ -158,7 +158,7 @@ class Hang:
 class NodeCheck:
     """The check of each node before its ranks start.
 
-    action: 'off', only 'report', also 'replace' the node. timeout_s: the ranks wait no longer.
+    action: 'off', 'report', or 'replace' to also replace the node. timeout_s: the ranks wait no longer than this.
     """
 
     action: str = REPORT
@@ -172,10 +172,10 @@ class NodeCheck:
 class Launch:
     """How the ranks are started.
 
-    kind: 'srun' starts each rank; with 'fork' and 'torchrun' it starts one process per node that starts the node's
+    kind: 'srun' starts each rank. With 'fork' and 'torchrun', srun starts one process per node, which starts the node's
     ranks. preload: modules to import before the fork. max_restarts: how often torchrun's agents restart the ranks.
-    wait_s: how long ranks may run after the first has exited, forever if it is None or 0. cpus: per rank, if set.
-    cpu_bind, gpu_bind: as srun's options for one task per rank, or None for the site's default.
+    wait_s: how long ranks may run after the first has exited; None or 0: forever. cpus: per rank, if set. cpu_bind,
+    gpu_bind: srun's options for one task per rank, or None for the site's default.
     """
 
     kind: str = "srun"
@@ -193,11 +193,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the job needs to know about a submission.
+    """The part of a submission that the job needs.
 
     nonce: random, the same on every rank, and secret from other jobs. workdir: where the user's code runs. seed_by:
-    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. components: those of
-    a heterogeneous job with one world, else (). `nodes` are then those of all, and ranks_per_node that of the first.
+    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. components: those of a
+    heterogeneous job with one world, else (). Then `nodes` counts the nodes of all, and ranks_per_node is that of the
+    first.
     """
 
     name: str
@@ -229,7 +230,7 @@ class Spec:
 
     @property
     def parts(self) -> tuple[Component, ...]:
-        """Return the components. An ordinary job is one component."""
+        """Return the components. An ordinary job has one."""
         return self.components or (Component(self.nodes, self.ranks_per_node),)
 
     @property
@@ -240,18 +241,18 @@ class Spec:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def shown(self) -> str:
-        """Return to_json() of a run that does not exist yet. The real nonce is made at submission."""
+        """Return to_json() for a run that does not exist yet. The real nonce is made at submission."""
         return replace(self, nonce="random").to_json()
 
     def command(self) -> list[str]:
-        """Return the program with its arguments, as submission.json has it."""
+        """Return the program with its arguments, as in submission.json."""
         return [self.program.target, *self.program.args]
 
 
 def load(path: Path, to_run: bool = True) -> Spec:
     """Return the Spec in `path`. Raise SpecError if this version cannot use it.
 
-    to_run: this process will run the program of the spec, so another user must not have written it. False for reading a
+    to_run: this process will run the program of the spec, so no other user may have written it. False to read a
     colleague's run.
     """
     try:
@@ -278,7 +279,7 @@ def load(path: Path, to_run: bool = True) -> Spec:
 
 
 def ranks_per_task(folder: Path) -> int:
-    """Return how many ranks each task of srun starts in this run; 1 if its spec cannot be read."""
+    """Return how many ranks each of this run's srun tasks starts, or 1 if its spec cannot be read."""
     try:
         spec = load(folder / run_folder.SPEC, to_run=False)
     except SpecError:
@@ -287,7 +288,7 @@ def ranks_per_task(folder: Path) -> int:
 
 
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
-    """Return the spec and the folder of the run that this process belongs to; (None, None) if the sizes differ.
+    """Return the spec and folder of the run of this process, or (None, None) if the world sizes differ.
 
     The user's own srun inside the job, or a rank started manually, may have another world size. Then the sizes, the
     layout and the nonce of the submission do not apply to it.

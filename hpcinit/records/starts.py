@@ -1,4 +1,4 @@
-"""The values of launch=: how the ranks of a node are started. Another way is another line here, and its module."""
+"""The values of launch=: how the ranks of a node are started. To add one, add a line here and its module."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Start:
     """One way to start ranks.
 
-    module: what each task of srun runs, as python -m. task_per_rank: each rank is a task of srun, with its output and
-    exit status; otherwise one task per node starts and ends the ranks of its node, and binds them to cores and GPUs.
-    restarts_ranks: agents restart all ranks in the job (launch.max_restarts), which need more ports.
+    module: what each task of srun runs, as python -m. task_per_rank: each rank is a task of srun, with its own output
+    and exit status. Otherwise one task per node starts and ends the ranks of its node, and binds them to cores and
+    GPUs. restarts_ranks: agents restart all ranks inside the job (launch.max_restarts), which needs more ports.
     """
 
     module: str
@@ -19,7 +19,7 @@ class Start:
     restarts_ranks: bool = False
 
     def tasks_per_node(self, ranks: int) -> int:
-        """Return how many tasks srun starts on a node of `ranks` ranks."""
+        """Return how many tasks srun starts on a node with `ranks` ranks."""
         return ranks if self.task_per_rank else 1
 
     def ranks_per_task(self, ranks: int) -> int:

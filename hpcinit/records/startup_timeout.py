@@ -1,4 +1,4 @@
-"""The start-up timeout, from the number of nodes and the remaining time of the job.
+"""Computes the start-up timeout from the number of nodes and the remaining time of the job.
 
     start_up = min(max, base + per_node x nodes, remaining time of the job - 30)
 
@@ -43,7 +43,7 @@ class StartupTimeout:
             )
 
     def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
-        """Return the timeout until all ranks of `nodes` nodes have joined, in whole seconds.
+        """Return the time limit for all ranks of `nodes` nodes to join, in whole seconds.
 
         left: the remaining time of the job, see left_of_job(), or None if unknown. Raise RequestError if it is too
         short.
@@ -61,9 +61,9 @@ class StartupTimeout:
         return timedelta(seconds=min(seconds, usable))
 
     def text(self, nodes: int, left: timedelta | None = None) -> str:
-        """The timeout formula with its numbers, for the log line: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
+        """Return the timeout formula with its numbers: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
 
-        With `left`, the third term: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
+        With `left`, add the third term: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
         """
         seconds = self.start_up(nodes, left).total_seconds()
         terms = f"{self.base_s:g} + {self.per_node_s:g} x {nodes} node{'s' if nodes != 1 else ''}"
@@ -73,7 +73,7 @@ class StartupTimeout:
 
 
 def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
-    """Return the remaining time of the job, negative after its end, or None if the environment does not contain it.
+    """Return the remaining time of the job, negative after its end, or None if it is not in the environment.
 
     now_s: seconds since 1970.
     """
@@ -85,11 +85,10 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
 
 
 def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
-    """Correct the end of the job if it is impossible by this node's clock, and return a warning, or '' if it is
-    possible.
+    """Correct the end of the job if it is impossible by this node's clock. Then return a warning, else ''.
 
-    The end is a time of the controller's clock. If it is in the past when the job starts, or later than the job's limit
-    allows, this node's clock is wrong, or the limit was changed. Then the end becomes now plus the limit; if the limit
+    The end is a time by the controller's clock. If it is in the past when the job starts, or later than the job's limit
+    allows, this node's clock is wrong or the limit was changed. Then the end becomes now plus the limit; if the limit
     is unknown too, the end is removed. now_s: seconds since 1970, by this node's clock.
     """
     left = left_of_job(environ, now_s)
@@ -110,7 +109,7 @@ def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
 
 
 def _limit_s(env: Mapping[str, str]) -> float:
-    """Return the job's time limit in seconds; inf if unknown."""
+    """Return the job's time limit in seconds, or inf if unknown."""
     end, start = env.get("SLURM_JOB_END_TIME", ""), env.get("SLURM_JOB_START_TIME", "")
     if end.isdecimal() and start.isdecimal():  # Slurm 24.11
         return float(int(end) - int(start))

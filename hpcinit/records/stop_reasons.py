@@ -1,4 +1,4 @@
-"""Why training stops before its end, and how much time it keeps for the last checkpoint."""
+"""Why training stops before its end, and how much time it reserves for the last checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reason(IntEnum):
 
     @property
     def token(self) -> str:
-        """Its name in stopped.json, as hpcinit.after compares it."""
+        """Return the name of the reason in stopped.json, as hpcinit.after compares it."""
         return self.name.lower()
 
 
@@ -42,14 +42,14 @@ _TEXTS = {
 
 
 def sentence(token: str) -> str:
-    """Return the text for a reason in stopped.json; a token of another version unchanged."""
+    """Return the text for a reason in stopped.json. Return a token of another version unchanged."""
     known = {reason.token: str(reason) for reason in Reason}
     return {**known, NOT_RECORDED: "the reason was not recorded"}.get(token, token)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The agreement of all ranks to stop at this step. rank: the lowest rank that saw the reason."""
+    """The agreement of all ranks to stop at this step. rank: the lowest rank with the reason."""
 
     reason: Reason
     rank: int
@@ -62,9 +62,9 @@ class Stop:
 class Stopping:
     """How ranks stop.
 
-    margin_s: kept for the last checkpoint. every_steps: how often the ranks agree, or None for an interval that costs
-    less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1', or '' for none. continues: a job of a
-    chain, or a restart, continues the run.
+    margin_s: reserved for the last checkpoint. every_steps: how often the ranks agree, or None for an interval that
+    costs less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1', or '' for none. continues: whether
+    a job of a chain or a restart continues the run.
     """
 
     margin_s: float = 60.0
@@ -81,10 +81,10 @@ class Stopping:
 
     @property
     def numbers(self) -> set[Signals]:
-        """The signals after which a rank saves and stops."""
+        """Return the signals after which a rank saves and stops."""
         return {SIGTERM, *({Signals[f"SIG{self.signal}"]} if self.signal else ())}
 
     def margin(self, had: timedelta, longest_save: timedelta) -> timedelta:
-        """Return the time to keep: enough to write a checkpoint twice. had: the remaining time at start-up."""
+        """Return the time to reserve: enough to write a checkpoint twice. had: the remaining time at start-up."""
         wanted = timedelta(seconds=self.margin_s) + 2 * longest_save
         return min(wanted, max(LARGEST_SHARE * had, longest_save))

@@ -1,9 +1,10 @@
 """The start-up events of every rank: timeline/JOB/HOST.jsonl in the run folder. JOB is one attempt (World.job).
 
-Each node has one file: fewer files than one per rank, and over NFS lines that several nodes append to one file would
-overwrite each other. A line is one write(2) with O_APPEND by one rank, with its new events only. So the events of a
-rank are on disk when it hangs or is killed. Times are seconds since 1970 by the node's clock; report/startup_phases.py
-corrects them."""
+Each node has one file. One per rank would be too many, and over NFS several nodes that append to one file would
+overwrite each other's lines. A rank writes each line with one write(2) with O_APPEND, and only its new events. So the
+events of a rank are on disk if it hangs or is killed. Times are seconds since 1970 by the node's clock;
+report/startup_phases.py corrects them.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ RETURNED = "returned"  # not of the start: the program ended with status 0, whic
 class Rank:
     """The start-up of one rank. events: a key of EVENTS to seconds since 1970. pid, local_rank: on its node.
 
-    clock: (offset, error): rank 0's clock minus this node's, in seconds, and the largest error of that, measured in the
-    rendezvous, or None if not measured. returned: when the program ended with status 0, None if it did not.
+    clock: (offset, error): rank 0's clock minus this node's, in seconds, and its maximum error, measured in the
+    rendezvous, or None if not measured. returned: when the program ended with status 0, or None if it did not.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class Rank:
 
     @property
     def furthest(self) -> str:
-        """The last event that this rank recorded, '' if none."""
+        """Return the last event that this rank recorded, or '' if there is none."""
         return next((name for name in reversed(EVENTS) if name in self.events), "")
 
 
@@ -79,7 +80,7 @@ class Attempt:
     """One start of the ranks. job: World.job, Slurm's 'JOB.STEP.RESTART'. ranks: those with a line, by rank.
 
     nodes, world_size: the expected numbers. hosts: the step's, in Slurm's order, () if unknown. timeout_s, formula:
-    those of init() on rank 0; 0 and '' if it did not get there.
+    those of init() on rank 0, or 0 and '' if it did not get there.
     """
 
     job: str
@@ -93,26 +94,26 @@ class Attempt:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks completed the start-up."""
+        """Return whether all ranks completed the start-up."""
         return len(self.ranks) == self.world_size and all(LAST in rank.events for rank in self.ranks)
 
     @property
     def absent(self) -> list[int]:
-        """Ranks without any line."""
+        """Return the ranks without any line."""
         return sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks})
 
     @property
     def restart(self) -> int:
-        """Slurm's restart count in the job's name, 0 for other launchers' names."""
+        """Return Slurm's restart count in the job's name, or 0 for the names of other launchers."""
         last = self.job.rpartition(".")[2]
         return int(last) if last.isdecimal() else 0
 
     @property
     def waited_s(self) -> float | None:
-        """The longest wait of any rank that the start-up timeout limits, or None if no rank has finished one.
+        """Return the longest wait of any rank that the start-up timeout limits, or None if no rank has finished one.
 
-        There are two: for the rendezvous, and for the process group in init(). Clocks of different nodes are not
-        compared.
+        There are two such waits: for the rendezvous, and for the process group in init(). Clocks of different nodes are
+        not compared.
         """
         found = []
         for rank in self.ranks:
@@ -127,8 +128,10 @@ def path(run: Path, job: str, host: str) -> Path:
 
 
 class Writer:
-    """Appends to the file of this node. It never raises, because a start-up must not fail for its record. What could
-    not be written is written before the next line."""
+    """Appends to the file of this node. It never raises, because a start-up must not fail because of its record.
+
+    Events that could not be written are written before the next line.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file, self._left = file, b""
@@ -150,7 +153,7 @@ class Writer:
         return self._fd
 
     def close(self) -> None:
-        """Close the file, also in a forked child, which has a copy of the descriptor."""
+        """Close the file, or in a forked child its copy of the descriptor."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):  # over NFS this is when the lines reach the server
@@ -158,20 +161,23 @@ class Writer:
 
 
 def read(run: Path) -> list[Attempt]:
-    """Return all attempts of the run in folder `run`, in the order of their start. Skip files that cannot be read."""
+    """Return all attempts of the run in the folder `run`, in the order of their starts.
+
+    Skip files that cannot be read.
+    """
     folders = (run / run_folder.TIMELINE).glob("*/")
     found = [attempt for folder in folders if (attempt := read_attempt(folder)) is not None]
     return sorted(found, key=lambda attempt: (begun(attempt) or 0.0, attempt.job))
 
 
 def begun(attempt: Attempt) -> float | None:
-    """Return the time of the first event on a rank, so neither submission nor allocation."""
+    """Return the time of the first event on a rank, which is neither the submission nor the allocation."""
     seen = (rank.events.get("started", rank.events.get("interpreter")) for rank in attempt.ranks)
     return min((event for event in seen if event is not None), default=None)
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Return the attempt of one folder timeline/JOB, or None if it has no readable line."""
+    """Return the attempt in one folder timeline/JOB, or None if it has no readable line."""
     ranks: dict[int, dict[str, Any]] = {}
     hosts = 0
     for file in sorted(folder.glob("*.jsonl")):
@@ -204,7 +210,7 @@ def _attempt(name: str, ranks: Mapping[int, Mapping[str, Any]], files: int) -> A
 
 
 def _lines(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (rank, values) of each line. Skip lines that a full disk cut short and lines of other versions."""
+    """Yield (rank, values) of each line. Skip lines from other versions and lines that a full disk has cut short."""
     for line in text.splitlines():
         try:
             values = json.loads(line)

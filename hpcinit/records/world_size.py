@@ -1,7 +1,7 @@
 """A process group whose world size differs from the job's: world-size.json in the run folder.
 
-A program that starts ranks itself, inside ranks that hpcinit has started, makes several small process groups. Each of
-them trains alone, often on the same checkpoint, and the job still ends COMPLETED.
+A program that starts ranks itself, inside ranks that hpcinit has started, makes several small process groups. Each
+group trains alone, often with the same checkpoint, and the job still ends COMPLETED.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class WrongWorldSize:
     """The record of a process group that differs from the job's.
 
-    launcher: what started the group. world_size: the group's. host, pid: its rank 0. ranks: how many the job has.
+    launcher: what started the group. world_size: the group's. host, pid: of its rank 0. ranks: the number in the job.
 
     shape: '2 nodes x 4 ranks', or for a heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
     """
@@ -53,9 +53,9 @@ def _ranks(count: int) -> str:
 
 
 def differs(spec: Spec, size: int, nodes: int) -> bool:
-    """Return whether a group of `size` ranks on `nodes` nodes is not the one that the submission describes.
+    """Return whether a group of `size` ranks on `nodes` nodes differs from what the submission describes.
 
-    With one rank per node, the rank may be a launcher that adds ranks on its node, if the group spans all nodes.
+    With one rank per node, the rank may be a launcher that starts more ranks on its node, if the group spans all nodes.
     """
     if nodes == spec.nodes and all(part.ranks_per_node == 1 for part in spec.parts):
         return False
@@ -76,7 +76,7 @@ def record(folder: Path, found: WrongWorldSize) -> None:
 
 
 def read(folder: Path) -> WrongWorldSize | None:
-    """Return the finding of the run, or None if there is none or if it cannot be read."""
+    """Return the finding of the run, or None if there is none or it cannot be read."""
     try:
         document: Mapping[str, object] = safe_files.read_json(folder / run_folder.WORLD_SIZE)
         found = run_folder.from_known_fields(WrongWorldSize, document)

@@ -1,4 +1,4 @@
-"""The values of `parallel.wrap`: DDP, FSDP2, DeepSpeed or none, one object for each. They prepare a model for training.
+"""The values of `parallel.wrap`: DDP, FSDP2, DeepSpeed or none. Each is an object that describes the wrapper.
 
 This is the part that needs no torch. To add a wrapper, change three files:
 
@@ -24,10 +24,10 @@ TORCH_FORMAT, DEEPSPEED_FORMAT = "torch", "deepspeed"
 class Wrapper(abc.ABC):
     """Facts about one value of `parallel.wrap`.
 
-    name: the value. note: what the help text adds to it. needs_deepspeed: the ranks start DeepSpeed, and the options
-    of `deepspeed.` apply. checkpoint_format: wrappers with the same format load each other's checkpoints.
-    for_many_ranks: it combines the gradients of several ranks. whole_model: every rank has all parameters, unless
-    tensor parallelism divides them.
+    name: the value. note: an addition for the help text. needs_deepspeed: the ranks start DeepSpeed, and the options
+    `deepspeed.` apply. checkpoint_format: wrappers with the same format load each other's checkpoints. for_many_ranks:
+    it combines the gradients of several ranks. whole_model: every rank has all parameters, unless tensor parallelism
+    divides them.
     """
 
     name: ClassVar[str]
@@ -38,18 +38,18 @@ class Wrapper(abc.ABC):
     whole_model: ClassVar[bool] = False
 
     def problems(self, layout: Layout) -> Iterator[str]:
-        """Return what in `layout` contradicts this wrapper, one message each. layout: every degree known."""
+        """Yield a message for each part of `layout` that contradicts this wrapper. layout: without a -1."""
         yield from ()
 
     def memory(self, demand: Demand) -> tuple[Part, ...]:
-        """Return what one rank needs memory for, except activations and parts of 0 bytes."""
+        """Return the parts of one rank's memory, except activations and parts of 0 bytes."""
         return tuple(part for part in self._parts(demand) if part.bytes)
 
     @abc.abstractmethod
     def _parts(self, demand: Demand) -> Iterator[Part]: ...
 
     def not_counted(self, demand: Demand) -> Sequence[str]:
-        """Return what memory() cannot count without further keys, one line each."""
+        """Return what memory() cannot compute without more keys, one line each."""
         return ()
 
 
@@ -133,7 +133,7 @@ def get(name: str) -> Wrapper:
 
 
 def of_format(checkpoint_format: str) -> str:
-    """Return 'ddp or fsdp': the wrappers for several ranks that read and write this format of checkpoints."""
+    """Return 'ddp or fsdp': the wrappers for several ranks that use this checkpoint format."""
     found = [each for each in WRAPPERS.values() if each.checkpoint_format == checkpoint_format and each.for_many_ranks]
     return " or ".join(each.name for each in found)
 

@@ -1,4 +1,4 @@
-"""How a rank joins the others: rank 0 opens its server, and the other ranks connect to it."""
+"""Joins the ranks: rank 0 starts its server, and the other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hpcinit.world import World, fingerprint, ports, rank_0
 def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -> RendezvousEndpoint:
     """Find the other ranks of this start, and return the rendezvous.
 
-    Raise BringUpError if a rank is missing or was refused.
+    Raise BringUpError if a rank is missing or refused.
 
-    generation: how many rendezvous this process had before, so that ranks of two of them never mix.
+    generation: the number of earlier rendezvous of this process, so that ranks of different ones never mix.
     """
     world = _with_candidate_ports(world)
     job = f"{world.job}#{generation}"
@@ -36,7 +36,7 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        """Return rank 0's addresses, the likeliest first. notes: what to print about the likeliest one."""
+        """Return rank 0's addresses, likeliest first. notes: what to print about the likeliest one."""
         best, *others = rank_0.addresses(world, spec.comm.host_template if spec else "")
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]
@@ -56,10 +56,10 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 
 
 def _with_candidate_ports(world: World) -> World:
-    """Return `world` with candidate ports if it has only the user's port, which the program itself will use.
+    """Return `world` with candidate ports if it has only the user's port, which the program will use itself.
 
-    Some launchers give the job no name (PMI without Hydra). Without one, two jobs on a node would share ports and key.
-    The ranks of one node then use their parent's process id as the name.
+    Some launchers give the job no name (PMI without Hydra). Then two jobs on a node would share ports and key. If all
+    ranks are on one node, they use their parent's process id as the name.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:
@@ -68,7 +68,7 @@ def _with_candidate_ports(world: World) -> World:
 
 
 def _open_server(places: list[str], open_at: Callable[[str], RendezvousServer]) -> RendezvousServer:
-    """Open the server at the first of rank 0's addresses that belongs to this node."""
+    """Start the server at the first of rank 0's addresses that belongs to this node."""
     problems: list[BringUpError] = []
     for place in places:
         try:

@@ -1,9 +1,9 @@
-"""The secret that the ranks of one start share: from the submission, from HPCINIT_NONCE, or from a file of mode 0600.
+"""The secret that the ranks of one start share: from the submission, HPCINIT_NONCE, or a file of mode 0600.
 
 The file is for ranks that no script of hpcinit started (a plain `srun python -m hpcinit.run ...`, mpirun). The first
-rank that looks creates it in the working folder, or in ~/.cache/hpcinit if that is not possible. The other ranks read
-it, and rank 0 removes it when all have connected. If SIGKILL prevents that, the next start in the folder removes it.
-Without a secret, anyone who knows the job's id can act as a rank.
+rank to look for it creates it in the working folder, or else in ~/.cache/hpcinit. The other ranks read it, and rank 0
+removes it when all have connected. If SIGKILL prevents that, the next start in the folder removes it. Without a secret,
+anyone who knows the job's id can act as a rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Secret(NamedTuple):
     file: Path | None = None
 
     def remove(self) -> None:
-        """Remove the file. Rank 0 calls this when all ranks have connected."""
+        """Remove the file. Rank 0 calls this after all ranks have connected."""
         if self.file is not None:
             with suppress(OSError):
                 self.file.unlink()
@@ -58,7 +58,7 @@ class Secret(NamedTuple):
 def find(world: World, spec: Spec | None) -> Secret:
     """Return the secret of this start. If there is none, rank 0 prints a warning.
 
-    It is also set in HPCINIT_NONCE for child processes: other users cannot read a process's environment.
+    Set it in HPCINIT_NONCE too, for child processes. Other users cannot read a process's environment.
     """
     if spec is not None:
         return Secret(spec.nonce)
@@ -73,7 +73,7 @@ def find(world: World, spec: Spec | None) -> Secret:
 
 
 def _from_shared_file(world: World) -> Secret:
-    """Return the secret in the file that all ranks see, and create the file if this rank is the first one."""
+    """Return the secret in the file that all ranks can read. Create the file if this rank is the first."""
     name = f".hpcinit-{scratch.folder_name(world.job)}.nonce"
     places = list[Path]()
     for place in _candidate_folders():
@@ -96,7 +96,7 @@ def _from_shared_file(world: World) -> Secret:
 
 
 def _candidate_folders() -> Iterator[Path]:
-    """Yield the folders that may contain the file, the preferred one first."""
+    """Yield the folders that may contain the file, preferred one first."""
     with suppress(OSError):
         yield Path.cwd()
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
@@ -107,7 +107,7 @@ def _candidate_folders() -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove this user's files of killed starts, but not the file `name`: other ranks of this start may use it."""
+    """Remove this user's files of killed starts, but not the file `name`, which other ranks of this start may use."""
     with suppress(OSError):
         for file in folder.glob(".hpcinit-*.nonce*"):
             with suppress(OSError):
@@ -118,7 +118,7 @@ def _remove_leftovers(folder: Path, name: str) -> None:
 
 
 def _creator_has_ended(path: Path) -> bool:
-    """Return whether the process that created the file has ended for certain: on another node it may be alive."""
+    """Return whether the process that created the file has certainly ended. On another node it may be alive."""
     try:
         return bool(processes.Process(**json.loads(_read(path).partition("\n")[2])).has_ended())
     except (ValueError, TypeError):
@@ -126,18 +126,18 @@ def _creator_has_ended(path: Path) -> bool:
 
 
 def _is_shared(place: Path, world: World) -> bool:
-    """Return whether all ranks may see the same files there. The launcher 'env' names no nodes: assume several."""
+    """Return whether all ranks may see the same files there. The launcher 'env' names no nodes, so assume several."""
     return (world.nodes == 1 and world.launcher != "env") or safe_files.file_system(place) not in PRIVATE
 
 
 def _read_secret(path: Path) -> str:
-    """Return the secret in the file, '' if there is none or if another user could have read or written it."""
+    """Return the secret in the file, or '' if there is none or another user could have read or written it."""
     match = re.match(rf"{HEAD}([0-9a-f]{{32}})\n", _read(path))
     return match[1] if match else ""
 
 
 def _read(path: Path) -> str:
-    """Return the content of the file, '' if it is missing or if another user could have read or written it."""
+    """Return the content of the file, or '' if it is missing or another user could have read or written it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -154,9 +154,9 @@ def _read(path: Path) -> str:
 
 
 def _create_secret(path: Path) -> str:
-    """Return the secret of a new file, or of one that another rank created meanwhile. Return '' if neither works.
+    """Return the secret in a new file, or in one that another rank created meanwhile, or '' if neither works.
 
-    The link is created only if no such file exists, and makes the whole content visible, on network file systems too.
+    Creating a link fails if the file exists, and shows the whole content at once, even on network file systems.
     """
     mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):

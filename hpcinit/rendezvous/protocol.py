@@ -1,7 +1,7 @@
 """The messages of the rendezvous: JSON objects, one per line, with proofs, fingerprints and time stamps.
 
-Until its proof is checked, a message is data from an unknown process; after that it may be from another version of
-hpcinit. So read its fields with text(), integer() and choice(), which raise NotOurs for an unusable value.
+A message may be from any process until its proof is checked, and after that from another version of hpcinit. So read
+its fields with text(), integer() and choice(), which raise NotOurs for an unusable value.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class NotOurs(Exception):
 
 
 def proof(key: str, side: str, challenge: str, about: str) -> str:
-    """Return a proof that `side` has the key, for one challenge. about: what the proof also covers, such as the
-    rank."""
+    """Return a proof that `side` has the key, for one challenge. about: what else the proof covers, as the rank."""
     signed = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # an unknown process may send any text
     return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
 
@@ -58,8 +57,7 @@ def key_id(key: str, job: str) -> str:
 
 
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
-    """Return the text of a field, cut to `longest` characters and safe for a file. Raise NotOurs if it is not a
-    text."""
+    """Return a text field, cut to `longest` characters and safe for a file. Raise NotOurs if it is not a text."""
     value = message.get(name)
     if not isinstance(value, str):
         raise NotOurs(f"{name} is {_brief(value)}, expected a text")
@@ -67,13 +65,15 @@ def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str
 
 
 def cut(value: str, longest: int) -> str:
-    """Return at most `longest` characters of a peer's text. Halves of surrogate pairs, which no file takes, become
-    '?'."""
+    """Return at most `longest` characters of a peer's text.
+
+    Halves of surrogate pairs become '?', because no file accepts them.
+    """
     return value[:longest].encode("utf-8", "replace").decode(errors="replace")
 
 
 def integer(message: dict[str, Any], name: str, least: int, most: int) -> int:
-    """Return the integer of a field. Raise NotOurs unless it is one from `least` to `most`."""
+    """Return an integer field. Raise NotOurs unless it is from `least` to `most`."""
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise NotOurs(f"{name} is {_brief(value)}, expected a number from {least} to {most}")
@@ -85,7 +85,7 @@ def port(message: dict[str, Any], name: str) -> int:
 
 
 def choice(message: dict[str, Any], name: str, known: Sequence[str]) -> str:
-    """Return a field that has one of the `known` values. Raise NotOurs for another one."""
+    """Return a field that has one of the `known` values. Raise NotOurs for any other value."""
     value = message.get(name)
     if value not in known:
         raise NotOurs(f"{name} is {_brief(value)}, expected one of {', '.join(known)}")
@@ -105,7 +105,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Lines:
-    """Split a stream of bytes into messages."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -128,7 +128,7 @@ class Lines:
 
 
 def _integer(digits: str) -> int | str:
-    """Return the number, or, if it is longer than any field's, a text, which no number field accepts."""
+    """Return the number. If it is longer than any field's, return a text, which no number field accepts."""
     return int(digits) if len(digits) <= LONGEST_INTEGER else digits[:LONGEST_INTEGER]
 
 
@@ -157,9 +157,9 @@ def identity() -> dict[str, Any]:
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """Return 'torch 2.12.0 (rank 0 has 2.13.0)' for each key whose value in `theirs` differs from `mine`, rank 0's.
+    """Return 'torch 2.12.0 (rank 0 has 2.13.0)' for each key whose value in `theirs` differs from rank 0's, `mine`.
 
-    theirs: sent by another rank, so of any type and length.
+    theirs: from another rank, so values may have any type and length.
     """
     return [
         f"{cut(key, LONGEST_SHOWN)} {cut(str(theirs.get(key, 'none')), LONGEST_SHOWN)} "
@@ -178,7 +178,7 @@ KINDS = (failure_kinds.PROGRAM, failure_kinds.START_UP, failure_kinds.PEER_LOST)
 class StartupFailure:
     """Why a start failed.
 
-    kind: one of KINDS. rank, host: at fault; None and '' if unknown.
+    kind: one of KINDS. rank, host: those at fault; None and '' if unknown.
     """
 
     message: str
@@ -190,14 +190,14 @@ class StartupFailure:
         return BringUpError(self.message, kind=self.kind, rank_at_fault=self.rank, host_at_fault=self.host)
 
     def fields(self, name: str) -> dict[str, Any]:
-        """Return the fields of a message. name: the field for the text."""
+        """Return the fields of a message. name: the name of the field for the text."""
         return {name: self.message, "kind": self.kind, "rank": self.rank, "host": self.host}
 
     @classmethod
     def from_message(cls, message: dict[str, Any], name: str) -> StartupFailure:
         """Return the failure in a message that fields(name) made.
 
-        Unusable fields beside the text count as unknown: another version of hpcinit may have sent them.
+        Other fields than the text count as unknown if unusable: another version of hpcinit may have sent them.
         """
         kind, rank, host = message.get("kind"), message.get("rank"), message.get("host")
         return cls(
@@ -220,7 +220,7 @@ LATEST = 1e11  # seconds since 1970: the year 5138
 
 
 class ClockOffset:
-    """The number of seconds by which rank 0's clock is ahead of this node's."""
+    """How many seconds rank 0's clock is ahead of this node's."""
 
     def __init__(self) -> None:
         self._least, self._most = -math.inf, math.inf
@@ -228,8 +228,9 @@ class ClockOffset:
     def learn(self, sent: float | None, stamp: object, read: float) -> None:
         """Use one reply of rank 0.
 
-        sent: when we sent the message that it answers, None if it answers none. stamp: rank 0's times [message read,
-        reply sent]. read: when we read it. An invalid stamp is ignored: it is no reason for a start-up to fail."""
+        sent: when we sent the message that it answers, or None if it answers none. stamp: rank 0's times [message read,
+        reply sent]. read: when we read it. Ignore an invalid stamp, because it is no reason for a start-up to fail.
+        """
         if not (isinstance(stamp, list) and len(stamp) == 2 and all(map(_is_time, stamp))):
             return
         received_at, sent_back = stamp
@@ -239,7 +240,7 @@ class ClockOffset:
 
     @property
     def known(self) -> tuple[float, float] | None:
-        """Return (offset, uncertainty), or None before a reply. This node's time plus the offset is rank 0's time."""
+        """Return (offset, uncertainty), or None before any reply. This node's time plus the offset is rank 0's time."""
         if math.isinf(self._least) or math.isinf(self._most):
             return None
         # Limits that cross mean that a clock was set meanwhile, or drifts. Their gap is then the uncertainty.

@@ -1,6 +1,6 @@
-"""The side of every rank but rank 0: it connects to the candidate ports until it finds its rank 0.
+"""The side of every rank except rank 0: it connects to the candidate ports until it finds its rank 0.
 
-RendezvousEndpoint is what both sides do: wait for the other ranks, and receive failures.
+RendezvousEndpoint has what both sides do: wait for the other ranks, and receive failures.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ CONNECT_S = 3.0  # a server that has not proved itself after this time is treate
 
 
 class Refused(BringUpError):
-    """This is our rank 0, and it does not accept this process."""
+    """Our rank 0 does not accept this process."""
 
 
 class Silent(protocol.NotOurs):
-    """A process listens but has not sent anything in time: another program, or our rank 0 with a long queue."""
+    """A process listens but sent nothing in time: another program, or our rank 0 with a long queue."""
 
 
 @dataclass(frozen=True)
 class JoinRequest:
     """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
 
-    made_of: the fingerprint of its environment. ranks_here: as in World.
+    made_of: the fingerprint of its environment. ranks_here: see World.
     """
 
     rank: int
@@ -51,8 +51,9 @@ class JoinRequest:
 
 
 class JoinReply(NamedTuple):
-    """An accepted connection. program_port: the port for the program's own rendezvous. rest: further messages of rank 0
-    that have already arrived. offset: rank 0's clock minus this node's."""
+    """An accepted connection. program_port: the port for the program's own rendezvous. rest: further messages from
+    rank 0 that have already arrived. offset: rank 0's clock minus this node's.
+    """
 
     socket: socket.socket
     lines: protocol.Lines
@@ -66,8 +67,8 @@ def connect(
 ) -> JoinReply:
     """Connect and authenticate. Raise Refused, or NotOurs with what was seen if this is not our rank 0.
 
-    patience_s: limit for the server's proof. deadline: limit for its reply after that, by time.monotonic(). It is
-    longer because rank 0 may be slow on a busy node, and a peer that disconnects after the proof counts as dead.
+    patience_s: time limit for the server's proof. deadline: time limit for its reply after that, by time.monotonic().
+    It is longer because rank 0 may be slow on a busy node, and a peer that disconnects after the proof counts as dead.
     """
     until = time.monotonic() + patience_s
     try:
@@ -133,14 +134,15 @@ LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 
 
 def spread_s(world_size: int) -> float:
-    """Return how long to wait before connecting, so that not all ranks connect at the same moment."""
+    """Return how many seconds to wait before connecting, so that not all ranks connect at the same moment."""
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 
 
 class Stage(IntEnum):
     """The state of a start, on every rank. It only moves forward, and may skip stages.
 
-    Rank 0 moves when the ranks have reached a phase, and sends a message. The other ranks move when they get it.
+    Rank 0 advances when the ranks have reached a phase, and sends a message. The other ranks advance when they receive
+    it.
     """
 
     GATHERING = 0  # ranks connect
@@ -154,7 +156,7 @@ class RendezvousEndpoint(ABC):
     """One process's part in the rendezvous.
 
     address: where rank 0 was found. own_address: this node's, as seen from rank 0. program_port: for the program's own
-    rendezvous. failure: why the start-up has failed, '' if it has not. clock_offset_s: add it to a time of this node
+    rendezvous. failure: why the start-up failed, or ''. clock_offset_s: add it to a time of this node
     (seconds since 1970) for rank 0's time, within clock_uncertainty_s, or None if it was not measured.
     """
 
@@ -178,36 +180,39 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def report_phase(self, phase: str) -> None:
-        """Report the phase that this rank has reached: one of PHASES."""
+        """Report that this rank has reached a phase, one of PHASES."""
 
     @abstractmethod
     def missing(self, phase: str) -> str:
-        """Return a message about the ranks that have not reached the phase, or '' if that is unknown."""
+        """Return a message about the ranks that have not reached the phase, or '' if they are unknown."""
 
     @abstractmethod
     def fail(self, error: str) -> None:
         """Report to all other ranks why this rank failed."""
 
     def linger_after_failure(self) -> None:  # noqa: B027 - only rank 0 does something
-        """Wait a moment after fail(), so that ranks that connect late get the error."""
+        """Wait briefly after fail(), so that ranks that connect late receive the error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave, without being reported as dead."""
+        """Leave without being reported as dead."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Close this process's copies of the sockets; the parent keeps its own."""
+        """Close this process's copies of the sockets. The parent keeps its own."""
 
     def wait_for_all(self, deadline: float, every_s: float) -> None:
         """Wait until all ranks have connected. Raise BringUpError that names the missing ranks.
 
-        deadline: by time.monotonic(). every_s: the time between two reports of rank 0 about the missing ranks.
+        deadline: by time.monotonic(). every_s: seconds between rank 0's messages about the missing ranks.
         """
         self._wait(Stage.CONNECTED, "started", deadline, every_s)
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
-        """Return the port of torch's store when all ranks are in init. Raise BringUpError that names the others."""
+        """Return the port of torch's store after all ranks have reached init.
+
+        Raise BringUpError that names the others.
+        """
         self._wait(Stage.STORE, "imported", deadline, every_s)
         if self._store_port is None:
             raise BringUpError(
@@ -217,7 +222,7 @@ class RendezvousEndpoint(ABC):
         return self._store_port
 
     def on_failure(self, act: Callable[[str], None] | None) -> None:
-        """Call `act` when a rank fails, immediately if one already has. With None, call nothing any more."""
+        """Call `act` when a rank fails, or at once if one has already failed. With None, stop calling."""
         with self._changed:
             self._act_on_failure = act
             failure = self._failure
@@ -225,7 +230,7 @@ class RendezvousEndpoint(ABC):
             act(failure.message)
 
     def _advance(self, stage: Stage) -> bool:
-        """Go to a later stage and wake up those that wait. Return False if this start has been there already."""
+        """Advance to a later stage and wake up waiting threads. Return False if this start has been there already."""
         with self._changed:
             if stage <= self._stage:
                 return False
@@ -245,7 +250,10 @@ class RendezvousEndpoint(ABC):
             act(reason.message)
 
     def _wait(self, stage: Stage, phase: str, deadline: float, every_s: float) -> None:
-        """Wait for the stage. Raise BringUpError after a failure or at the deadline, when ranks lack `phase`."""
+        """Wait for the stage.
+
+        Raise BringUpError after a failure, or at the deadline if ranks have not reached `phase`.
+        """
         reported_at = time.monotonic()
         with self._changed:
             while self._stage < stage and (now := time.monotonic()) <= deadline:
@@ -262,14 +270,14 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
-        """Return the failure to report when the deadline has passed, on this rank and on connected ranks."""
+        """Return the failure to report after the deadline, on this rank and on connected ranks."""
 
 
 class RendezvousClient(RendezvousEndpoint):
     """A connection to rank 0, from the first attempt until all ranks are up.
 
-    resolve: returns the addresses to try; called for each round, because a name may resolve a moment later. It raises
-    WorldError with the reason if there is none. deadline: by time.monotonic(). Raise BringUpError, with what was seen
+    resolve: returns the addresses to try; called in each round, because a name may resolve a moment later. It raises
+    WorldError with the reason if there are none. deadline: by time.monotonic(). Raise BringUpError, with what was seen
     at each port, if rank 0 is not found by then.
     """
 
@@ -300,7 +308,7 @@ class RendezvousClient(RendezvousEndpoint):
     def _connect_to_rank_0(self, resolve: Callable[[], list[str]], deadline: float) -> JoinReply:
         """Try all addresses and ports, with growing pauses, until rank 0 accepts this rank.
 
-        Raise BringUpError if it has not accepted the rank by the deadline.
+        Raise BringUpError if that does not happen before the deadline.
         """
         seen: dict[str, str] = {}
         listen_s: dict[str, float] = {}
@@ -336,14 +344,14 @@ class RendezvousClient(RendezvousEndpoint):
         return found.message if found else ""
 
     def _ask_who_is_missing(self, phase: str) -> StartupFailure | None:
-        """Ask rank 0 and wait 2 s for its answer. Return None if there is none."""
+        """Query rank 0 and wait 2 s for its answer. Return None if it does not answer."""
         self._send({"who": phase})
         with self._changed:
             self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
             return self._failure or self._missing
 
     def _too_late(self, phase: str) -> StartupFailure:
-        """Return rank 0's answer about the missing ranks, or else that rank 0 does not answer."""
+        """Return rank 0's answer about the missing ranks, or else a failure that rank 0 does not answer."""
         found, here = self._ask_who_is_missing(phase), protocol.identity()["host"]
         if found and found.message:
             return found
@@ -353,7 +361,7 @@ class RendezvousClient(RendezvousEndpoint):
         )
 
     def _fault_of_rank_0(self, what: str) -> StartupFailure:
-        """Return a failure of rank 0 itself; `what` continues the sentence."""
+        """Return a failure of rank 0 itself. `what` continues the sentence."""
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)
 
@@ -376,7 +384,7 @@ class RendezvousClient(RendezvousEndpoint):
             self._socket.sendall(protocol.encode(message))
 
     def _receive_messages(self) -> None:
-        """Handle rank 0's messages until the connection ends. The thread of this client runs it."""
+        """Handle rank 0's messages until the connection ends. Runs in this client's thread."""
         try:
             while True:
                 for message in protocol.receive(self._socket, self._lines):
@@ -388,7 +396,7 @@ class RendezvousClient(RendezvousEndpoint):
             self._fail(self._fault_of_rank_0(text))
 
     def _handle(self, message: dict[str, Any]) -> None:
-        """Go to the stage of one message of rank 0, and use its fields."""
+        """Advance to the stage in a message from rank 0, and use its fields."""
         if "failed" in message:
             self._fail(StartupFailure.from_message(message, "failed"))
         if "all" in message:
@@ -411,7 +419,7 @@ class RendezvousClient(RendezvousEndpoint):
                 say(f"warning: ignoring an unreadable message of rank 0 on {at}: {error}; {protocol.SAME_VERSION}")
 
     def _not_found(self, seen: Mapping[str, str]) -> str:
-        """Return the message for the deadline. seen: the outcome of the last attempt at each address."""
+        """Return the message at the deadline. seen: the result of the last attempt at each address."""
         me = f"rank {self._world.rank} on {protocol.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (

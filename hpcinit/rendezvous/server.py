@@ -34,7 +34,7 @@ LONGEST_LIST = 2_000  # characters of a list of ranks or nodes
 
 @dataclass(slots=True)
 class Peer:
-    """A rank that has connected. since: when it reached its phase, by time.monotonic()."""
+    """A connected rank. since: when it reached its phase, by time.monotonic()."""
 
     rank: int
     host: str
@@ -49,10 +49,10 @@ class Peer:
 
 
 class Roster:
-    """The list of all ranks of one start. It is not locked: its owner does that.
+    """The list of all ranks of one start. It has no lock; its owner locks it.
 
-    Whether all ranks have reached a phase is counted, because every message checks it. Naming the missing ranks
-    iterates over all of them.
+    Ranks per phase are counted, because every message checks whether all ranks have reached a phase. Naming the missing
+    ranks iterates over all of them.
     """
 
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class Roster:
         self._reached = dict.fromkeys(PHASES, 0)
 
     def enter(self, peer: Peer, ranks_here: Iterable[int] = ()) -> None:
-        """Add the peer. It replaces an earlier one of the same rank.
+        """Add the peer. It replaces an earlier peer with the same rank.
 
         ranks_here: all ranks of its node, if known.
         """
@@ -74,14 +74,14 @@ class Roster:
         self._count(peer.phase, 1)
 
     def move(self, peer: Peer, phase: str) -> None:
-        """Record the phase. Raise ValueError if it is not one."""
+        """Record the phase of the peer. Raise ValueError if there is no such phase."""
         PHASES.index(phase)
         self._count(peer.phase, -1)
         peer.phase, peer.since = phase, time.monotonic()
         self._count(phase, 1)
 
     def _count(self, phase: str, change: int) -> None:
-        """Add `change` to the counts of `phase` and of all phases before it."""
+        """Add `change` to the counts of `phase` and all phases before it."""
         for reached in PHASES[: PHASES.index(phase) + 1]:
             self._reached[reached] += change
 
@@ -101,8 +101,9 @@ class Roster:
         return f"rank {peer.rank} on {peer.host} (pid {peer.pid}) died during start-up, after phase '{peer.phase}'{why}"
 
     def missing(self, phase: str) -> str:
-        """Return '4 of 8 ranks are missing: rank 3 on n1, ranks 4-5 never connected (no rank connected from n3); rank 6
-        ...' or ''."""
+        """Return '4 of 8 ranks are missing: rank 3 on n1, ranks 4-5 never connected (no rank connected from n3); ...',
+        or ''.
+        """
         absent, late = self._absent(), self._late(phase)
         if not absent and not late:
             return ""
@@ -123,9 +124,9 @@ class Roster:
         return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return a missing rank and its host, or a host from which no rank connected, if there is one.
+        """Return a missing rank and its host, or a host from which no rank connected.
 
-        Return None or '' for one that is not certain.
+        A value that is not certain is None or ''.
         """
         for host, ranks in self._absent().items():
             if empty := self._empty_hosts():
@@ -136,12 +137,12 @@ class Roster:
         return (late[0].rank, late[0].host) if late else (None, "")
 
     def _late(self, phase: str) -> list[Peer]:
-        """Return the connected ranks that have not reached the phase, by rank."""
+        """Return the connected ranks that have not reached the phase, sorted by rank."""
         late = (peer for peer in self.peers.values() if not peer.reached(phase))
         return sorted(late, key=lambda peer: peer.rank)
 
     def _absent(self) -> dict[str, list[int]]:
-        """Return the ranks that never connected, by host, or '' for a host that no peer has reported."""
+        """Return the ranks that never connected, by host. The host is '' if no peer has reported it."""
         found: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             if rank not in self.peers:
@@ -155,7 +156,7 @@ class Roster:
 
 
 def _cut(text: str) -> str:
-    """Shorten the list: a message is one line to every rank, at most protocol.LONGEST_LINE."""
+    """Shorten the list, because a message to a rank is one line of at most protocol.LONGEST_LINE."""
     return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
 
 
@@ -169,10 +170,9 @@ QUICK_S = 0.00002
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One connection, first of an unknown process. challenge: set when it has sent the greeting. peer: the rank, set
-    when it has proved that it has the secret.
-
-    received_at: when its last data was read, in seconds since 1970. said_goodbye: it has left on purpose.
+    """One connection, at first to an unknown process. challenge: set after the process sent its greeting. peer: the
+    rank, set after it proved that it has the secret. received_at: when data was last read, in seconds since 1970.
+    said_goodbye: whether it left on purpose.
     """
 
     socket: socket.socket
@@ -193,10 +193,10 @@ class Connection:
 
 
 class Connections:
-    """Read from all connections in one thread, which sleeps while no data arrives.
+    """Reads from all connections in one thread, which sleeps while no data arrives.
 
-    The callbacks run in that thread. on_message: called with each message; an exception ends that connection only.
-    on_end: called with the connection's last error; its socket is closed.
+    The callbacks run in that thread. on_message: called with each message; an exception ends only that connection.
+    on_end: called with the connection's last error, after its socket is closed.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Connections:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close all connections soon, from their own thread."""
+        """Close all connections soon, in their own thread."""
         self._stopping = True
         with contextlib.suppress(OSError):  # the thread has already ended
             self._waker.send(b"!")
@@ -227,12 +227,12 @@ class Connections:
         return not self._thread.is_alive()
 
     def forget(self) -> None:
-        """Close this process's copies of the sockets, in a forked child."""
+        """In a forked child, close this process's copies of the sockets."""
         for own in (self._listener, self._waker, self._woken):
             own.close()
 
     def _run(self) -> None:
-        """Serve all sockets until stop(). The thread of this object runs it."""
+        """Serve all sockets until stop(). Runs in this object's thread."""
         before = sys.getswitchinterval()
         sys.setswitchinterval(QUICK_S)
         while not self._stopping:
@@ -249,7 +249,10 @@ class Connections:
         self._waker.close()
 
     def _accept(self) -> None:
-        """Accept up to 64 connections. The next round takes more, so connected peers are served in between."""
+        """Accept up to 64 connections.
+
+        The rest waits for the next round, so that connected peers are served in between.
+        """
         for _ in range(64):
             try:
                 accepted, _ = self._listener.accept()
@@ -264,7 +267,7 @@ class Connections:
             self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
 
     def _read(self, connection: Connection) -> None:
-        """Pass the messages that have arrived to the callback; end the connection on any error."""
+        """Pass the messages that have arrived to the callback. End the connection on any error."""
         try:
             data = connection.socket.recv(65_536)
             if not data:
@@ -295,7 +298,10 @@ FILES_BESIDES = 64  # Python's files, and rank 0's streams and sockets
 
 
 def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> tuple[socket.socket, int]:
-    """Return a listener and the port for the program. Raise BringUpError, or Refused if another process is rank 0."""
+    """Return a listener and the port for the program.
+
+    Raise BringUpError if two ports are not free, and Refused if another process is rank 0.
+    """
     listener, refused = _bind(address, candidates[:-1])
     before = candidates.index(listener.getsockname()[1]) if listener else len(candidates)
     try:
@@ -317,7 +323,7 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
 
 
 def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None, list[str]]:
-    """Return a listener at the first free port, None if there is none, and why the ports before it are not free."""
+    """Return a listener at the first free port, or None, and why the ports before it are not free."""
     refused: list[str] = []
     for port in candidates:
         try:
@@ -328,10 +334,10 @@ def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None
 
 
 def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinRequest) -> None:
-    """Raise Refused, with the other's message, if another rank 0 of this start listens on one of `ports`.
+    """Raise Refused, with its message, if another rank 0 of this start listens on one of `ports`.
 
-    The case: RANK=0 or SLURM_PROCID=0, left in a profile or a shell, makes several processes rank 0. All ports together
-    take no longer than one silent connection.
+    This happens if RANK=0 or SLURM_PROCID=0 is left in a profile or a shell: then several processes are rank 0. All
+    ports together take no longer than one silent connection.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:
@@ -340,8 +346,10 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
 
 
 def allow_many_files(ranks: int) -> None:
-    """Raise the limit of open files as far as the administrator allows. Raise BringUpError if that is less than one
-    connection for each rank."""
+    """Raise the limit of open files as far as the administrator allows.
+
+    Raise BringUpError if that is less than one connection per rank.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
         raise BringUpError(
@@ -355,11 +363,11 @@ LATE_S = 15.0  # after a failure, ranks that connect this late still get the err
 
 
 class RendezvousServer(RendezvousEndpoint):
-    """Listens on `address` in a separate thread until all ranks are up; the thread sleeps while no data arrives.
+    """Listens on `address` in a separate thread until all ranks are up. The thread sleeps while no data arrives.
 
-    address: where the ranks reach rank 0. key: the secret of this submission. job: the name of this start.
-    made_of: this rank's fingerprint. on_connected: called in a thread when all ranks have connected, and by close().
-    Raise BringUpError if no candidate port is free, Refused if another process already listens for this start.
+    address: where the ranks reach rank 0. key: the secret of this submission. job: the name of this start. made_of:
+    this rank's fingerprint. on_connected: called in a thread when all ranks have connected, and by close(). Raise
+    BringUpError if no candidate port is free, and Refused if another process already listens for this start.
     """
 
     def __init__(
@@ -398,9 +406,9 @@ class RendezvousServer(RendezvousEndpoint):
             self._announce_progress()
 
     def listen_for_store(self) -> socket.socket:
-        """Return a listener for torch's store: at any port, or with comm.ports at a fixed one.
+        """Return a listener for torch's store: at any port, or with comm.ports at one of these.
 
-        Raise BringUpError if none of the ports is free.
+        Raise BringUpError if none of them is free.
         """
         others = [port for port in self._store_ports if port not in (self.port, self.program_port)]
         found, refused = _bind(self.address, others)
@@ -414,7 +422,7 @@ class RendezvousServer(RendezvousEndpoint):
         )
 
     def offer_store(self, port: int) -> None:
-        """Set the port of torch's store; it is announced when all ranks are ready for it."""
+        """Set the port of torch's store, which is announced when all ranks are ready for it."""
         with self._changed:
             self._store_port = port
             self._announce_progress()
@@ -472,7 +480,7 @@ class RendezvousServer(RendezvousEndpoint):
     # --- the stages: all of this is called under the lock
 
     def _announce_progress(self) -> None:
-        """Go to the next stages, as far as the ranks have got, and announce each to them."""
+        """Advance as many stages as the ranks have reached, and announce each to them."""
         if self.roster.all_reached("started") and self._advance(Stage.CONNECTED):
             threading.Thread(target=self._on_connected, name="hpcinit-all", daemon=True).start()
             self._send_all({"all": True})
@@ -484,7 +492,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._changed.notify_all()  # for linger_after_failure
 
     def _stop(self) -> None:
-        """Announce that connections end on purpose, and end them."""
+        """Announce that connections end on purpose, and close them."""
         self._advance(Stage.OVER)
         self._send_all({"closed": True})
         self._connections.stop()
@@ -509,7 +517,7 @@ class RendezvousServer(RendezvousEndpoint):
     # --- the messages, in the thread of the connections
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Handle one message as the state of its connection demands, then announce what follows from it."""
+        """Handle a message according to the state of its connection, then announce what follows from it."""
         with self._changed:
             if connection.peer is not None:
                 self._handle_from_rank(connection, connection.peer, message)
@@ -520,7 +528,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._announce_progress()
 
     def _challenge(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Answer a greeting with rank 0's own proof and a challenge. Raise NotOurs if it is of another job."""
+        """Answer a greeting with rank 0's proof and a challenge. Raise NotOurs if it is for another job."""
         if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
             if str(message.get("hello")).startswith(protocol.PROTOCOL):
                 # So that another version of hpcinit can report what it found.
@@ -539,7 +547,7 @@ class RendezvousServer(RendezvousEndpoint):
         connection.send({"hello": protocol.GREETING, **mine, **protocol.stamp(connection.received_at)})
 
     def _check_proof(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Let a rank join that proves that it has the key. Raise NotOurs for any other process."""
+        """Let a rank join after it proved that it has the key. Raise NotOurs for any other process."""
         rank = protocol.integer(message, "rank", 0, 2**31)
         proof = protocol.proof(self._request.key, "peer", connection.challenge, str(rank))
         if not protocol.same(message.get("proof"), proof):
@@ -562,7 +570,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._fail(StartupFailure(text, failure_kinds.PROGRAM, rank, peer.host))
 
     def _reason_to_refuse(self, peer: Peer) -> str:
-        """Return why an authenticated process is not accepted as its rank, or ''. A rank that failed is replaced."""
+        """Explain why an authenticated process is not accepted as its rank, or return ''. A failed rank is replaced."""
         before = self.roster.peers.get(peer.rank)
         if peer.rank >= self.roster.world_size:
             return f"rank {peer.rank} is not one of the {self.roster.world_size} ranks of this job"
@@ -574,7 +582,7 @@ class RendezvousServer(RendezvousEndpoint):
         return ""
 
     def _handle_from_rank(self, connection: Connection, peer: Peer, message: dict[str, Any]) -> None:
-        """Use the fields of a message from an authenticated rank; print a warning about unreadable ones."""
+        """Use the fields of a message from an authenticated rank. Warn about unreadable fields."""
         try:
             if "phase" in message:
                 self.roster.move(peer, protocol.choice(message, "phase", PHASES))
@@ -594,7 +602,7 @@ class RendezvousServer(RendezvousEndpoint):
         connection.said_goodbye |= "bye" in message
 
     def _recently_missing(self, phase: str) -> StartupFailure:
-        """Return who is missing, computed at most once a second: at the deadline every rank asks for it."""
+        """Return who is missing, computed at most once a second, because every rank queries it at the deadline."""
         at, missing = self._reported_missing.get(phase, (-math.inf, None))
         if missing is None or time.monotonic() - at > 1:
             missing = self._missing(phase)
@@ -608,7 +616,7 @@ class RendezvousServer(RendezvousEndpoint):
             say(text)
 
     def _on_end(self, connection: Connection, error: Exception) -> None:
-        """Handle the end of a connection: a rank that had not finished start-up counts as dead."""
+        """Handle the end of a connection. A rank that has not finished start-up counts as dead."""
         with self._changed:
             peer = connection.peer
             if peer is None:

@@ -1,7 +1,7 @@
 """The World: the rank of this process, the number of ranks, its host and the host of rank 0.
 
-One launcher is chosen and every value is read from it. Reading each variable separately would let a stale `RANK` mix
-with a live `SLURM_LOCALID`: nothing fails until a collective hangs.
+All values are read from the variables of one launcher. Reading each variable separately could combine a stale `RANK`
+with a current `SLURM_LOCALID`; then nothing fails until a collective hangs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class World:
     Raise WorldError if the values contradict each other.
 
     Attributes:
-        launcher: the launcher whose variables were read, such as 'slurm'.
+        launcher: the launcher whose variables were read, as in 'slurm'.
         rank: 0 to world_size - 1.
         world_size: the number of ranks.
         local_rank: 0 to local_world_size - 1, among the ranks of this node.
@@ -28,10 +28,10 @@ class World:
         hosts: node names in the order of node_rank; empty if the launcher does not name them (torchrun).
         master_addr: the host of rank 0.
         master_ports: candidates for rank 0's port, in order of preference.
-        job: the unique name of this start (job, step, restart), for ports and nonces.
-        warnings: values of other launchers in the environment that contradict these, one sentence each.
-        master_known: False if this rank cannot be sure which host rank 0 is on. master_addr and the order of hosts are
-            then guesses. Rank 0, whose master_addr is its own host, must publish it.
+        job: the unique name of this start (job, step, restart). Ports and nonces depend on it.
+        warnings: contradicting values of other launchers in the environment, one sentence each.
+        master_known: False if this rank cannot know rank 0's host. Then master_addr and the order of hosts are
+            guesses, and rank 0, whose master_addr is its own host, must publish it.
         node_count: the number of nodes if the launcher counts them without naming them; else 0.
         ranks_here: all ranks of this node; empty if the launcher does not name them.
     """
@@ -66,12 +66,12 @@ class World:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes; computed from the sizes if the launcher does not name or count them."""
+        """Return the number of nodes, computed from the sizes if the launcher neither names nor counts them."""
         return len(self.hosts) or self.node_count or -(-self.world_size // self.local_world_size)
 
     @property
     def host(self) -> str:
-        """This rank's node name, or '' if the launcher does not name hosts."""
+        """Return this rank's node name, or '' if the launcher does not name hosts."""
         return self.hosts[self.node_rank] if self.hosts else ""
 
 
@@ -81,7 +81,7 @@ def _within(name: str, value: int, size_name: str, size: int) -> None:
 
 
 def number(env: Mapping[str, str], key: str, advice: str) -> int:
-    """Return `env[key]` as an int. Raise WorldError with `advice` if it is absent or not a number."""
+    """Return `env[key]` as an int. Raise WorldError with `advice` if it is missing or not a number."""
     text = env.get(key)
     if text is None:
         raise WorldError(f"{key} is not set, expected a number: {advice}")
@@ -97,10 +97,10 @@ ENV_WORLD = "HPCINIT_WORLD"
 
 
 def exports(world: World) -> dict[str, str]:
-    """Return the variables of torch's `env://` and of torchrun, so that scripts written for either run unchanged.
+    """Return the variables of torch's `env://` and of torchrun, so that scripts for either run unchanged.
 
     Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment variables). HPCINIT_WORLD, the world's
-    job, is hpcinit's own and shows which world the others belong to.
+    job, shows to which world the others belong.
     """
     return {
         "RANK": str(world.rank),

@@ -1,4 +1,4 @@
-"""`python -m hpcinit.world`: print what hpcinit reads from its environment, as one JSON object."""
+"""`python -m hpcinit.world`: prints what hpcinit reads from its environment, as one JSON object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LAUNCHER",
         help="use this launcher's variables instead of detecting it: " + ", ".join(m.NAME for m in launchers.LAUNCHERS),
     )
-    return console.add_verbosity_options(parser, "it is JSON in any case")
+    return console.add_verbosity_options(parser, "accepted, but the output is always JSON")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""CPUs as the kernel lists them, and how ranks share them."""
+"""Reads the CPUs that the kernel lists, and shares them among ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ PROC = Path("/proc")
 
 
 def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
-    """Return the CPUs for the rank at `place` among `ranks` that share these cores, each given as its CPUs.
+    """Return the CPUs for the rank at `place` among the `ranks` that share these cores. Each core is given as its CPUs.
 
-    Ranks get whole cores if there are enough, else single CPUs. With fewer CPUs than ranks, every rank gets all.
+    Ranks get whole cores if there are enough, else single CPUs. If there are fewer CPUs than ranks, every rank gets
+    all.
     """
     parts = [list(core) for core in cores]
     if len(parts) < ranks:
@@ -28,7 +29,7 @@ def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
 
 
 def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
-    """Return the CPUs that an unbound process of this job could use: those online, within its control group."""
+    """Return the CPUs that an unbound process of this job could use: those online and in its control group."""
     online = numbers((sysfs / "devices/system/cpu/online").read_text())
     for line in read_or_empty(proc / "self/cgroup").splitlines():
         # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
@@ -46,7 +47,7 @@ def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
 
 
 def cores(near: set[int], sysfs: Path = SYSFS) -> list[list[int]]:
-    """Return the CPUs `near` grouped by core, in the order of the first CPU of each."""
+    """Return the CPUs in `near` grouped by core, ordered by the first CPU of each."""
     found: dict[tuple[int, ...], list[int]] = {}
     for cpu in sorted(near):
         siblings = read_or_empty(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

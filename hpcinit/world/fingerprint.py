@@ -1,4 +1,4 @@
-"""What a rank runs: versions, commit and run folder, read from files, without importing any package."""
+"""What a rank runs: versions, commit and run folder. All are read from files, without importing any package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu
 
 
 def fingerprint(folder: Path | None = None) -> dict[str, str]:
-    """Return versions, the commit of the working folder and the run folder, without importing any package."""
+    """Return versions, the commit of the working folder, and the run folder. Import no package."""
     made_of = {"python": platform.python_version()}
     for package in PACKAGES:
         if version := versions.installed(package):
@@ -26,7 +26,7 @@ def fingerprint(folder: Path | None = None) -> dict[str, str]:
 
 
 def commit(folder: Path) -> str:
-    """Return the commit that is checked out in `folder` or above it, or ''. It takes two small reads and no process."""
+    """Return the commit that is checked out in `folder` or above it, or ''. This reads two small files, without git."""
     for place in (folder, *folder.parents):
         try:
             head = (place / ".git/HEAD").read_text().strip()

@@ -1,7 +1,7 @@
-"""From a node's name to an address that every node can reach, and this node's own interfaces. Linux.
+"""Finds an address of a node that every other node can reach, and this node's own interfaces. Linux.
 
-For example, the template '{host}i' makes jwb0001i of jwb0001, for a cluster whose fast network has separate names.
-A plain suffix is added to the first label: 'i' makes n1i.site of n1.site. Two kinds of address are never used:
+For example, the template '{host}i' makes jwb0001i from jwb0001, for a cluster whose fast network has separate names. A
+plain suffix is added to the first label: 'i' makes n1i.site from n1.site. Two kinds of address are never used:
 
 - 127.0.1.1: Debian's installer maps a machine's own name to it, and no other node can connect to it.
 - fe80::1 (link-local): it means a different machine on each interface.
@@ -41,10 +41,10 @@ class Found(NamedTuple):
 
 
 def rename_host(host: str, template: str) -> str:
-    """Return `host` on the network that `template` describes: '{host}-ib0', or a plain suffix; '' changes nothing.
+    """Return the name of `host` on the network that `template` describes: '{host}-ib0', or a plain suffix.
 
-    Raise ConfigError if the template has another placeholder than one {host}. Raise WorldError if the result is not a
-    host name.
+    With '' it is unchanged. Raise ConfigError unless the template has exactly one {host} and no other placeholder.
+    Raise WorldError if the result is not a host name.
     """
     rest = template.replace(PLACEHOLDER, "", 1)
     if "{" in rest or "}" in rest:
@@ -78,12 +78,11 @@ def find_address(
     node_addr: Callable[[str], str | None] = lambda _: None,
     template: str = "",
 ) -> Found:
-    """Return an address of `host` for a job on `nodes` nodes: of its name by the template, else of `host`, else
-    Slurm's.
+    """Return an address of `host` for a job on `nodes` nodes.
 
-    All nodes get the same result, unless some can resolve names that others cannot.
-    node_addr: returns Slurm's address of the node (NodeAddr); called only if no name resolves.
-    Raise WorldError if no name resolves.
+    Try the name that the template makes, then `host`, then Slurm's address. All nodes get the same result, unless some
+    cannot resolve names that others can. node_addr: returns Slurm's address of the node (NodeAddr); called only if no
+    name resolves. Raise WorldError if no address is found.
     """
     renamed = rename_host(host, template) if template else host
     made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""
@@ -122,7 +121,7 @@ def find_address(
 def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
     """Return one of a name's addresses: no loopback, IPv4 before IPv6, else in the given order.
 
-    Raise WorldError if no other node could connect to any of them.
+    Raise WorldError if other nodes cannot connect to any of them.
     """
     parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in addresses]
     usable = [ip for ip in parsed if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
@@ -145,7 +144,7 @@ def in_url(host: str, port: int) -> str:
 def node_aliases(text: str) -> dict[str, str]:
     """Return the address of each node in SLURM_NODE_ALIASES, which Slurm sets for nodes whose names may not resolve.
 
-    '(null)' is an empty list. Raise WorldError for text that Slurm would not have written.
+    '(null)' means none. Raise WorldError for text that Slurm would not have written.
     """
     if text in {"", "(null)"}:
         return {}
@@ -172,7 +171,7 @@ def _is_address(text: str) -> bool:
 
 
 def holding(address: str) -> str:
-    """Return the interface that has `address`, such as 'eth0', or '' if none has it or that cannot be read."""
+    """Return the interface that has `address`, as in 'eth0', or '' if none has it or interfaces cannot be read."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     try:
         found = _ipv4() if wanted.version == 4 else _ipv6()
@@ -188,7 +187,7 @@ def family(address: str) -> socket.AddressFamily:
 
 
 def towards(address: str) -> str:
-    """Return this node's address from which the kernel would reach `address`, or '' without a route. Send nothing."""
+    """Return this node's address from which the kernel would send to `address`, or '' without a route. Send nothing."""
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -200,7 +199,7 @@ def towards(address: str) -> str:
 def default_address() -> str:
     """Return this node's address on its default route, or else its first one that is not loopback or link-local.
 
-    Return '' if it has none. Nothing is sent to the addresses below, which are reserved for documentation.
+    Return '' if it has none. Nothing is sent to the addresses below; they are reserved for documentation.
     """
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):
@@ -213,10 +212,10 @@ def default_address() -> str:
 
 
 def blind_spot(name: str, resolver: Resolver = resolve) -> str:
-    """Return why other nodes could not connect to a program that listens at this node's own `name`, or '' if they can.
+    """Explain why other nodes could not connect to a program that listens at this node's own `name`, or return ''.
 
-    gloo uses the first of the name's addresses that it can bind, and loopback if there is none
-    (torch, GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
+    gloo uses the first of the name's addresses that it can bind, or loopback if there is none (torch,
+    GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
     """
     try:
         bound = first_of_ours(resolver(name))
@@ -228,7 +227,7 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
 
 
 def interface_names() -> tuple[str, ...]:
-    """Return the names of this node's interfaces, sorted, with labels of addresses such as 'eth0:1'."""
+    """Return the sorted names of this node's interfaces, including labels of addresses such as 'eth0:1'."""
     found = {name for _, name in socket.if_nameindex()}
     with contextlib.suppress(OSError, ValueError):  # labels are rare
         found.update(name for name, _ in _ipv4())
@@ -238,7 +237,7 @@ def interface_names() -> tuple[str, ...]:
 def unmatched_by_gloo(value: str, there: Collection[str]) -> list[str]:
     """Return the names in GLOO_SOCKET_IFNAME, 'eth0,eth1', that do not exist. torch requires all of them, in full.
 
-    torch (2.13) ignores a value of one character.
+    torch (2.13) ignores a value with only one character.
     """
     return [name for name in value.split(",") if name and name not in there] if len(value) > 1 else []
 

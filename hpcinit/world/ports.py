@@ -1,8 +1,8 @@
-"""The candidate ports of a job for the rendezvous, torch's store and MASTER_PORT: every rank computes the same ones.
+"""Computes a job's candidate ports for the rendezvous, torch's store and MASTER_PORT. They are the same on every rank.
 
-They are outside the range that the kernel hands out, unless the user has fixed them with `comm.ports`, for sites whose
-firewall opens only some ports. The batch script exports that value as HPCINIT_PORTS, and rank 0's node then uses no
-other ports. gloo and NCCL still choose ports of the kernel's range for the connections between ranks.
+They are outside the range that the kernel assigns, unless the user sets `comm.ports` for a site whose firewall opens
+only some ports. The batch script exports that value as HPCINIT_PORTS, and rank 0's node then uses no other ports. gloo
+and NCCL still use ports in the kernel's range for connections between ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
 
 
 def candidate_ports(job: str) -> tuple[int, ...]:
-    """Return PORT_COUNT + LOW_PORT_COUNT different ports for one start of one job, the same on every rank.
+    """Return PORT_COUNT + LOW_PORT_COUNT different ports for one start of a job, the same on every rank.
 
-    job: the name of the job, its step and its restart. A hash spreads the ports: jobs with consecutive ids share
-    nodes, and consecutive ports would collide when one job needs two.
+    job: the name of the job, its step and its restart. They are spread by a hash, because jobs with consecutive ids
+    share nodes, and consecutive ports would collide when one job needs two.
     """
     span, low_span = LAST_PORT - FIRST_PORT + 1, LOW_LAST_PORT - LOW_FIRST_PORT + 1
     digest = hashlib.sha256(job.encode()).digest()
@@ -48,8 +48,10 @@ def candidate_ports(job: str) -> tuple[int, ...]:
 
 
 def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the candidates with those first that this node does not give to outgoing connections, and a warning if
-    there are fewer than the two that rank 0 needs ('' otherwise)."""
+    """Return the candidates, first those that this node does not assign to outgoing connections.
+
+    Also return a warning if there are fewer than the two that rank 0 needs, else ''.
+    """
     try:
         first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
         reserved = numbers((_SYSCTL / RESERVED).read_text())
@@ -67,7 +69,7 @@ def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
 
 
 def problem(text: str) -> str:
-    """Return why `text` is not a value of comm.ports, as a message without its name, or '' if it is one."""
+    """Explain why `text` is not a value of comm.ports, as a message without the key's name; return '' if it is one."""
     if text == FROM_ENV:
         return ""
     first, dash, last = text.partition("-")
@@ -86,7 +88,7 @@ def problem(text: str) -> str:
 
 
 def candidates(text: str, job: str) -> tuple[int, ...]:
-    """Return the candidate ports for one start of one job. One port means this one as MASTER_PORT, and the next two."""
+    """Return the candidate ports for one start of a job. A single port is used as MASTER_PORT, and the next two."""
     first, dash, last = text.partition("-")
     low = int(first)
     if not dash:
@@ -97,7 +99,7 @@ def candidates(text: str, job: str) -> tuple[int, ...]:
 
 
 def of_job(env: Mapping[str, str], job: str) -> tuple[int, ...]:
-    """Return the candidate ports for one start of one job, the same on every rank: the fixed ones, or hpcinit's.
+    """Return the candidate ports for one start of a job, the same on every rank: the user's, or hpcinit's.
 
     Raise WorldError if HPCINIT_PORTS is not valid.
     """
@@ -114,7 +116,7 @@ def of_job(env: Mapping[str, str], job: str) -> tuple[int, ...]:
 
 
 def fixed(env: Mapping[str, str], world: World) -> World:
-    """Return `world` with the user's ports, and with the user's MASTER_ADDR if HPCINIT_PORTS=env requests it."""
+    """Return `world` with the user's ports, and with the user's MASTER_ADDR if HPCINIT_PORTS=env requests that."""
     if not env.get(ENV_PORTS) or len(world.master_ports) == 1:  # a single port is already the user's or torchrun's
         return world
     address = env.get("MASTER_ADDR") if env[ENV_PORTS] == FROM_ENV else None

@@ -1,4 +1,4 @@
-"""Where rank 0 is: its host and addresses as this node sees them, and what rank 0 writes into the run folder."""
+"""Finds rank 0: its host and addresses as seen from this node, and what rank 0 writes into the run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcinit.world import World, network, ports
 
 
 def addresses(world: World, template: str) -> list[network.Found]:
-    """Return rank 0's addresses as this node sees them, the likeliest first. Raise WorldError with what to fix.
+    """Return rank 0's addresses as seen from this node, likeliest first. Raise WorldError with what to fix.
 
     template: comm.host_template, or ''.
     """
@@ -47,7 +47,7 @@ def addresses(world: World, template: str) -> list[network.Found]:
 
 
 def _resolve_or_nothing(name: str) -> Sequence[str]:
-    """Return the addresses of `name`, none if it does not resolve."""
+    """Return the addresses of `name`, or none if it does not resolve."""
     try:
         return network.resolve(name)
     except OSError:
@@ -91,8 +91,8 @@ def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
 
     With `address`, where rank 0 listens, write that too, for nodes that cannot resolve its name. me: {host, pid}.
 
-    The file also reveals a second process that claims rank 0 on another node, where it would listen too.
-    Raise BringUpError that names both.
+    The file also reveals a second process that claims rank 0 and listens on another node. Then raise BringUpError that
+    names both.
     """
     path = _rank_0_file(world)
     if path is None or world.nodes == 1:
@@ -120,7 +120,7 @@ def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
 
 
 def _read_published(world: World) -> tuple[str, str]:
-    """Return the host that rank 0 has published, and the address where it listens, each '' if it has not."""
+    """Return the host and the address that rank 0 has published, '' for each if it has not."""
     path = _rank_0_file(world)
     try:
         host, _, _, address, *_ = [*(path.read_text().split("\n") if path is not None else []), *[""] * 4]
@@ -130,7 +130,7 @@ def _read_published(world: World) -> tuple[str, str]:
 
 
 def check_master_addr(world: World) -> None:
-    """Raise BringUpError if the user's own MASTER_ADDR, used because of comm.ports=env, is not of rank 0's node."""
+    """Raise BringUpError if the user's MASTER_ADDR (comm.ports=env) is not an address of rank 0's node."""
     if os.environ.get(ports.ENV_PORTS) != ports.FROM_ENV or not os.environ.get("MASTER_ADDR"):
         return
     name = world.master_addr

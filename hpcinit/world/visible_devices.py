@@ -1,4 +1,4 @@
-"""Which devices the environment lets this process see, and which of them is this rank's.
+"""Reads which devices the environment lets this process see, and which of them is this rank's.
 
 CUDA_VISIBLE_DEVICES    "2,1"            in this order; the first invalid entry ends the list ("0,2,-1,1" is 0 and 2)
                         "" "-1" "0,0"    none; Slurm writes "NoDevFiles" for none
@@ -45,12 +45,12 @@ LOCAL_SIZES = {
 
 @dataclass(frozen=True)
 class Visible:
-    """The devices that a process may see.
+    """The devices that a process can see.
 
     names: indices or UUIDs as the variables list them, or None if no variable restricts them.
     set_by: the variables that have an effect, as 'NAME=value'.
-    private: no other rank sees these devices.
-    on_node: to how many ranks of this node Slurm gave a device, or None if unknown.
+    private: whether no other rank sees these devices.
+    on_node: the number of ranks on this node to which Slurm gave a device, or None if unknown.
     """
 
     names: tuple[str, ...] | None
@@ -60,10 +60,10 @@ class Visible:
 
 
 def read(env: Mapping[str, str], kind: str, is_task: bool = False) -> Visible:
-    """Return what `env` sets for devices of `kind`: cuda, rocm or xpu. For other kinds nothing is restricted.
+    """Return the devices of `kind` (cuda, rocm or xpu) that `env` makes visible. Other kinds are not restricted.
 
-    is_task: this rank is a task that Slurm started. Under torchrun or mpirun, a task's devices belong to all the ranks
-    that it started.
+    is_task: whether this rank is a task that Slurm started. Under torchrun or mpirun, a task's devices belong to all
+    ranks that it started.
     """
     names = _READERS[kind](env) if kind in _READERS else None
     bound = _PER_TASK.search(next((env[name] for name in BINDINGS if name in env), "")) if is_task else None
@@ -95,7 +95,7 @@ def index_of(env: Mapping[str, str], kind: str, count: int, world: World) -> int
 
 
 def given(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables, as 'NAME=value', that give this process devices; () if one of them gives it none."""
+    """Return the variables, as 'NAME=value', that give this process devices; () if one of them hides all devices."""
     if any(reader(env) == () for reader in (cuda, _rocr, xpu)):
         return ()
     names = (*GIVEN, *dict.fromkeys(name for names in VARIABLES.values() for name in names))
@@ -103,7 +103,7 @@ def given(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tuple[str, ...] | None:
-    """Return the list as torch and the driver read it, or None if it is not set."""
+    """Return the list as torch and the driver read it, or None if the variable is not set."""
     text = env.get(variable)
     if text is None:
         return None
@@ -120,7 +120,7 @@ def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tupl
 
 
 def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES."""
+    """Return the entries of HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES."""
     inner = cuda(env, "HIP_VISIBLE_DEVICES") if "HIP_VISIBLE_DEVICES" in env else cuda(env)
     outer = _rocr(env)
     if outer is None or inner is None:
@@ -134,7 +134,7 @@ def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def xpu(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the devices. Tiles count as devices unless ZE_FLAT_DEVICE_HIERARCHY is COMPOSITE; then cards do."""
+    """Return the devices. Tiles count as devices; with ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE, cards do."""
     text = env.get("ZE_AFFINITY_MASK")
     if not text:
         return None  # as if it were not set
@@ -159,13 +159,15 @@ def _rocr(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _number(word: str) -> str:
-    """Return the index as strtoul reads it: ' 2ampere' is 2. Return '' if there is none."""
+    """Return the index as strtoul reads it: '2' for ' 2ampere', or '' if there is none."""
     found = re.match(r"\s*\+?(\d+)", word)
     return str(int(found[1])) if found else ""
 
 
 def _on_node(env: Mapping[str, str]) -> int | None:
-    """Return SLURM_GPUS_ON_NODE, the step's devices on this node. --ntasks-per-gpu multiplies it: tasks share them."""
+    """Return SLURM_GPUS_ON_NODE, the step's devices on this node. --ntasks-per-gpu multiplies it, because tasks share
+    them.
+    """
     devices, sharing = env.get("SLURM_GPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_GPU", "1")
     return int(devices) * int(sharing) if devices.isdigit() and sharing.isdigit() else None
 

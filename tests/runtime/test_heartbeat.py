@@ -133,7 +133,7 @@ def test_a_stack_is_parsed() -> None:
     ("state", "words"),
     [
         ("gone", "process 7 has exited"),
-        ("in the kernel", "process 7 waits in the kernel, for a disk or a driver"),
+        ("in the kernel", "process 7 waits in the kernel for a disk or a driver"),
         ("mute", "holds the GIL"),
         ("", "process 7 wrote no stack"),
     ],

@@ -1,4 +1,4 @@
-"""Who started the ranks: detects the launcher, reads the world from its variables, and compares those of others."""
+"""Detects the launcher that started the ranks, reads the world from its variables, and compares other launchers'."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
 def find_contradictions(
     env: Mapping[str, str], world: World, chosen: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
 ) -> tuple[str, ...]:
-    """Return one sentence per other launcher, with each of its values that differs and the value in use.
+    """Return a sentence per other launcher, with each of its values that differs and the value in use.
 
-    chosen: the variables of the chosen launcher, such as {"rank": "RANK"}. others: those of each other launcher.
+    chosen: the variables of the chosen launcher, as in {"rank": "RANK"}. others: those of each other launcher.
     """
     sentences = [
         _sentence(owner, found, world)
@@ -54,7 +54,7 @@ def _differing(
 
 
 def _rendezvous(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) -> list[str]:
-    """Return the differences of MASTER_ADDR and MASTER_PORT, if neither the launcher nor hpcinit has set them."""
+    """Return the contradictions of MASTER_ADDR and MASTER_PORT, unless the launcher or hpcinit has set them."""
     if world.world_size == 1 or "RANK" in chosen.values() or env.get(ENV_WORLD) == world.job:
         return []
     found = []
@@ -76,10 +76,10 @@ ENV_STARTED_BY = "HPCINIT_STARTED_BY"
 
 
 class Launcher(Protocol):
-    """What each launcher has. slurm_step is a module, the others are objects.
+    """The interface of a launcher. slurm_step is a module, the others are objects.
 
     NAME: its name in messages and in HPCINIT_STARTED_BY. VARIABLES: the variable for the rank, for the size, ...
-    present: returns whether it started this process. read: returns the world, from the launcher's variables alone, or
+    present: returns whether it started this process. read: returns the world from the launcher's variables alone, or
     raises WorldError.
     """
 
@@ -91,7 +91,7 @@ class Launcher(Protocol):
 
 
 class Single:
-    """A process that nothing launched: the only rank of its world."""
+    """A process without a launcher: the only rank of its world."""
 
     NAME = "single"
     VARIABLES: Mapping[str, str] = {}
@@ -113,13 +113,13 @@ LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm_step
 
 
 def read(env: Mapping[str, str], started_by: str | None = None, process: Process | None = None) -> World:
-    """Return the world that the launcher of this process describes, with warnings about contradicting variables.
+    """Return the world that this process's launcher describes, with warnings about contradicting variables.
 
     env: usually os.environ; then this process's parents are checked too. started_by: a name from LAUNCHERS, instead of
-    detecting it; HPCINIT_STARTED_BY does the same from outside. process: for tests.
+    detecting it; users can set HPCINIT_STARTED_BY for the same purpose. process: for tests.
 
-    Raise WorldError if the chosen launcher's variables are absent or contradict each other, or if several launchers are
-    possible.
+    Raise WorldError if the chosen launcher's variables are missing or contradict each other, or if several launchers
+    are possible.
     """
     if process is None:
         process = slurm_step_of_this_process() if env is os.environ else UNKNOWN
@@ -139,7 +139,7 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
 
 
 def display_name(world: World, env: Mapping[str, str]) -> str:
-    """Return the launcher's name for people: cluster=local sets Slurm's variables, but there is no Slurm."""
+    """Return the launcher's name for people. cluster=local sets Slurm's variables, although there is no Slurm."""
     return "local" if world.launcher == slurm_step.NAME and run_folder.ENV_ENGINE in env else world.launcher
 
 
@@ -158,7 +158,7 @@ def _present(env: Mapping[str, str], process: Process) -> Launcher:
 
 
 def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
-    """Raise WorldError if two of MPI's launchers and Horovod claim this process: they do not nest in a known order."""
+    """Raise WorldError if two MPI launchers, or one and Horovod, claim this process: their nesting order is unknown."""
     if chosen not in (horovod, openmpi, mpich):
         return
     for other in (openmpi, mpich):
@@ -177,7 +177,9 @@ def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher
 
 
 def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
-    """Raise WorldError if torch's variables describe several ranks, but not all of them are set, or Slurm has one."""
+    """Raise WorldError if torch's variables describe several ranks but are incomplete, or if Slurm started only one
+    rank.
+    """
     if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_variables.many(env):
         return
     if ENV_WORLD in env or slurm_step.starts_this_very_process(env, process):
@@ -197,8 +199,8 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
 def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
     """Raise WorldError if Slurm's variables describe one of several ranks, but no job.
 
-    Each rank would be a world of one, and the job would succeed. An environment that a container or a wrapper has
-    filtered looks like this.
+    Each rank would otherwise be a world of one, and the job would succeed. Containers and wrappers that filter the
+    environment cause this.
     """
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     tasks = env.get("SLURM_NTASKS", "")

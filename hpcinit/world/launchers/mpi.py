@@ -1,4 +1,4 @@
-"""Ranks started by Open MPI's mpirun, by an MPICH's mpiexec or by horovodrun. None of them sets rank 0's host."""
+"""Reads ranks started by Open MPI's mpirun, by an MPICH's mpiexec or by horovodrun. None of them sets rank 0's host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 
 
 class Rank0Unnamed:
-    """What these launchers share: rank 0's host is certain on one node, or if the user sets MASTER_ADDR.
+    """The common part of these launchers. Rank 0's host is certain on one node, or if the user sets MASTER_ADDR.
 
     DO: what to do about a missing variable. LOST: the error if there is no address; {size} and {here} are filled in.
     """
@@ -36,12 +36,12 @@ class Rank0Unnamed:
         node_rank: str = "",
         node_count: int = 0,
     ) -> World:
-        """Return the world from the variables `names`, by what they contain.
+        """Return the world. names: the variable for each value.
 
         job: the name of this start. own: this node's name. guess: an address that may be rank 0's. node_rank: the
         variable with the node's number, or '' if nodes are filled in order. node_count: 0 if unknown.
 
-        Raise WorldError if a value is absent, or if there is no address for the rendezvous.
+        Raise WorldError if a value is missing, or if there is no address for the rendezvous.
         """
         rank, size, local_rank, here = (
             number(env, names[name], self.DO) for name in ("rank", "world_size", "local_rank", "local_world_size")
@@ -113,10 +113,10 @@ class OpenMpi(Rank0Unnamed):
 
 
 class Mpich(Rank0Unnamed):
-    """Hydra, the process manager of MPICH, Intel MPI and MVAPICH, or another one that speaks PMI.
+    """Hydra, the process manager of MPICH, Intel MPI and MVAPICH, or another one that uses PMI.
 
-    PMI_RANK and PMI_SIZE are PMI's. MPI_LOCALRANKID and MPI_LOCALNRANKS are Hydra's (recorded from 4.0.2, Debian 12),
-    and Cray's launcher calls them PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
+    PMI_RANK and PMI_SIZE are PMI's. MPI_LOCALRANKID and MPI_LOCALNRANKS are Hydra's (recorded from 4.0.2, Debian 12);
+    Cray's launcher calls them PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
     """
 
     NAME = "mpich"
@@ -134,9 +134,10 @@ class Mpich(Rank0Unnamed):
     )
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Return whether mpiexec started this process. In a Slurm step, PMI_RANK and PMIX_RANK can be srun's.
+        """Return whether mpiexec started this process.
 
-        So in a Slurm job the local rank must be set too, which srun (--mpi=...) never does.
+        In a Slurm step, srun may have set PMI_RANK and PMIX_RANK. So in a Slurm job the local rank must be set too,
+        which srun (--mpi=...) never does.
         """
         if "SLURM_JOB_ID" in env or "SLURM_JOBID" in env:
             local_rank = self.VARIABLES["local_rank"] in env or self.OF_CRAY["local_rank"] in env
@@ -163,7 +164,7 @@ class Mpich(Rank0Unnamed):
 
 
 def control_port(pid: int, proc: Path = PROC) -> str:
-    """Return 'n1:35417', at which the mpiexec above process `pid` listens: a name of that mpiexec on every node.
+    """Return 'n1:35417', where the mpiexec above process `pid` listens. It identifies that mpiexec on every node.
 
     Return '' if there is none (another launcher, a container). Hydra (4.0.2) gives its ranks no job id. The parent of
     each rank is the proxy that started it:
@@ -226,7 +227,7 @@ openmpi, mpich, horovod = OpenMpi(), Mpich(), Horovod()
 def check_horovod(world: World) -> None:
     """Compare with Horovod itself, if this process has already initialized it. Never import it.
 
-    Raise WorldError if Horovod has another rank or size.
+    Raise WorldError if Horovod reports another rank or size.
     """
     hvd = sys.modules.get("horovod.torch")
     if hvd is None or not hvd.is_initialized():

@@ -1,8 +1,8 @@
-"""Ranks started by srun: one Slurm task per rank. The local engine and launch=fork set the same variables.
+"""Reads ranks started by srun: one Slurm task per rank. The local engine and launch=fork set the same variables.
 
-These were right in every recorded launch (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
-SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were not: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE,
-ntasks // nodes, the first host of any list (place_of_rank).
+In all recorded launches (tests/data) these were right: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
+SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were sometimes wrong: SLURM_NTASKS (srun --preserve-env),
+SLURM_NTASKS_PER_NODE, ntasks // nodes, the first host of any list (see place_of_rank).
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ _TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)")
 class Process:
     """This process, as Slurm started it.
 
-    pid: of this process, or 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, such as '43.0' or '43.batch'.
-
-    step is '' if no slurmstepd is visible, which proves nothing (containers, hidepid).
+    pid: its id, or 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, as in '43.0' or '43.batch'. It is '' if
+    no slurmstepd is visible, which proves nothing (containers, hidepid).
     """
 
     pid: int = 0
@@ -55,7 +54,7 @@ UNKNOWN = Process()
 
 
 def slurm_step_of_this_process(proc: Path = processes.PROC) -> Process:
-    """Return this process. Raise nothing: what cannot be read stays empty."""
+    """Return this process. Raise nothing; unreadable values stay empty."""
     titles = map(_TITLE.match, processes.command_lines(os.getpid(), proc))
     found = _CGROUP.search(read_or_empty(proc / "self/cgroup")) or next(filter(None, titles), None)
     return Process(os.getpid(), f"{found[1]}.{found[2]}" if found else "")
@@ -73,7 +72,7 @@ def slurm_step_of_this_process(proc: Path = processes.PROC) -> Process:
 
 @dataclass(frozen=True)
 class Placement:
-    """On which nodes the ranks are.
+    """The nodes of the ranks.
 
     hosts: by SLURM_NODEID. master: rank 0's host. known: whether master and the order are certain.
     """
@@ -111,13 +110,13 @@ def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[i
 
 
 def by_component(env: Mapping[str, str], listed: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts in the order of the heterogeneous job's components, if it has any."""
+    """Return the hosts in the order of the heterogeneous job's components, if there are any."""
     ordered = [host for group in components(env) for host in group if host in set(listed)]
     return tuple(ordered if len(ordered) == len(listed) else listed)
 
 
 def components(env: Mapping[str, str]) -> list[list[str]]:
-    """Return the hosts of each component; [] for a plain job. PACK is the name from before Slurm 20.02."""
+    """Return the hosts of each component, or [] for an ordinary job. Slurm before 20.02 used the name PACK."""
     for kind in ("HET", "PACK"):
         # Variables of another job can be inherited: the first component's id is the job's own id.
         if env.get(f"SLURM_JOB_ID_{kind}_GROUP_0") != env.get("SLURM_JOB_ID") or "SLURM_JOB_ID" not in env:
@@ -130,7 +129,7 @@ def components(env: Mapping[str, str]) -> list[list[str]]:
 
 
 def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_here: Sequence[int]) -> str:
-    """Return the first host of SLURM_HOSTFILE if the file exists and is the one that placed this step; else ''."""
+    """Return the first host of SLURM_HOSTFILE if that file exists and placed this step, else ''."""
     try:
         lines = Path(env["SLURM_HOSTFILE"]).read_text(encoding="utf-8").splitlines()
         names = [name for line in lines for word in line.partition("#")[0].split() for name in _repeated(word)]
@@ -148,14 +147,14 @@ def _repeated(word: str) -> list[str]:
 
 
 def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) -> Placement:
-    """Return what is certain without the order: whether rank 0 is here, and with two hosts, on which one it is."""
+    """Return what is certain without the order: whether rank 0 is here or, with two hosts, on which one it is."""
     others = [host for host in hosts if host != own]
     master = own if 0 in ranks_here else (others or hosts)[0]
     return Placement(hosts, master, known=len(hosts) <= 2)
 
 
 def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
-    """Return the hosts with this rank's host at the place of SLURM_NODEID, so that at least that one is right."""
+    """Return the hosts with this rank's host moved to index SLURM_NODEID, so that at least that one is right."""
     swapped = list(hosts)
     at = swapped.index(own)
     swapped[at], swapped[to] = swapped[to], swapped[at]
@@ -192,9 +191,10 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Return why this process is not a task of a step, as a clause for a message, or '' if it is one.
+    """Explain why this process is not a task of a step, as a clause for a message; return '' if it is one.
 
-    Raise WorldError if the environment fits a task as well as a leak, and the process's parents are not visible.
+    Raise WorldError if the environment could be a task's or an inherited one, and the process's parents are not
+    visible.
     """
     step = env.get("SLURM_STEP_ID")
     if step is None:
@@ -211,7 +211,7 @@ def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
 
 
 def job_ids(env: Mapping[str, str]) -> set[str]:
-    """Return the id of the job, and of all components of a heterogeneous job: each is a job to slurmstepd."""
+    """Return the ids of the job and of all components of a heterogeneous job. slurmstepd treats each as a job."""
     names = ("SLURM_JOB_ID", "SLURM_JOBID")
     return {env[k] for k in env if k in names or k.startswith(("SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_"))}
 
@@ -273,12 +273,12 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
 
 
 def present(env: Mapping[str, str]) -> bool:
-    """Return True in a Slurm task, and in a batch script or salloc shell, where read() reports what is missing."""
+    """Return True in a Slurm task, in a batch script and in a salloc shell; read() reports what is missing there."""
     return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
 
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-    """Return the world of a Slurm step, or of a job with one task. Raise WorldError outside of one."""
+    """Return the world of a Slurm step, or of a job with one task. Raise WorldError outside of both."""
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         raise WorldError(
             f"SLURM_JOB_ID is not set, expected a job id, which Slurm sets for every task: {USE_SRUN} (or do not set "
@@ -311,9 +311,9 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Return 'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without a het job's first component.
+    """Return 'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without the first component of a het job.
 
-    A requeued job keeps its id, so the restart count belongs to the name; each component counts its own steps.
+    A requeued job keeps its id, so the name includes the restart count. Each component counts its own steps.
     """
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID", "0")
     step = set(nodelist.expand(env["SLURM_STEP_NODELIST"])) if env.get("SLURM_STEP_NODELIST") else set()
@@ -323,7 +323,7 @@ def identity(env: Mapping[str, str]) -> str:
 
 
 def starts_this_very_process(env: Mapping[str, str], process: Process) -> bool:
-    """Return whether slurmstepd created this process itself, so that no other launcher is in between."""
+    """Return whether slurmstepd started this process directly, without another launcher in between."""
     return process.pid != 0 and env.get("SLURM_TASK_PID") == str(process.pid) and not doubt_about_step(env, process)
 
 
@@ -341,7 +341,10 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]
 
 
 def _without_step(env: Mapping[str, str], doubt: str) -> World:
-    """Return the world of a batch script or salloc shell with one task. Refuse more: that rank would hang."""
+    """Return the world of a batch script or salloc shell with one task.
+
+    With more tasks, raise WorldError: it would hang.
+    """
     tasks = _tasks_of_job(env)
     if tasks != "1 task":
         raise WorldError(
@@ -354,7 +357,7 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
 
 
 def _tasks_of_job(env: Mapping[str, str]) -> str:
-    """Return '8 tasks', of all components, or '2 nodes' if only nodes were requested: SLURM_NTASKS is then not set."""
+    """Return '8 tasks' over all components, or '2 nodes' without SLURM_NTASKS, if only nodes were requested."""
     for kind in ("HET", "PACK"):
         counts = [env.get(f"SLURM_NTASKS_{kind}_GROUP_{i}", "1") for i in range(len(components(env)))]
         if counts and all(count.isdigit() for count in counts):
@@ -373,7 +376,7 @@ NOT_THEIRS = ("PMI_", "PMI2_", "PMIX_", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLU
 
 @dataclass(frozen=True)
 class ForkNode:
-    """The task of a node and its ranks. rank: 0 to nodes - 1, from SLURM_NODEID. host: Slurm's name of the node."""
+    """The task of a node, and its ranks. rank: 0 to nodes - 1, from SLURM_NODEID. host: Slurm's name of the node."""
 
     rank: int
     nodes: int
@@ -382,12 +385,12 @@ class ForkNode:
 
     @property
     def first(self) -> int:
-        """The rank of this node's first rank."""
+        """Return the number of the first rank on this node."""
         return self.rank * self.ranks_per_node
 
 
 def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNode:
-    """Return this task's node, checked against the run's size. Raise RequestError if it is not one task per node."""
+    """Return this task's node. Raise RequestError unless the step has one task per node and fits the run's size."""
     tasks = number(env, "SLURM_STEP_NUM_TASKS", ONE_TASK)
     if tasks != nodes or env.get("SLURM_LOCALID") != "0":
         raise RequestError(
@@ -401,10 +404,10 @@ def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNo
 def fork_environment(
     env: Mapping[str, str], here: ForkNode, local_rank: int, pid: int, cpus: int | None
 ) -> dict[str, str]:
-    """Return the whole environment of a forked rank, from its parent's: with the variables that srun would have set.
+    """Return the whole environment of a forked rank: its parent's, with the variables that srun would have set.
 
-    Ranks are numbered by node, in any task order. tests/test_fork.py compares recordings of both: one Slurm task per
-    rank, and forked ranks.
+    Ranks are numbered by node, in any task order. tests/test_fork.py compares two recordings: one Slurm task per rank,
+    and forked ranks.
     """
     per_node, world = str(here.ranks_per_node), str(here.nodes * here.ranks_per_node)
     counts = per_node if here.nodes == 1 else f"{per_node}(x{here.nodes})"

@@ -1,4 +1,4 @@
-"""Ranks described by torch's variables: started by torchrun, or by a program or launcher that sets them itself."""
+"""Reads ranks that torch's variables describe, set by torchrun or by a program or launcher that starts ranks itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ENV_AGENT = "HPCINIT_AGENT"  # set for ranks that hpcinit.elastic has started: W
 
 
 class Torchrun:
-    """torchrun (`python -m torch.distributed.run`), or a program built on it, such as accelerate.
+    """torchrun (`python -m torch.distributed.run`), or a program based on it, such as accelerate.
 
     Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun the agents are tasks of a
-    Slurm step, one per node, and set HPCINIT_AGENT: the step's variables then name the hosts.
+    Slurm step, one per node, and set HPCINIT_AGENT. Then the step's variables name the hosts.
     """
 
     NAME = "torchrun"
@@ -32,15 +32,15 @@ class Torchrun:
     DO = "torchrun sets it for every worker; start the ranks with torchrun"
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Return whether torchrun started this process. A stale RANK is not enough: it always sets its run's id."""
+        """Return whether torchrun started this process. It always sets its run's id, so a stale RANK is not enough."""
         return "TORCHELASTIC_RUN_ID" in env
 
     def by_our_agent(self, env: Mapping[str, str]) -> bool:
-        """Return True for a rank of hpcinit.elastic, False for a rank of a torchrun that such a rank has started."""
+        """Return True for a rank of hpcinit.elastic, False for a rank of a torchrun started by such a rank."""
         return self.present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-        """Return the world from torchrun's own variables. It does not name the hosts, but counts them."""
+        """Return the world from torchrun's own variables, which count the hosts but do not name them."""
         if self.by_our_agent(env):
             # The agents' step names the hosts and rank 0's host; each restart round has its own ports.
             agents = slurm_step.read(env, process)
@@ -68,7 +68,7 @@ class Torchrun:
         return {**found, "ranks_here": tuple(range(first, first + found["local_world_size"]))}
 
     def _job(self, env: Mapping[str, str], address: str) -> str:
-        """Return 'RUN.RESTART'. Without --rdzv-id all runs are called 'none'; then use its store's address and port.
+        """Return 'RUN.RESTART'. Without --rdzv-id, all runs are called 'none'; then use the store's address and port.
 
         The agents agree on both and pass them to all workers. Two torchruns on a node have different ports.
         """
@@ -81,7 +81,7 @@ class Torchrun:
 class TorchVariables:
     """A program that has set torch's variables (Ray), or a launcher without its own (DeepSpeed, Kubernetes).
 
-    Chosen if all of them are set and no other launcher is visible. Inside a Slurm step they may be stale, and
+    It is chosen if all of them are set and no other launcher is visible. Inside a Slurm step they may be stale;
     HPCINIT_STARTED_BY=env or init(started_by='env') confirms that they are valid.
     """
 
@@ -90,7 +90,7 @@ class TorchVariables:
     DO = "with the launcher 'env' you must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Return True if the variables are complete and not inherited from a rank of hpcinit that started this."""
+        """Return True if the variables are complete and not inherited from a rank of hpcinit."""
         return self.many(env) and bool(env.get("LOCAL_RANK")) and ENV_WORLD not in env
 
     def many(self, env: Mapping[str, str]) -> bool:
