@@ -119,14 +119,14 @@ def _nodes(run: hpcinit.Runtime) -> list[list[int]]:
 
 
 def _store(rank: int) -> float:
-    """Return the seconds of a read from torch's store."""
+    """Return how many seconds a read from torch's store takes."""
     store = distributed_c10d._get_default_store()
     store.set(f"hpcinit-doctor/{rank}", "x")
     return min(_timed(lambda: store.get(f"hpcinit-doctor/{rank}")) for _ in range(TRIPS))
 
 
 def _matmul(device: torch.device) -> tuple[float, ...]:
-    """Return the seconds of a matrix product in each round, which find a GPU that is hot or capped; () on CPUs."""
+    """Return the seconds of a matrix product in each round, which reveal a hot or capped GPU; () on CPUs."""
     if device.type == "cpu":
         return ()
     matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def _matmul(device: torch.device) -> tuple[float, ...]:
 
 
 def _copies(device: torch.device) -> Copies | None:
-    """Return the best of several copies in each direction; None on a CPU."""
+    """Return the best of several copies in each direction, or None on a CPU."""
     if device.type == "cpu":
         return None
     host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
@@ -154,7 +154,7 @@ def _copies(device: torch.device) -> Copies | None:
 
 
 def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, ranks: int) -> AllReduce:
-    """Return the time of an all-reduce of `size` bytes."""
+    """Measure an all-reduce of `size` bytes."""
     value = torch.ones(size // 4, device=device)
     dist.all_reduce(value, group=group)  # the first one connects
     times = []
@@ -178,7 +178,7 @@ def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce |
 
 
 def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> tuple[Link, ...]:
-    """Return the links that this rank measured: those whose pair it is the first rank of."""
+    """Return the links that this rank measured: those of which it is the first rank."""
     found: dict[Pair, Link] = {}
     plan = rank_report.measurement_phases(rank_report.links_of_phase(nodes))
     for _ in range(ROUNDS):
@@ -225,12 +225,12 @@ def _there_and_back(value: torch.Tensor, to: int) -> None:
 
 
 def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait for every rank of `group`, on this rank's `device`: without device_ids NCCL may guess another one."""
+    """Wait for every rank of `group` on this rank's `device`. Without device_ids NCCL may choose another device."""
     dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def _merged(before: Link | None, now: Link) -> Link:
-    """Return both measurements of a link as one, with the more exact clock difference."""
+    """Combine two measurements of a link, with the more exact clock difference."""
     if before is None:
         return now
     closer = now if now.within_s < before.within_s else before
@@ -238,7 +238,7 @@ def _merged(before: Link | None, now: Link) -> Link:
 
 
 def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
-    """Return the seconds that `act` takes, including its work on `device`."""
+    """Return how many seconds `act` takes, including its work on `device`."""
     if device:
         _wait(device)
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Runs a pickled function on each rank, for hpcinit.Executor: `python -m hpcinit.jobs.function NAME`.
 
-The pickle and the result are in the run folder, or in the folder of `--folder FOLDER` if there is no run. submitit
-loads the function, handles the signals that requeue it, and writes the result.
+The pickle and the result are in the run folder, or without a run in the folder of `--folder FOLDER`. submitit loads the
+function, handles the signals that requeue it, and writes the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpcinit.records import run_folder
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the function of this job. Raise what it raises, and RequestError for another user's pickle."""
+    """Run the function of this job. Raise RequestError for another user's pickle, and what the function raises."""
     folder = argv[1] if argv[:1] == ["--folder"] else os.environ.get(run_folder.ENV_FOLDER)
     if folder is None:
         raise RequestError(
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name_as_submitit(paths: JobPaths) -> None:
-    """Link the pickle and this rank's log to the names that submitit gives them, which contain the job id."""
+    """Link the pickle and this rank's log to submitit's names for them, which contain the job id."""
     if not (paths.folder / run_folder.PICKLE).exists():
         raise RequestError(
             f"{paths.folder} has no {run_folder.PICKLE}: only hpcinit.Executor can submit a function; submit it again "

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProgramPath:
-    """The folders from which the program imports its modules, other than those of its Python environment.
+    """The folders from which the program imports its modules, except those of its Python environment.
 
     before: those before the environment's on sys.path. after: those behind it. workdir: where the program was started.
     """
@@ -53,9 +53,9 @@ class ProgramPath:
         return cls(own(found[:standard]), own(found[standard:]), str(Path.cwd()))
 
     def restore(self) -> None:
-        """Add the folders to sys.path. Those in `workdir` are first taken from this process's own working folder.
+        """Add the folders to sys.path. Use this process's own working folder instead of `workdir`.
 
-        With snapshot=git, that is a copy of the program's.
+        With snapshot=git, that is a copy of the program's folder.
         """
         inside = [Path(path) for path in self.before if Path(path).is_relative_to(self.workdir)]
         copied = [str(Path.cwd() / path.relative_to(self.workdir)) for path in inside]
@@ -66,8 +66,8 @@ class ProgramPath:
 class HydraTask:
     """A job of a multirun: a callable for hpcinit.Executor.
 
-    name: the run's name. combination: the job's overrides, to be displayed. program: the pickled function, Hydra's
-    context and the state of Hydra's singletons. config: the job's pickled config, with its node `hydra`.
+    name: the run's name. combination: the job's overrides, for display. program: the pickled function, Hydra's context
+    and the state of Hydra's singletons. config: the job's pickled config, with its node `hydra`.
     """
 
     name: str
@@ -81,7 +81,7 @@ class HydraTask:
         return self.name
 
     def __call__(self) -> None:
-        """Run the function and write what rank 0 returns to the run folder. Raise what the function raises."""
+        """Run the function and write rank 0's return value to the run folder. Raise what the function raises."""
         _leave_signals_to_the_program()
         self.path.restore()
         function, context, state = pickle.loads(self.program)
@@ -100,14 +100,14 @@ class HydraTask:
 
 
 def tasks(name: str, function: Any, context: Any, configs: Sequence[tuple[str, Any]]) -> list[HydraTask]:
-    """Return a task for each combination and its config. Raise what the objects of the program raise when pickled."""
+    """Return a task for each combination and its config. Raise what pickling the program's objects raises."""
     program = cloudpickle.dumps((function, context, Singleton.get_state()))
     path = ProgramPath.current()
     return [HydraTask(name, combination, program, cloudpickle.dumps(config), path) for combination, config in configs]
 
 
 def read(run: Path) -> JobReturn | None:
-    """Return what rank 0 wrote, or None if it wrote nothing, or if it cannot be unpickled here.
+    """Return what rank 0 returned, or None if it wrote nothing or it cannot be unpickled here.
 
     Raise RequestError for another user's pickle.
     """
@@ -132,7 +132,7 @@ def rank_0s_folder() -> Path | None:
 
 
 def write_result(folder: Path, value: Any) -> None:
-    """Write `value` to result.json unless the program has. Raise RequestError if JSON cannot contain it."""
+    """Write `value` to result.json unless the program has done so. Raise RequestError if JSON cannot contain it."""
     if value is not None and not (folder / run_folder.RESULT).exists():
         results.write_or_print(folder, results.reported(value))
 
@@ -152,7 +152,7 @@ def _write(folder: Path, done: JobReturn) -> None:
 
 
 def _leave_signals_to_the_program() -> None:
-    """Undo submitit's handlers: a job of a multirun is not checkpointable, and ends or saves as a program does."""
+    """Undo submitit's handlers: a multirun's job is not checkpointable, and ends or saves as a program does."""
     signals.reset([signal.SIGTERM, signal.SIGCONT])
     # If stop.signal is submitit's signal, it must not end the program before its hpcinit.init() watches for it.
     number = signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"]

@@ -1,16 +1,16 @@
 """Runs small gloo programs, one process per rank, and shows where they block: `python replay_ranks.py PARENT`.
 
-`hpcinit why RUN --replay` starts it (why/replay.py), maybe with the Python of the job. So it imports nothing of
-hpcinit. Each line of stdin is a program as JSON, and each line of stdout its result:
+`hpcinit why RUN --replay` starts it (why/replay.py), possibly with the job's Python. So it imports nothing of hpcinit.
+Each line of stdin is a program as JSON, and each line of stdout its result:
 
     program  groups: for each group its ranks. steps: for each rank its calls [channel, group, what, peer, tag, after]
     result   states: for each rank one character per call: 'n' not made, 'w' waits, 'f' finished. settled: whether the
              ranks can continue no further. error: why a rank failed, or ''
 
-The calls of a channel are made one after another, those of different channels at the same time, as a device does with
-its streams. A call is made when the calls of its rank that `after` lists have finished. what: in 'allreduce' each rank
-waits for all others, and 'send' and 'recv' wait for each other: gloo sends a message when its receiver has called. A
-rank that has finished stays, because gloo reports an error where a peer has exited.
+The calls of a channel are made one after another, and those of different channels at the same time, as with a device's
+streams. A call starts after the calls in `after` have finished on its rank. what: in 'allreduce' each rank waits for
+all others; 'send' and 'recv' wait for each other, because gloo sends a message only after its receiver has called. A
+rank that has finished stays, because gloo reports an error if a peer has exited.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
 def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
     """Wait until all calls have finished, or no rank can continue. Return False if a rank has failed.
 
-    A time without a change does not suffice, because this machine may be slow. The kernel must show that all threads
-    of all ranks sleep, and have not woken up since the last change. The threads of gloo that poll must have polled.
+    A time without a change is not enough, because this machine may be slow. The kernel must show that all threads of
+    all ranks sleep and have not woken up since the last change. The threads of gloo that poll must have polled.
     """
     before: Seen | None = None
     last: list[bytes] = []
@@ -153,7 +153,7 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 
 def _have_slept(before: Seen, now: Seen) -> bool:
-    """Return whether each thread slept all the time, or polls. With many ranks, some poll at any time."""
+    """Return whether each thread slept the whole time, or polls. With many ranks, some poll at any time."""
     return bool(now) and all(
         (state == "S" and count == before[one][1]) or count >= before[one][1] + POLLS
         for one, (state, count) in now.items()
@@ -161,7 +161,7 @@ def _have_slept(before: Seen, now: Seen) -> bool:
 
 
 def _threads(ranks: Sequence[int]) -> Seen:
-    """Return the state of each thread of the ranks, and how often it went to sleep."""
+    """Return the state of each thread of the ranks, and how often it has gone to sleep."""
     found: Seen = {}
     for pid in ranks:
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -173,7 +173,7 @@ def _threads(ranks: Sequence[int]) -> Seen:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies."""
+    """Make the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

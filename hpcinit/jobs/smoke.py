@@ -1,4 +1,7 @@
-"""The default job: every rank joins, runs one all-reduce and prints a line. If it works, training code will start."""
+"""The default job: every rank joins, runs one all-reduce and prints a line.
+
+If it works, training code will start too.
+"""
 
 from __future__ import annotations
 

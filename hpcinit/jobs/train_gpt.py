@@ -3,8 +3,8 @@
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true parallel=fsdp
 
-`train` contains everything that is special about several ranks: the session, run.wrap, different batches for each share
-of the data, and numbers that are averaged before rank 0 prints them.
+`train` contains everything that several ranks need: the session, run.wrap, different batches for each share of the
+data, and numbers that are averaged before rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_modules(folder: Path) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each applied to the normalized input and added to it.
+    """Attention and a feed-forward layer. Each is applied to the normalized input and added to it.
 
     The rows of `qkv` are ordered by head, so that each rank of a tensor parallel group gets whole heads.
     """
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Compute the logits of each next token (batch, length, vocabulary) from token numbers (batch, length).
+    """Computes the logits of each next token (batch, length, vocabulary) from token numbers (batch, length).
 
     positions: (length,), the positions of the tokens in the text; default: 0, 1, ...
     """
@@ -108,7 +108,7 @@ def loss_at(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, st
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of `value` over all ranks, so that every rank decides alike."""
+    """Return the mean of `value` over all ranks, so that every rank makes the same decision."""
     if dist.is_initialized():
         value = value.detach().clone()
         dist.all_reduce(value)
@@ -143,7 +143,7 @@ def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
 
 
 def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
-    """Return the text to train on and the text to evaluate on. They are the same on every rank."""
+    """Return the text to train on and the text to evaluate on, which are the same on every rank."""
     text = read_modules(folder)
     if not same_on_all_ranks(text.long().sum().to(run.device)):
         raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
@@ -153,7 +153,7 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, context: int) -> float:
-    """Return the mean loss on pieces spread over `text`; each data share evaluates different pieces."""
+    """Return the mean loss on pieces spread over `text`. Each data share evaluates different pieces."""
     shares = run.layout.data_parallel
     starts = torch.linspace(0, len(text) - context - 1, EVAL_PIECES * shares).long()
     return mean_over_ranks(loss_at(run, model, text, starts[run.data_rank :: shares], context))
@@ -173,7 +173,7 @@ class Place:
 
 
 def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
-    """Train and print on rank 0. Exit with a message and status 1 if the loss did not go down."""
+    """Train, and print on rank 0. Exit with a message and status 1 if the loss did not decrease."""
     text, held_out = read_text(run, Path(sysconfig.get_path("stdlib")))
     gpt = GPT(options.context, options.width, options.layers, options.heads)
     size = sum(parameter.numel() for parameter in gpt.parameters())
@@ -220,7 +220,7 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
-    """Return the factor of the learning rate at each step: up in the first tenth, then down to zero."""
+    """Return the factor of the learning rate for each step: up in the first tenth, then down to zero."""
     first = max(1, steps // 10)
     return lambda step: min((step + 1) / first, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 

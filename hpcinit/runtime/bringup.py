@@ -52,8 +52,8 @@ from hpcinit.world import World, launchers
 def destroy_process_groups(timeout: timedelta, device: torch.device | None = None) -> None:
     """Destroy all of torch's process groups. If that takes longer than `timeout`, print a warning and return.
 
-    The process can then not create another group. It exits with os._exit instead of the interpreter's shutdown, which
-    would wait for threads inside the group (https://github.com/pytorch/pytorch/issues/119250).
+    Then the process cannot create another group. It exits with os._exit, because the interpreter's shutdown would wait
+    for threads inside the group (https://github.com/pytorch/pytorch/issues/119250).
     """
     if state.stuck_group or not dist.is_initialized():
         return
@@ -114,13 +114,13 @@ def init(
 ) -> Runtime:
     """Initialize this rank's process group and return its Runtime. Every rank must call it.
 
-    An argument that is not given is taken from the submission's config, or else from the defaults below. A second call
-    with the same arguments returns the same object. An existing process group that the program created is used if it
-    matches, and is never destroyed by hpcinit.
+    Arguments that are not given have the values in the submission's config, or else the defaults below. A second call
+    with the same arguments returns the same object. If the program has created a process group, hpcinit uses it if it
+    matches, and never destroys it.
 
     Args:
-        backend: the backend for tensors on this rank's device, or several as in 'cpu:gloo,cuda:nccl', of which a rank
-            without a GPU uses cpu:gloo. Default: nccl on GPUs, gloo on CPUs.
+        backend: the backend for tensors on this rank's device, or several as in 'cpu:gloo,cuda:nccl'.
+            A rank without a GPU then uses only cpu:gloo. Default: nccl on GPUs, gloo on CPUs.
         timeout: time limit of the start-up. Default: grows with the number of nodes, and ends before the job does.
         collective_timeout: time limit of each collective after the start-up. Default: torch's, 600 s with nccl and
             1800 s with gloo.
@@ -247,7 +247,7 @@ def _group(
 def _settle(plan: Plan, keep: bool) -> timedelta:
     """Set the timeout of collectives, verify all settings of the group, and return the timeout in force.
 
-    keep: leave the timeout unchanged, because the program created the group and did not request another.
+    keep: leave the timeout unchanged, because the program created the group and did not request another timeout.
     """
     changed = False if keep else process_group.set_timeout(plan.collective_timeout)
     bound = plan.binding.device or process_group.bound_to()
@@ -273,8 +273,8 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     """Destroy the process group and reset DeepSpeed's module state. init() can be called again afterwards.
 
     It runs automatically at exit. Calling it twice, or without init, does nothing. A group that the program created is
-    not destroyed. If a dead or hanging peer delays it for longer than `timeout`, hpcinit prints a warning and returns;
-    the process can then not create another group, and exits with status 1.
+    not destroyed. If a dead or hanging peer delays it for longer than `timeout`, print a warning and return. Then the
+    process cannot create another group, and exits with status 1.
 
     Args:
         timeout: how long the group may take.
@@ -294,7 +294,7 @@ def _destroy(
     timeout: timedelta,
     device: torch.device | None = None,
 ) -> None:
-    """Destroy the groups that hpcinit created. deepspeed_started: hpcinit also initialized DeepSpeed."""
+    """Destroy the groups that hpcinit created. deepspeed_started: whether hpcinit also initialized DeepSpeed."""
     if kept is None or deepspeed_started:
         deepspeed_setup.forget_deepspeed()
     if kept is None:
@@ -307,7 +307,7 @@ _P = ParamSpec("_P")
 
 
 def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextManager[Runtime]]:
-    """Return a context manager that calls init() with the same arguments, and shutdown() however the block ends."""
+    """Return a context manager that calls init() with the same arguments, and shutdown() when the block ends."""
 
     @functools.wraps(start, assigned=())
     @contextmanager

@@ -1,4 +1,4 @@
-"""Initialize DeepSpeed on top of torch's process group, and reset it when the group is destroyed."""
+"""Initializes DeepSpeed on top of torch's process group, and resets it when the group is destroyed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def deepspeed_version() -> str:
 def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> bool:
     """Call DeepSpeed's init_distributed, which adopts the existing group and silently ignores its other arguments.
 
-    Return False if the program had initialized DeepSpeed before. Raise BringUpError if it cannot be imported.
+    Return False if the program has already initialized DeepSpeed. Raise BringUpError if it cannot be imported.
     """
     try:
         import deepspeed  # noqa: PLC0415 - over a second to import

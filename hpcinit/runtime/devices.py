@@ -1,7 +1,7 @@
-"""Choose this rank's device, the backend for it, and the CPUs near it, unless the launcher has bound the rank already.
+"""Chooses this rank's device, its backend and the CPUs near it, unless the launcher has already bound the rank.
 
-The kernel reports which CPUs are near, in /sys/bus/pci/devices/<address>/numa_node and local_cpulist. Threads and
-data loader workers that start later inherit the affinity.
+The kernel reports which CPUs are near, in /sys/bus/pci/devices/<address>/numa_node and local_cpulist. Threads and data
+loader workers that start later inherit the affinity.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hpcinit.world.cpus import PROC, SYSFS, cores, everything, share
 
 
 def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
-    """Return this rank's device and make it current; the CPU if torch finds no accelerator.
+    """Return this rank's device and make it current. Without an accelerator it is the CPU.
 
-    The index counts the devices that this process sees, so it is not always the local rank. It is 0 if the rank has
-    private devices (--gpus-per-task), else the local rank's position in the list that the node's ranks share.
+    The index counts only the devices that this process sees. It is 0 if the rank has private devices (--gpus-per-task),
+    else the local rank's position in the list that the node's ranks share.
 
     Raise BringUpError, on every rank of the node, if there are more ranks than devices.
     """
@@ -35,7 +35,7 @@ def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
 
 
 def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
-    """Return a warning if `device` is the CPU although the rank was given accelerators; otherwise ''."""
+    """Return a warning if `device` is the CPU although the rank was given accelerators, else ''."""
     given = visible_devices.given(env)
     if device.type != "cpu" or not given:
         return ""
@@ -48,7 +48,7 @@ def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
 
 
 def kind(device: torch.device) -> str:
-    """Return cuda, rocm, xpu or cpu. torch names ROCm devices cuda."""
+    """Return cuda, rocm, xpu or cpu. torch calls ROCm devices cuda."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
@@ -70,8 +70,8 @@ def backend(device: torch.device, asked: str = "auto") -> str:
 def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
     """Return device type -> backend, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'.
 
-    Of pairs, those for device types that this rank does not have are omitted: on a machine without a GPU the example
-    is {'cpu': 'gloo'}. Raise BringUpError if a backend is not available, or if there is none for `device`.
+    Omit pairs for device types that this rank does not have: without a GPU, the second example gives {'cpu': 'gloo'}.
+    Raise BringUpError if a backend is not available, or if there is none for `device`.
     """
     if ":" not in asked:
         return {device.type: backend(device, asked)}
@@ -90,10 +90,11 @@ def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
 def for_deepspeed(device: torch.device) -> None:
     """Make DeepSpeed use `device` where it would use the device with index LOCAL_RANK.
 
-    DeepSpeed (0.19) passes LOCAL_RANK to its accelerator as an index wherever it wants this rank's device: in the
-    engine, zero.Init, pipeline modules and inference. Its accelerator object then returns `device`. LOCAL_RANK itself
-    is unchanged, because DeepSpeed and programs also use it as the local rank. Other indices, and torch.devices, pass
-    unchanged. Call it before deepspeed.initialize or zero.Init. It may be called again, for another device too.
+    DeepSpeed (0.19) passes LOCAL_RANK to its accelerator as an index wherever it needs this rank's device: in the
+    engine, zero.Init, pipeline modules and inference. From now on its accelerator object returns `device` for this
+    index. LOCAL_RANK itself stays, because DeepSpeed and programs also use it as the local rank. Other indices and
+    torch.devices are passed on unchanged. Call this before deepspeed.initialize or zero.Init. It may be called again,
+    even for another device.
     """
     if device.type == "cpu":
         return
@@ -111,7 +112,7 @@ def for_deepspeed(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Return what identifies the device on its node: device, and name, uuid and pci if torch reports them."""
+    """Return the device's identity on its node: device, and name, uuid and pci if torch reports them."""
     found = {"device": str(device)}
     if device.type == "cpu":
         return found
@@ -143,11 +144,11 @@ def bind_cpus(
     proc: Path = PROC,
     env: Mapping[str, str] = os.environ,
 ) -> str:
-    """Bind this process to its share of the CPUs near `device`. Return one sentence for the log, also if unchanged.
+    """Bind this process to its share of the CPUs near `device`. Return a sentence for the log, even if nothing changed.
 
     Ranks that share a list of devices split the CPUs of a NUMA node by local rank, in whole cores. A rank that sees
-    only its own devices gets all CPUs of the NUMA node, because it cannot see which other ranks use them. The number
-    of torch's threads is lowered to the number of CPUs, unless OMP_NUM_THREADS is set. Never raises.
+    only its own devices gets all CPUs of the NUMA node, because it cannot see which other ranks use them. Lower the
+    number of torch's threads to the number of CPUs, unless OMP_NUM_THREADS is set. Never raise.
     """
     if not hasattr(os, "sched_getaffinity"):
         return "CPU affinity left unchanged: this system has no sched_setaffinity"
@@ -199,18 +200,18 @@ def _near_cpus(
 
 
 def _has_its_own(world: World, device: torch.device, env: Mapping[str, str]) -> bool:
-    """Return whether this rank sees only its own devices, and therefore not those of the other ranks."""
+    """Return whether this rank sees only its own devices, not those of other ranks."""
     visible = visible_devices.read(env, kind(device), is_task=world.launcher == "slurm")
     return visible.private or device.index != world.local_rank
 
 
 def _node_of(rank: int, device: torch.device, sysfs: Path) -> int:
-    """Return the NUMA node of the device of local rank `rank`, when all ranks share one list of devices."""
+    """Return the NUMA node of local rank `rank`'s device. All ranks must share one list of devices."""
     return _numa_node(pci_address(torch.device(device.type, rank)), sysfs)
 
 
 def _numa_node(address: str, sysfs: Path) -> int:
-    """Return the NUMA node, or -1 if the kernel reports none (a machine with one node, or a virtual one)."""
+    """Return the NUMA node, or -1 if the kernel reports none, as on a machine with one node or a virtual machine."""
     return int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
 
 

@@ -1,7 +1,8 @@
-"""Report the locks that killed builds left in torch's folder of extensions, where later builds would wait forever.
+"""Reports the locks that killed builds left in torch's folder of extensions, where later builds would wait forever.
 
-torch up to 2.13 (utils/file_baton.py) waits as long as the file exists, https://github.com/deepspeedai/DeepSpeed/issues/5205.
-A lock is never removed here: its builder may run in another container, or on another node.
+torch up to 2.13 (utils/file_baton.py) waits as long as the file exists:
+https://github.com/deepspeedai/DeepSpeed/issues/5205. hpcinit never removes a lock, because its builder may run in
+another container or on another node.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ QUIET_S = 1800.0  # no build is running in a folder without changes for this lon
 
 
 def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Print a warning for each lock whose builder has probably ended. One rank of each node calls this."""
+    """Print a warning for each lock whose builder has probably ended. Call it on one rank per node."""
     if versions.key(versions.installed("torch") or "0") >= versions.key(KERNEL_LOCKS):
         return
     for path in (path for root in _roots(env) for path in sorted(root.glob(f"*/{TORCH_LOCK}"))):

@@ -1,4 +1,4 @@
-"""Start Horovod for ranks that horovodrun has started, or mpirun with HPCINIT_STARTED_BY=horovod."""
+"""Starts Horovod for ranks started by horovodrun, or by mpirun with HPCINIT_STARTED_BY=horovod."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hpcinit.world.launchers.mpi import check_horovod, horovod
 
 
 def start_horovod(world: World) -> None:
-    """Call hvd.init(), as every program under horovodrun must, unless this process has called it.
+    """Call hvd.init(), as every program under horovodrun must, unless this process has already called it.
 
-    Call it when all ranks have connected, because hvd.init() waits for each of them and names none. Do nothing under
-    another launcher, or if this Python's Horovod was built without torch. Raise WorldError if Horovod has another rank
-    or size.
+    Call it after all ranks have connected, because hvd.init() waits for each of them and names none. Do nothing under
+    another launcher, or if this Python's Horovod was built without torch. Raise WorldError if Horovod reports another
+    rank or size.
     """
     if world.launcher != horovod.NAME:
         return

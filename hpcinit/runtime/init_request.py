@@ -1,4 +1,4 @@
-"""Compute the Plan of init() from its arguments, the submission's spec and an existing process group."""
+"""Computes the Plan of init() from its arguments, the submission's spec and an existing process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpcinit.world import World
 
 @dataclass(frozen=True)
 class Binding:
-    """The decision. device: the device_id for torch, or None. why: a note for the log, '' if there is none."""
+    """Whether to bind the group. device: the device_id for torch, or None. why: a note for the log, or ''."""
 
     device: torch.device | None
     why: str = ""
@@ -80,13 +80,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings that init() chose, from its arguments, the submission and the defaults.
+    """The settings that init() chose from its arguments, the submission and the defaults.
 
-    device: this rank's device. backends: device type -> the group's backend. timeout: the start-up's; formula: its
-    terms, for the log. layout: with every degree computed. batch: samples per step. training: settings of wrap(). seed:
-    as requested, before seed_by ('same', 'rank' or 'data') derives this rank's seed. stopping: settings of
-    should_stop(). hang: how long without a step is a hang. checkpoint_timeout: how long ranks wait for each other in
-    save() and load().
+    device: this rank's device. backends: device type -> the group's backend. timeout: of the start-up. formula: the
+    terms of the timeout, for the log. layout: with every degree computed. batch: samples per step. training: settings
+    of wrap(). seed: as requested, before seed_by ('same', 'rank' or 'data') derives this rank's seed. stopping:
+    settings of should_stop(). hang: how long without a step is a hang. checkpoint_timeout: how long ranks wait for each
+    other in save() and load().
     """
 
     device: torch.device
@@ -108,12 +108,12 @@ class Plan:
 
     @property
     def backend(self) -> str:
-        """The name of the group's backend on `device`."""
+        """Return the name of the group's backend on `device`."""
         return self.backends[self.device.type]
 
     @property
     def torchs_backends(self) -> str:
-        """The backends as torch expects them: one name for all devices, or 'cpu:gloo,cuda:nccl'."""
+        """Return the backends as torch expects them: one name for all devices, or 'cpu:gloo,cuda:nccl'."""
         return (
             ",".join(f"{kind}:{name}" for kind, name in self.backends.items())
             if len(self.backends) > 1
@@ -122,10 +122,10 @@ class Plan:
 
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
-    """Return the plan, from the request, else the spec, else the defaults.
+    """Return the plan. Each setting is from the request, else the spec, else the defaults.
 
-    Raise RequestError if a value is wrong or does not fit the ranks, and BringUpError if a backend or DeepSpeed is
-    not available.
+    Raise RequestError if a value is wrong or does not fit the ranks, and BringUpError if a backend or DeepSpeed is not
+    available.
     """
     training = _first(request.training, spec and spec.training, Training())
     comm = _comm(request, spec, training)
@@ -213,6 +213,6 @@ def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
 
 
 def leave_process_group(kept: frozenset[ProcessGroup]) -> None:
-    """Destroy only the groups that were created after the adopted ones, such as a mesh's."""
+    """Destroy only the groups that were created after the adopted ones, such as those of a mesh."""
     for group in [group for group in c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)

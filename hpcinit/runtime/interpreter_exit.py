@@ -1,11 +1,11 @@
-"""Exit as the interpreter would, without the last step of its shutdown, in which gloo can abort the process.
+"""Exits as the interpreter would, but without the last step of its shutdown, in which gloo can abort the process.
 
 In that step a gloo thread that releases a tensor (ProcessGroupGloo::runLoop, decref_pyobject) waits for the lock of an
-interpreter that no longer exists. The process aborts with 'terminate called without an active exception', also in ranks
+interpreter that no longer exists. The process aborts with 'terminate called without an active exception', even in ranks
 that destroyed their group: https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there.
 
-Delete this module and call sys.exit() instead once the oldest supported torch (the lower bound in pyproject.toml) has
-the fix. tests/runtime/test_program.py must then pass with `end` as an empty function.
+When the oldest supported torch (the lower bound in pyproject.toml) has the fix, delete this module and call sys.exit()
+instead. tests/runtime/test_program.py must then pass with `end` as an empty function.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import TextIO
 def end(status: int) -> None:
     """Exit with `status` if torch was imported; without torch, return.
 
-    It does what the interpreter's shutdown does: wait for threads, run atexit handlers, delete the program's variables
-    and flush open files, also those of the C library. It does not call C++ destructors.
+    Do what the interpreter's shutdown does: wait for threads, run atexit handlers, delete the program's variables and
+    flush open files, including those of the C library. Do not call C++ destructors.
     """
     if "torch" not in sys.modules:
         return
@@ -41,7 +41,7 @@ def end(status: int) -> None:
 
 
 def _write_files() -> None:
-    """Flush the files that modules or objects still have open, and the C library's streams."""
+    """Flush the C library's streams and the files that modules or objects still have open."""
     objects = gc.get_objects()  # 165,000 in a program with torch, of some thousand types
     types = {id(type(thing)): type(thing) for thing in objects}
     is_file = {number: issubclass(kind, io.IOBase) for number, kind in types.items()}
@@ -54,7 +54,7 @@ def _write_files() -> None:
 
 
 def _flushed(stream: TextIO | None) -> bool:
-    """Return False if the output could not be written, for example to a full disk or a closed pipe."""
+    """Return False if the output could not be written, as to a full disk or a closed pipe."""
     try:
         if stream is not None and not stream.closed:
             stream.flush()

@@ -1,4 +1,4 @@
-"""The device mesh: the groups of ranks for each dimension of a layout, and for the combinations that training needs."""
+"""The device mesh: groups of ranks for each dimension of a layout, and for the combinations that training needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEANING = {
 
 
 def all_dimensions(layout: Layout) -> dict[str, int]:
-    """Return name and size of each mesh dimension, outermost first, those of size 1 included.
+    """Return the name and size of each mesh dimension, outermost first, including those of size 1.
 
     layout: with every degree computed.
     """
@@ -54,7 +54,7 @@ def all_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def mesh_dimensions(layout: Layout) -> dict[str, int]:
-    """Return name and size of each mesh dimension in use, outermost first; dp_replicate if there is none.
+    """Return the name and size of each mesh dimension in use, outermost first, or dp_replicate if none is in use.
 
     layout: with every degree computed.
     """
@@ -62,12 +62,12 @@ def mesh_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def _in_use(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the dimensions above size 1, and both parts of a split one: they show which dimension ep is a part of."""
+    """Return the dimensions larger than 1, and both parts of a split one: they show which dimension ep is a part of."""
     return {name: size for name, size in sizes.items() if size > 1 or name.startswith("edp_")}
 
 
 def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return those dimensions of `names` that form `name`; empty if its size is 1."""
+    """Return the dimensions in `names` that form `name`, or () if its size is 1."""
     if name in names:
         return (name,)
     parts = [each for part in COMBINED.get(name, (name,)) for each in (part, *SPLIT.get(part, ()))]
@@ -81,7 +81,7 @@ def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 def group_members(layout: Layout, name: str) -> list[range]:
     """Return the groups of ranks of a dimension or combination, each in rank order.
 
-    layout: with every degree computed. The dimensions of a combination are adjacent, so that each group is one range.
+    layout: with every degree computed. The dimensions of a combination are adjacent, so each group is one range.
     """
     sizes = mesh_dimensions(layout)
     names = tuple(sizes)
@@ -118,7 +118,7 @@ def rank_table(layout: Layout) -> str:
 
 
 def _shown(ranks: range) -> str:
-    """Return the ranks in short, such as '0 8 16 ... 56'."""
+    """Return the ranks in short form, as in '0 8 16 ... 56'."""
     shown = [str(rank) for rank in ranks]
     return " ".join(shown if len(shown) <= 4 else [*shown[:3], "...", shown[-1]])
 
@@ -133,11 +133,11 @@ class NotMade:
 
 
 class Mesh(DeviceMesh):
-    """torch's DeviceMesh of all dimensions, which also has the combinations and second names of MEANING.
+    """torch's DeviceMesh of all dimensions, with the combinations and second names in MEANING.
 
-    `mesh["dp", "sp"]` is a mesh of these two dimensions, and `mesh.get_group("tp")` this rank's group, of one rank if
-    the size is 1. `dp`, `fsdp` and `loss` are combinations; `sp` is `cp`. Torch itself warns if a program takes a
-    combination from a mesh, and has no second name for a dimension.
+    `mesh["dp", "sp"]` is a mesh of these two dimensions, and `mesh.get_group("tp")` is this rank's group, which has one
+    rank if the size is 1. `dp`, `fsdp` and `loss` are combinations; `sp` is `cp`. torch itself warns if a program takes
+    a combination from a mesh, and has no second names for dimensions.
     """
 
     alone: DeviceMesh | None = None
@@ -145,8 +145,8 @@ class Mesh(DeviceMesh):
     def of_one(self) -> DeviceMesh:
         """Return a mesh of this rank alone, which can be joined with other parts of this mesh.
 
-        Its group is made at the first use, and not by init(): making it connects to rank 0's store, which may have
-        ended if rank 0 returned from init() earlier and failed. No other rank takes part, so this works at any time.
+        The first use makes its group, not init(): making it connects to rank 0's store, which may be gone if rank 0
+        returned from init() earlier and failed. No other rank takes part, so this works at any time.
         """
         if self.alone is None:
             world = default.WORLD
@@ -160,7 +160,7 @@ class Mesh(DeviceMesh):
         return self.alone
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of one or several dimensions or combinations, under these names.
+        """Return the mesh of one or more dimensions or combinations, with these names.
 
         Raise KeyError for an unknown name, and for names that overlap or are not in the mesh's order.
         """
@@ -195,10 +195,10 @@ class Mesh(DeviceMesh):
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """Return a mesh of all dimensions, outermost first. Needs the process group.
+    """Return a mesh of all dimensions, outermost first. The process group must exist.
 
-    All groups of several ranks are created here, because every rank must create them in the same order. Each dimension
-    above size 1 has one, and so does a combination that equals no dimension and no other combination.
+    Create all groups of several ranks here, because every rank must create them in the same order. Each dimension
+    larger than 1 has one, and so does each combination that equals no dimension and no other combination.
 
     layout: with every degree computed.
     """
@@ -226,11 +226,10 @@ def size(mesh: DeviceMesh, name: str) -> int:
 
 
 def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Return the mesh of one or several dimensions or combinations, without those of size 1, or None if all have size
-    1.
+    """Return the mesh of one or more dimensions or combinations, without those of size 1; None if all have size 1.
 
-    `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard takes for HSDP. Raise RequestError if MEANING
-    lacks a name.
+    `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard expects for HSDP. Raise RequestError if
+    MEANING lacks a name.
     """
     found = tuple(_called(mesh, name) for name in names if size(mesh, name) > 1)
     if not found:
@@ -245,7 +244,7 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
-    """Return the group that this rank is in. If the dimension has size 1, the group has this rank only.
+    """Return the group of this rank. If the dimension has size 1, it contains only this rank.
 
     Raise RequestError if MEANING lacks the name.
     """
@@ -275,14 +274,14 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a combination as one dimension; torch caches it by name."""
+    """Return a combination as one dimension. torch caches it by name."""
     members = _members(mesh, name)
     part = mesh.part(members) if isinstance(mesh, Mesh) else mesh[members]
     return part._flatten(name)  # private, but the only way; torchtitan uses it too
 
 
 def _called(mesh: DeviceMesh, name: str) -> str:
-    """Return the name in the mesh: the first one that is formed by the same dimensions."""
+    """Return the name in the mesh: the first one that consists of the same dimensions."""
     made = _members(mesh, name)
     if len(made) == 1:
         return made[0]

@@ -1,8 +1,8 @@
-"""DeepSpeed's ops: compile them once into a folder that all jobs use, and load them from there.
+"""DeepSpeed's ops: compiles them once into a folder that all jobs use, and loads them from there.
 
 Each build has a private folder, which is renamed when the op is complete. So a killed build leaves nothing for which a
-later one waits. The lock only prevents that two processes compile the same op; the kernel releases it when its process
-ends.
+later one would wait. The lock only prevents two processes from compiling the same op; the kernel releases it when its
+process ends.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Say = Callable[[str], None]
 
 
 def environment() -> str:
-    """Return a folder name with everything that a compiled op depends on.
+    """Return a folder name that contains everything on which a compiled op depends.
 
-    Example: 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's features.
-    DeepSpeed compiles with -march=native, and an op built on a newer login node fails with "Illegal instruction" on an
-    older compute node.
+    Example: 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's features,
+    because DeepSpeed compiles with -march=native. An op built on a newer login node would fail with "Illegal
+    instruction" on an older compute node.
     """
     import torch  # noqa: PLC0415 - takes seconds to import
 
@@ -71,17 +71,17 @@ def shared_cache(env: Mapping[str, str]) -> Path:
 
 
 def is_built(name: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the op needs no compiler: hpcinit has built it, or DeepSpeed was installed with it."""
+    """Return whether the op needs no compiler, because hpcinit has built it or DeepSpeed was installed with it."""
     return (shared_cache(env) / name / BUILT).exists() or _comes_compiled(name)
 
 
 def prepare(
     config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.environ, say: Say = console.say
 ) -> None:
-    """Load the ops that this ds_config needs, and compile those that are missing. Every rank calls it before DeepSpeed.
+    """Load the ops that this ds_config needs, and compile missing ones. Every rank calls it before DeepSpeed.
 
-    An op that DeepSpeed itself has compiled in the user's TORCH_EXTENSIONS_DIR is left to it. Raise BringUpError if an
-    op cannot be built or loaded.
+    Skip an op that DeepSpeed itself has compiled in the user's TORCH_EXTENSIONS_DIR. Raise BringUpError if an op cannot
+    be built or loaded.
     """
     names = [name for name in deepspeed_ops.needed(config, device) if not _comes_compiled(name)]
     if not names:
@@ -94,9 +94,9 @@ def prepare(
 
 
 def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> None:
-    """Prevent DeepSpeed from compiling an op at its start on a CPU, which takes over a minute.
+    """Prevent DeepSpeed from compiling an op when it starts on a CPU, which takes over a minute.
 
-    Call it before init_distributed. Only inference_all_reduce uses the op, and works without it.
+    Call it before init_distributed. Only inference_all_reduce uses the op, and it works without it.
     """
     if (shared_cache(env) / SHARED_MEMORY / BUILT).exists():
         _load(SHARED_MEMORY, shared_cache(env))
@@ -143,7 +143,7 @@ def _one_builder(root: Path, say: Say) -> Iterator[Path]:
 
 
 def _lock(file: int, root: Path, say: Say) -> bool:
-    """Wait for the lock, and return True, or False if this file system has no locks."""
+    """Wait for the lock and return True. Return False if this file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -178,7 +178,10 @@ def _build(name: str, root: Path, part: Path, say: Say) -> None:
 
 
 def _load(name: str, root: Path) -> None:
-    """Give DeepSpeed the compiled op. DeepSpeed's own load() would take torch's lock, which a killed rank leaves."""
+    """Give DeepSpeed the compiled op.
+
+    DeepSpeed's own load() would take torch's lock, which a killed rank leaves behind.
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415 - takes seconds to import
 
     loaded: dict[str, Any] | None = getattr(OpBuilder, "_loaded_ops", None)
@@ -191,7 +194,7 @@ def _load(name: str, root: Path) -> None:
         file.exec_module(module)
     except ImportError as error:
         raise BringUpError(
-            f"cannot load DeepSpeed's op {name}: {error}. Remove {path.parent} and type hpcinit build-ops --ops {name}",
+            f"cannot load DeepSpeed's op {name}: {error}. Remove {path.parent} and run: hpcinit build-ops --ops {name}",
             quoted=str(error),
         ) from error
     loaded[name] = module
@@ -200,7 +203,7 @@ def _load(name: str, root: Path) -> None:
 def loader(name: str) -> Callable[[], Any]:
     """Return the function that compiles and loads an op for this machine's accelerator.
 
-    Raise RequestError if there is no such op, or none for this accelerator.
+    Raise RequestError if the op does not exist, or not for this accelerator.
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - takes seconds to import
 

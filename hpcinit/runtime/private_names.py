@@ -1,4 +1,4 @@
-"""The private names of torch and DeepSpeed that hpcinit uses, and what does not work without each.
+"""Lists the private names of torch and DeepSpeed that hpcinit uses, and what does not work without each.
 
 Any release can remove one. With a version newer than all tested ones, init() prints what is lost. The rest works.
 tests/runtime/test_private_names.py finds every use in hpcinit, and checks that the tested versions have each name.
@@ -18,10 +18,10 @@ from hpcinit.base.console import say
 
 @dataclass(frozen=True)
 class PrivateName:
-    """`name` in `owner`, a module or 'module:Class' of `package`.
+    """A private `name` in `owner`, a module or 'module:Class' of `package`.
 
-    lost: what does not work without it. since: the first version that has it, '' for all tested ones. on_instances:
-    only an instance has it, not its class. is_module: it is a module in the package `owner`.
+    lost: what does not work without it. since: the first version that has it, or '' for all tested ones. on_instances:
+    whether only instances have it, not their class. is_module: whether it is a module in the package `owner`.
     """
 
     package: str
@@ -37,7 +37,7 @@ class PrivateName:
         return not self.since or versions.key(version) >= versions.key(self.since)
 
     def is_missing(self) -> bool:
-        """Return whether an imported module lacks it. A module that is not imported yet is not missing anything."""
+        """Return whether an imported module lacks the name. A module that is not imported yet lacks nothing."""
         module, _, path = self.owner.partition(":")
         found: Any = sys.modules.get(module)
         if found is None or self.on_instances:

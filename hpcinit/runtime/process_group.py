@@ -1,4 +1,4 @@
-"""torch's default process group: create it after the rendezvous, change its timeout, and verify its settings."""
+"""Creates torch's default process group after the rendezvous, changes its timeout, and verifies its settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(
 ) -> str:
     """Create torch's default group. Return rank 0's address. Raise BringUpError that names the missing ranks.
 
-    device: this rank's device. device_id: the device that the group is bound to, or None. recorded: fields for the
+    device: this rank's device. device_id: the device to which the group is bound, or None. recorded: fields for the
     timeline.
     """
     deadline = time.monotonic() + timeout.total_seconds()
@@ -120,7 +120,9 @@ def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
 
 
 def _gist(error: Exception) -> str:
-    """Return the first line of the error, and NCCL's reason from its end ('Last error:\\nsocketStart...')."""
+    """Return the first line of the error, and NCCL's reason at its end ('Last error:
+    socketStart...').
+    """
     text = str(error).strip()
     first = text.partition("\n")[0] or type(error).__name__
     reason = " ".join(text.partition("Last error:")[2].split())
@@ -147,7 +149,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
 
 @contextmanager
 def timeouts_of_at_least(timeout: timedelta) -> Iterator[None]:
-    """Raise timeouts shorter than `timeout`, of all groups except side groups, and restore them at the end.
+    """During the block, raise timeouts shorter than `timeout`, for all groups except side groups.
 
     A backend that cannot report or change its timeout keeps it.
     """
@@ -200,10 +202,10 @@ def bound_to() -> torch.device | None:
 def verify(
     device: torch.device, backends: Mapping[str, str], timeout: timedelta | None, device_id: torch.device | None
 ) -> None:
-    """Compare the settings of the group and of the process with the request. Raise BringUpError with each difference.
+    """Compare the settings of the group and of the process with the request. Raise BringUpError with all differences.
 
-    timeout: that of collectives, or None to skip it. DeepSpeed takes a backend, a timeout and a device, and silently
-    ignores them if a group exists.
+    timeout: of collectives, or None to skip it. If a group exists, DeepSpeed accepts a backend, a timeout and a device,
+    but silently ignores them.
     """
     current = device
     if device.type != "cpu":
@@ -226,7 +228,7 @@ def verify(
 
 
 def _backends_of_all() -> Iterator[object]:
-    """Yield the backends of all groups of this process except side groups, which other jobs share."""
+    """Yield the backends of all groups of this process, except side groups, which other jobs share."""
     try:
         names = list(c10d._world.pg_names.items())
     except AttributeError:  # a later torch lacks it: private_names.py

@@ -1,7 +1,7 @@
-"""What this process has done as a rank: one mutable object, `state`, instead of global variables in many modules.
+"""The state of this process as a rank: one mutable object, `state`, instead of global variables in many modules.
 
-A process is one rank with one start, one default process group and one training run. The modules of `runtime` keep
-such state here and nowhere else.
+A process is one rank with one start, one default process group and one training run. The modules of `runtime` keep such
+state only here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START = "start-up"
 
 
 class SignalWatch(Protocol):
-    """What a fork needs of a Watch (runtime/lifecycle/signal_watch.py): the signals it handles, and its end."""
+    """The part of a Watch (runtime/lifecycle/signal_watch.py) that a fork needs: its signals, and its end."""
 
     wanted: set[int]
 
@@ -31,7 +31,7 @@ class SignalWatch(Protocol):
 
 
 class OutputWatch(Protocol):
-    """What the end of a program needs of an OutputWatch (runtime/lifecycle/output_watch.py)."""
+    """The part of an OutputWatch (runtime/lifecycle/output_watch.py) that the end of a program needs."""
 
     def stop(self, failed: bool = False) -> None: ...
 
@@ -40,8 +40,8 @@ class OutputWatch(Protocol):
 class Timeline:
     """This process's part of the start-up timeline.
 
-    writer: the writer of the node's file, or None before the start and after its last event. file: its path. opened:
-    set once per process.
+    writer: of the node's file, or None before the start and after the last event. file: its path. opened: whether this
+    process has opened it.
     """
 
     writer: timeline.Writer | None = None
@@ -66,11 +66,10 @@ class DeclaredPhase:
 
 @dataclass
 class Phase:
-    """What the program does now, for the reports of others.
+    """What the program does now, for reports.
 
-    name, step: the phase and the last step reported, -1 before the first.
-
-    ended_s: when the last declared phase ended, by time.monotonic().
+    name: the phase. step: the last one reported, or -1. ended_s: when the last declared phase ended, by
+    time.monotonic().
     """
 
     name: str = START
@@ -81,12 +80,11 @@ class Phase:
 
 @dataclass
 class LoaderWorkers:
-    """The DataLoader workers of this rank, which ignore signals that save.
+    """The DataLoader workers of this rank. They ignore the signals that make it save.
 
     rank_pid: the process in which install() was called. numbers: the signals that make a rank save and stop.
-
-    terminated: process ids of protected processes that this rank ended itself. on_death: called with torch's error;
-    returns True if the rank continues without the worker.
+    terminated: ids of protected processes that this rank ended itself. on_death: called with torch's error; returns
+    True if the rank continues without the worker.
     """
 
     rank_pid: int | None = None
@@ -100,16 +98,16 @@ class ProcessState:
     """All state of this process. The defaults are the values before hpcinit does anything.
 
     runtime: the Runtime that init() returned, or None before it and after shutdown(). Its class uses this module.
-    rendezvous: the current one. rendezvous_count: how many there were; it keeps ranks of two generations apart.
+    rendezvous: the current one. rendezvous_count: how many there were, to distinguish ranks of different ones.
     agent_store_rounds: how often torchrun's store was used; its keys remain.
-    stuck_group: why a process group of this process could not be destroyed, '' if none was stuck.
+    stuck_group: why a process group of this process could not be destroyed, or ''.
     checkpoint_group: the group in which ranks agree on a checkpoint.
     claimed: (folder, token) of the checkpoint folders that this process claimed.
-    damaged: (checkpoint, its save) -> what load() found wrong with its content.
+    damaged: (checkpoint, its save) -> what load() found wrong in it.
     removal: the last thread that removes old checkpoints.
     output_watch: this rank's, or None before it starts.
-    stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, 0 for none.
-    stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
+    stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
+        stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
     """
 
     runtime: Any = None
@@ -137,9 +135,9 @@ class ProcessState:
         vars(self).update(vars(ProcessState()))
 
     def leave_to_the_parent(self) -> None:
-        """Drop what belongs to the parent, in a forked child: close copies of its files, send nothing to its peers.
+        """In a forked child, drop what belongs to the parent: close its files, and send nothing to its peers.
 
-        State that only describes the past remains, such as the phase: a data loader's child can fail in it too.
+        Keep state that only describes the past, such as the phase, because a data loader's child can fail in it too.
         """
         self.runtime = None
         if self.rendezvous is not None:

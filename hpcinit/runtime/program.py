@@ -1,4 +1,4 @@
-"""Run the user's program in this process as Python would, and write an error record if it fails."""
+"""Runs the user's program in this process as Python would, and writes an error record if it fails."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from hpcinit.world import World
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
-    """Run the program and return its exit status. A command replaces this process, so this does not return.
+    """Run the program and return its exit status. A command replaces this process and does not return.
 
-    An exception of the program is printed with its own traceback, recorded, and becomes exit status 1. The rendezvous
-    is first, so that a program's own rendezvous gets a port that is free on rank 0's host.
+    An exception of the program is printed with its own traceback and recorded; the exit status is 1. The rendezvous is
+    first, so that a program's own rendezvous gets a port that is free on rank 0's host.
     """
     formula = spec.comm.timeout if spec else StartupTimeout()
     timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
@@ -107,9 +107,9 @@ def _python(program: Program, world: World) -> int:
 
 
 def _accelerates_worlds(world: World) -> str:
-    """Return a note for rank 0 if accelerate made a separate world of each rank; '' otherwise.
+    """Return a note for rank 0 if accelerate made a separate world of each rank, else ''.
 
-    accelerate does so on machines without a GPU, under torchrun too, and prints nothing.
+    accelerate silently does so on machines without a GPU, even under torchrun.
     """
     accelerate = sys.modules.get("accelerate.state")
     found = getattr(getattr(accelerate, "PartialState", None), "_shared_state", {}).get("num_processes")
@@ -171,7 +171,7 @@ def _command(program: Program) -> int:
 
 
 def _status(error: SystemExit) -> int:
-    """Return Python's exit status for sys.exit(): 0 for None; a text is printed and gives 1."""
+    """Return Python's exit status for sys.exit(): 0 for None, and 1 for a text, which is printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -188,7 +188,10 @@ def _print(error: BaseException) -> None:
 
 
 def record(error: BaseException, world: World) -> None:
-    """Write errors/rank-N.json in the run folder. Keep an existing record of this attempt: the first is the cause."""
+    """Write errors/rank-N.json in the run folder.
+
+    Keep an existing record of this attempt, because the first is the cause.
+    """
     folder = os.environ.get(run_folder.ENV_FOLDER)
     if not folder or (isinstance(error, SystemExit) and not error.code):
         return
@@ -217,7 +220,7 @@ def record(error: BaseException, world: World) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error that made a program call sys.exit(1), as Hydra, argparse and click do; else `error` itself.
+    """Return the error for which a program called sys.exit(1), as Hydra, argparse and click do; else `error` itself.
 
     A status above 128 means a signal, whose handler may run while an unrelated error is handled.
     """
@@ -227,7 +230,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _fields(error: BaseException) -> dict[str, Any]:
-    """Return the record's fields that only hpcinit's errors have."""
+    """Return the fields of the record that only hpcinit's errors have."""
     if not isinstance(error, HpcinitError):
         return {}
     hang = error.report if isinstance(error, TrainingHang) else None
@@ -236,7 +239,7 @@ def _fields(error: BaseException) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(world: World) -> Iterator[None]:
-    """Record a BringUpError of the block as this rank's error, and raise it again."""
+    """Record a BringUpError in the block as this rank's error, and raise it again."""
     try:
         yield
     except BringUpError as error:
@@ -245,7 +248,7 @@ def recorded(world: World) -> Iterator[None]:
 
 
 def _forget(world: World) -> None:
-    """Remove the error that a session recorded in this attempt and the program caught, because the rank succeeded."""
+    """Remove an error recorded in this attempt that the program caught, because the rank succeeded."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     below = Path(folder or os.devnull) / run_folder.ERRORS
     for found in error_records.read(below, f"rank-{world.rank}.json"):

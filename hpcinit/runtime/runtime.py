@@ -1,4 +1,4 @@
-"""Runtime, which init() returns: a rank with an initialized process group."""
+"""Defines Runtime, which init() returns: a rank with an initialized process group."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ HEARTBEAT_AGAIN_S = 60.0  # interval of retries after a heartbeat found no disk 
 class Session:
     """Everything that changes while a process group exists, and what shutdown() needs.
 
-    request: the arguments of init. kept_groups: the groups that existed before, None if hpcinit created the default
-    group. deepspeed: hpcinit initialized DeepSpeed. collective_timeout: as last set. last_step: the last step
-    that progress() reported. stop_calls: number of calls of should_stop().
-    training_used: the program has read the settings of run.wrap().
-    not_finite: the first step at which a value of progress() was NaN or infinite.
+    request: the arguments of init. kept_groups: the groups that existed before, or None if hpcinit created the default
+    group. deepspeed: whether hpcinit initialized DeepSpeed. collective_timeout: as last set. last_step: the last step
+    that progress() reported. stop_calls: number of calls of should_stop(). training_used: whether the program has read
+    the settings of run.wrap(). not_finite: the first step at which a value of progress() was NaN or infinite.
     """
 
     request: Request
@@ -203,7 +202,7 @@ class Runtime:
     def set_collective_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of collectives for all existing groups of this rank. Every rank should set the same.
 
-        A group that is created later (dist.new_group, DeepSpeed) gets torch's default until this is called again. Raise
+        A group created later (dist.new_group, DeepSpeed) has torch's default until this is called again. Raise
         BringUpError if the timeout is not positive or the backend cannot change it.
 
         Args:
@@ -223,15 +222,15 @@ class Runtime:
         It has one rank if the dimension has size 1. Raise RequestError for an unknown name.
 
         Args:
-            name: pp, dp_replicate, dp_shard, cp, tp, ep, or a combination such as dp (all ranks with other samples);
-                the page 'groups and seeds' lists all names.
+            name: pp, dp_replicate, dp_shard, cp, tp, ep, or a combination such as dp (all ranks with other samples).
+                The page 'groups and seeds' lists all names.
         """
         return mesh_of_run.group(self.mesh, name)
 
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
         """Return options for `DataLoader(dataset, **run.loader_options(epoch))`, seeded for this rank's data share.
 
-        The dict has a torch.Generator under 'generator', from which torch derives the sample order and the workers'
+        The dict has a torch.Generator with the key 'generator'. From it torch derives the sample order and the workers'
         seeds. See runtime.seeds.loader_options.
 
         Args:
@@ -347,9 +346,9 @@ class Runtime:
     ) -> Loaded | None:
         """Load the newest complete step, whatever number of ranks saved it. Return None if there is none.
 
-        Every rank must call it. A damaged step is skipped with a message. A step that ddp saved can be loaded with
-        fsdp, and the other way round; otherwise the wrapper must be the same. Raise RequestError if the checkpoint does
-        not match the model, and CheckpointError if it cannot be read.
+        Every rank must call it. A damaged step is skipped with a message. fsdp can load a step that ddp saved, and vice
+        versa; otherwise the wrapper must be the same. Raise RequestError if the checkpoint does not match the model,
+        and CheckpointError if it cannot be read.
 
         Args:
             wrapped: the model and optimizer, as run.wrap() returned them.
@@ -382,10 +381,10 @@ class Runtime:
     ) -> Path:
         """Write the whole weights as safetensors into `folder`, and return it. Every rank must call it; rank 0 writes.
 
-        Transformers' from_pretrained() loads the folder, PEFT's the one of a PEFT model, which has only the adapters.
-        For other models it contains model.safetensors (safetensors.torch.load_model). It is written atomically and
-        replaces an older export. Rank 0 needs CPU memory for the whole model in 16 bits. Raise RequestError for a model
-        or a folder that cannot be exported, and CheckpointError if writing fails.
+        Transformers' from_pretrained() loads the folder. For a PEFT model it contains only the adapters, and PEFT's
+        from_pretrained() loads it. For other models it contains model.safetensors (safetensors.torch.load_model). It is
+        written atomically and replaces an older export. Rank 0 needs CPU memory for the whole model in 16 bits. Raise
+        RequestError for a model or a folder that cannot be exported, and CheckpointError if writing fails.
 
         Args:
             wrapped: the model, as run.wrap() returned it.
@@ -433,19 +432,19 @@ class Runtime:
 
         In the block, silence is not a hang.
 
-        Every rank must enter it, also ranks that only wait for another rank. run.save() and run.load() are phases
-        already. A SIGTERM during a phase lets the phase finish.
+        Every rank must enter it, even ranks that only wait for another rank. run.save() and run.load() are phases
+        already. After a SIGTERM, the phase can finish.
 
         Args:
             name: what the ranks do, for messages.
-            limit: time after which silence counts as a hang again. None: ten times hang.after_s.
+            limit: after this time, silence counts as a hang again. None: ten times hang.after_s.
         """
         return phase.during(name, limit)
 
     def time_left(self) -> timedelta | None:
         """Return the time until the job's time limit, or None if it is unknown.
 
-        With should_stop(), rank 0 queries Slurm. A changed limit is then noticed, and all ranks have the same value.
+        With should_stop(), rank 0 queries Slurm, so changes of the limit are noticed and all ranks have the same value.
         """
         stopper = self._session.stopper
         return left_of_job(os.environ, time.time()) if stopper is None else stopper.left()
@@ -453,8 +452,8 @@ class Runtime:
     def progress(self, step: int, total: int, **values: float) -> None:
         """Report the training's progress, for `hpcinit status` and `watch`: `run.progress(step, total, loss=1.2)`.
 
-        Every rank should call it, because it is also the rank's heartbeat. Only rank 0 writes, at most once per second.
-        A thread writes the latest step, so that no step waits for the file system. If writing fails, hpcinit prints one
+        Every rank should call it, because it is also the rank's heartbeat. Only rank 0 writes the latest step, at most
+        once per second, in a thread, so that no step waits for the file system. If writing fails, hpcinit prints one
         warning.
 
         Args:
@@ -480,16 +479,15 @@ class Runtime:
         background_writer.later(run_folder.PROGRESS, write, every_s=0.0 if at_once else PROGRESS_EVERY_S)
 
     def result(self, value: object) -> None:
-        """Report the result of the training: `run.result(loss)`. Python's API and a sweeper that waits can read it.
+        """Report the result of the training run: `run.result(loss)`. Python's API and sweepers can read it.
 
-        Only rank 0 writes, only if there is a run folder, and the last call counts. hpcinit ignores a value that JSON
-        cannot contain, with a warning. If the file cannot be written, hpcinit retries until the process exits, and then
-        prints the result.
-        The exit status is always the program's.
+        Only rank 0 writes it, only if there is a run folder, and the last call counts. If JSON cannot contain the
+        value, ignore it with a warning. If the file cannot be written, retry until the process exits, and then print
+        the result. The exit status is always the program's.
 
         Args:
-            value: a number, or one number per objective, for a sweeper; else also text, None, lists and dicts. A tensor
-                with one element counts as a number.
+            value: for a sweeper a number, or one number per objective; else also text, None, lists and dicts.
+                A tensor with one element counts as a number.
         """
         if self.rank != 0 or self.folder is None:
             return
@@ -501,7 +499,7 @@ class Runtime:
         results.write_or_print(self.folder, known)
 
     def _send_heartbeat(self, step: int) -> None:
-        """Record a heartbeat. step: as reported by progress(), or else the number of calls of should_stop()."""
+        """Record a heartbeat. step: as reported by progress(), else the number of calls of should_stop()."""
         session = self._session
         if self.folder is None or not self.hang.after_s:
             return

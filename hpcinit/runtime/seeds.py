@@ -1,4 +1,4 @@
-"""Seed all random number generators, and enable deterministic algorithms."""
+"""Seeds all random number generators, and enables deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
 
     by: 'same' gives every rank `seed` itself, so weights and dropout are equal. 'rank' gives each rank its own seed.
     'data' gives each data_rank (Layout.data_rank) its own seed: equal in a tensor, pipeline or context parallel group,
-    different across data parallel ranks. Raise RequestError for another `by` or a seed outside of 0 to 2**63 - 1.
+    different across data parallel ranks. Raise RequestError for another `by`, or for a seed outside 0 to 2**63 - 1.
 
-    Seeds are hashed, not added, so seed 1 on rank 1 is not seed 2 on rank 0. Their low 32 bits always differ between
-    ranks, because torch's CPU generator uses only those.
+    Seeds are hashed, not added, so that seed 1 on rank 1 is not seed 2 on rank 0. Their low 32 bits always differ
+    between ranks, because torch's CPU generator uses only those.
     """
     if by not in BY:
         raise RequestError(f"seed_by is {by!r}, expected one of: {', '.join(BY)}")
@@ -41,12 +41,12 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
 
 
 def at_step(seed: int, step: int) -> int:
-    """Return a seed for generators that restart at this step, 0 to 2**63 - 1; it differs for each step."""
+    """Return a seed, 0 to 2**63 - 1, for generators that restart at this step. It differs for each step."""
     return _mixed(f"{seed}/step", step)
 
 
 def _mixed(text: str, number: int) -> int:
-    """Return 31 bits of SHA-256 of both arguments, then 32 bits that differ for each number of the same text."""
+    """Return 31 bits of SHA-256 of both arguments, then 32 bits that differ for each number with the same text."""
     high = hashlib.sha256(f"{text}/{number}".encode()).digest()
     low = hashlib.sha256(text.encode()).digest()
     return (int.from_bytes(high[:4], "big") >> 1) << 32 | (int.from_bytes(low[:4], "big") + number * WEYL) % 2**32
@@ -55,7 +55,7 @@ def _mixed(text: str, number: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed Python, NumPy (if installed) and torch with all its accelerators.
 
-    seed: 0 to 2**63 - 1; RequestError for another one. `numpy.random.default_rng()` is not affected: without an
+    seed: 0 to 2**63 - 1; raise RequestError for any other. `numpy.random.default_rng()` is not affected: without an
     argument it gets a random seed from the kernel. Use `default_rng(torch.initial_seed())`.
     """
     random.seed(checked(seed))
@@ -72,16 +72,16 @@ def seed_all(seed: int) -> None:
 def loader_options(seed: int, data_rank: int, epoch: int = 0) -> dict[str, torch.Generator]:
     """Return options for `DataLoader(dataset, **loader_options(run.seed, data_rank))`: {'generator': torch.Generator}.
 
-    The workers' random numbers then depend only on seed, data_rank, epoch and worker. Without it torch derives the
-    workers' seeds from its default generator. Ranks with equal seeds, as needed for equal weights, would then apply
-    equal augmentations to different data.
+    Then the workers' random numbers depend only on seed, data_rank, epoch and worker. Without this, torch derives the
+    workers' seeds from its default generator, and ranks with equal seeds, which equal weights need, would apply equal
+    augmentations to different data.
 
     No worker_init_fn is needed: in each worker torch seeds Python, NumPy's global generator and its own generator
-    (torch/utils/data/_utils/worker.py). A `numpy.random.Generator` is not seeded. One that was created before the
-    workers is copied to all of them, and `default_rng()` is not reproducible. Create it in the worker with
+    (torch/utils/data/_utils/worker.py). A `numpy.random.Generator` is not seeded: one created before the workers is
+    copied to all of them, and `default_rng()` is not reproducible. Create it in the worker with
     `default_rng(torch.initial_seed())`.
 
-    epoch: number of the epoch. A loader that is used for several epochs draws different numbers in each. To get the
+    epoch: number of the epoch. A loader used for several epochs draws different numbers in each. To get the
     same numbers after a restart, create one loader per epoch, or save `generator.get_state()` in the checkpoint.
 
     With `shuffle=True` the generator also shuffles: each data_rank in its own order, over the whole data set. To divide
@@ -107,9 +107,9 @@ def make_deterministic(environ: MutableMapping[str, str] = os.environ) -> tuple[
     another version of a library still changes them. Extensions (flash-attn, DeepSpeed, Transformer Engine) are
     not covered. Operations without a deterministic form raise a RuntimeError from here on.
 
-    Call it before anything runs on a GPU: cuBLAS and NCCL read their variables once. A variable set by the user is not
-    changed; a note names it if its value is not deterministic. PYTHONHASHSEED, which orders sets of strings, only works
-    if it is set before Python starts.
+    Call it before anything runs on a GPU, because cuBLAS and NCCL read their variables once. A variable set by the user
+    is not changed; a note names it if its value is not deterministic. PYTHONHASHSEED, which orders sets of strings,
+    only works if it is set before Python starts.
     """
     torch.use_deterministic_algorithms(True)  # also in Inductor; also fills new memory before its use
     torch.backends.cudnn.deterministic = True

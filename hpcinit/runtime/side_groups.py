@@ -40,7 +40,7 @@ def side_group(
 ) -> ProcessGroup:
     """Return a process group of `world_size` processes, which may belong to different jobs.
 
-    The processes need no other process group, and may each have one. All must pass the same name, world_size and
+    The processes need no other process group, but may each have one. All must pass the same name, world_size and
     backend. Any process that can reach the port can join. Pass the group to torch.distributed's functions, with ranks
     counted in this group. Destroy it with `torch.distributed.destroy_process_group(group)`, or together with the
     default group. It has no device_id.
@@ -104,9 +104,9 @@ def _check(name: str, rank: int, world_size: int, port: int, peers: str, labels:
 
 
 def _open(rank: int, address: str, port: int, world_size: int, deadline: float, where: str, counted: bool) -> Store:
-    """Return the store, opened in a thread, because torch's client waits forever for a silent server.
+    """Return the store. Open it in a thread, because torch's client waits forever for a silent server.
 
-    counted: this client counts as connected for a rank 0 that waits for all clients, as torch's own does.
+    counted: whether this client counts as connected for a rank 0 that waits for all clients, as torch's own does.
     """
     opened: list[Store] = []
     failed: list[Exception] = []
@@ -228,7 +228,7 @@ def _no_split() -> Iterator[None]:
 def _unprefixed(store: Store | None) -> Iterator[None]:
     """Make torch use this store's keys without the names of group and device, which vLLM's function does not add.
 
-    Groups that other threads make meanwhile are not affected.
+    Groups that other threads create meanwhile are not affected.
     """
     if store is None:
         yield

@@ -1,7 +1,8 @@
-"""The start of this process as a rank: its rendezvous, and its events up to the first collective.
+"""Starts this process as a rank: its rendezvous, and its events up to the first collective.
 
-Each event is appended to the file of its node when it occurs: one write(2) to an open file, tens of microseconds, and
-it is on disk whatever happens next. Some events are also the phase that rank 0 shows if this rank gets no further.
+Each event is appended to the node's file when it occurs, with one write(2) to an open file. That takes tens of
+microseconds, and the event is on disk whatever happens next. Some events are also the phase that rank 0 shows if this
+rank gets no further.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def now() -> float:
 
 
 def begin_startup(world: World, run: Path | None, first_line: bool = False) -> None:
-    """Open the node's file in the run folder `run` and write the first events. Do nothing the second time or without
-    a folder.
+    """Open the node's file in the run folder `run` and write the first events.
 
-    first_line: hpcinit was the first code that Python ran, so its first line is when the interpreter was ready.
+    Do nothing the second time or without a folder. first_line: whether hpcinit was the first code that Python ran; then
+    its first line is when the interpreter was ready.
     """
     mine = state.timeline
     if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
@@ -53,7 +54,7 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
 
 def announce(world: World, run: Path) -> None:
-    """Write the fork server's own events in the name of a rank that is not forked yet."""
+    """Write the fork server's own events on behalf of a rank that is not forked yet."""
     writer = timeline.Writer(_timeline_file(world, run))
     writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
     writer.close()
@@ -65,7 +66,7 @@ def _timeline_file(world: World, run: Path) -> Path:
 
 
 def _start_fields(world: World) -> dict[str, Any]:
-    """Return the fields of the first record, which describe the start and this rank."""
+    """Return the fields of the first record. They describe the start and this rank."""
     about: dict[str, Any] = {
         "job": world.job,
         "launcher": launchers.display_name(world, os.environ),
@@ -84,7 +85,7 @@ PHASES = {"device": "imported", "store": "joined", "collective": "up"}
 
 
 def reach(event: str, **more: object) -> None:
-    """Record that this rank has reached the event, and report it to rank 0 if it is a phase. more: further fields.
+    """Record that this rank has reached the event, and if it is a phase, report it to rank 0. more: more fields.
 
     The last event closes the record.
     """
@@ -101,11 +102,11 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
     """Find the other ranks of this start, and return the rendezvous. Return the current one if there is one.
 
     hpcinit.run creates it and init() continues with it. After shutdown() the next one gets a new number, so that ranks
-    of two generations never mix.
+    of different ones never mix.
 
     Return None for a single rank, and under a torchrun that the user started, which has its own rendezvous. With
-    launch=torchrun the agents know the hosts, and the ranks use this rendezvous.
-    Raise BringUpError if a rank is missing.
+    launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise BringUpError if a rank is
+    missing.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
@@ -118,7 +119,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
 
 
 def leave_rendezvous(error: str = "") -> None:
-    """End this process's part in the rendezvous. `error` is reported to the other ranks."""
+    """End this process's part in the rendezvous. Report `error` to the other ranks."""
     if state.rendezvous is not None:
         rendezvous, state.rendezvous = state.rendezvous, None
         if error:
@@ -130,8 +131,8 @@ def leave_rendezvous(error: str = "") -> None:
 def barrier_and_close(world: World, timeout: timedelta) -> None:
     """Wait until all ranks have connected, then end this process's part: a late rank must still find the server.
 
-    For programs that do not call init(): a command replaces this process, and a short script ends before slower ranks
-    have started. Raise BringUpError that names the ranks that did not connect.
+    This is for programs that do not call init(). A command replaces this process, and a short script may end before
+    slower ranks have started. Raise BringUpError that names the ranks that did not connect.
     """
     if state.rendezvous is not None:
         state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), join.report_interval_s(world))
@@ -148,7 +149,7 @@ def record_return() -> None:
 
 
 def _events_before_writing(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
-    """Return the events of this process before it could write."""
+    """Return the events that occurred before this process could write."""
     found: dict[str, float | None] = {}
     found["allocated"] = _number_or_none(env.get(timeline.ENV_ALLOCATED, ""))
     agent = env.get(timeline.ENV_AGENT_BEGAN)
@@ -172,7 +173,7 @@ def startup_began() -> float | None:
 
 
 def _creation_time(pid: int) -> float | None:
-    """Return when the kernel created this process, to a hundredth of a second, or None if that cannot be read."""
+    """Return when the kernel created this process, to a hundredth of a second, or None if unknown."""
     try:
         ticks = int(processes.stat(pid)[22 - 3])  # starttime is the 22nd field, in clock ticks since the boot, proc(5)
         ago = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -194,7 +195,7 @@ def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> 
 
 
 def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[str, str]:
-    """Return the interface that reaches rank 0 if gloo would choose an address that other nodes cannot reach."""
+    """Return the interface that reaches rank 0, if gloo would choose an address that other nodes cannot reach."""
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}
     reason = network.blind_spot(socket.gethostname())

@@ -1,4 +1,4 @@
-"""torch's store for a rendezvous, on a socket that is bound before any rank learns its port."""
+"""Opens torch's store for a rendezvous, on a socket that is bound before any rank learns its port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcinit.world import World, exports
 
 
 def open_store(world: World, rendezvous: RendezvousEndpoint | None, deadline: float) -> Store:
-    """Return a store that all ranks of this start share and that no other process can be mistaken for.
+    """Return a store that all ranks of this start share. No other process's store can be mistaken for it.
 
     deadline: by time.monotonic(). Raise BringUpError that names the missing ranks.
     """

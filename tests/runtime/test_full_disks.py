@@ -165,7 +165,7 @@ def test_a_hang_is_reported_on_a_full_disk(here: Path, run: Path) -> None:
         until(Path("done-2").exists, 60)
         fill(run)
         logs = [here / f"rank-{rank}.log" for rank in range(2)]
-        until(lambda: any("the ranks continue in spite of hang.action=end" in log.read_text() for log in logs), 60)
+        until(lambda: any("the ranks continue despite hang.action=end" in log.read_text() for log in logs), 60)
         go(3, 4, 5, 6)
         ends = [rank.end() for rank in found]
     assert [status for status, _ in ends] == [0, 0], ends

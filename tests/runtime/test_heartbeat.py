@@ -268,7 +268,7 @@ def test_ranks_that_work_are_not_ended(folder: Path) -> None:
     with ranks(at_20("time.sleep(9)") + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
     assert [status for status, _ in ends] == [0, 0], ends
-    assert sum("the ranks continue in spite of hang.action=end" in output for _, output in ends) == 1, ends
+    assert sum("the ranks continue despite hang.action=end" in output for _, output in ends) == 1, ends
 
 
 def test_ranks_that_work_and_then_hang_are_ended(folder: Path) -> None:
@@ -277,7 +277,7 @@ def test_ranks_that_work_and_then_hang_are_ended(folder: Path) -> None:
     with ranks(code + END, 2, folder, ACTION="end") as found:
         ends = [rank.end() for rank in found]
     assert run_folder.HUNG in [status for status, _ in ends], ends
-    assert sum("the ranks continue in spite of hang.action=end" in output for _, output in ends) == 1, ends
+    assert sum("the ranks continue despite hang.action=end" in output for _, output in ends) == 1, ends
     assert len(list(folder.glob(f"hang/*/{hang_report.ENDS}"))) == 1
 
 

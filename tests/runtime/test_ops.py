@@ -158,7 +158,7 @@ def test_a_built_op_is_loaded_without_compiler_and_lock(folder: Path) -> None:
     assert said.splitlines()[-1] == f"loaded tiny {place}" and "tiny: " not in said, said
     (place / "tiny/tiny.so").write_bytes(b"damaged")
     said, _ = run(PREPARE, folder, TORCH_EXTENSIONS_DIR=str(place)).communicate(timeout=150)
-    assert f"Remove {place / 'tiny'} and type hpcinit build-ops --ops tiny" in said, said
+    assert f"Remove {place / 'tiny'} and run: hpcinit build-ops --ops tiny" in said, said
 
 
 def test_an_op_that_deepspeed_has_compiled_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Signals, time limits, stop requests and hang detection while a training runs."""
+"""Handles signals, time limits, stop requests and hang detection during training."""

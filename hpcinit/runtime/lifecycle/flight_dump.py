@@ -1,7 +1,8 @@
-"""Write what torch's flight recorder knows, as soon as hpcinit detects a hang: long before a collective times out.
+"""Writes torch's flight recorder when hpcinit detects a hang, long before a collective times out.
 
-gloo never writes its recorder to a file, so this rank does, with the members of its groups, which gloo does not record.
-NCCL writes the same file itself when a byte arrives in its pipe; a thread in C++ reads it, which needs no Python.
+gloo never writes its recorder to a file, so this rank does, and adds the members of its groups, which gloo does not
+record. NCCL writes the same file itself when it receives a byte through its pipe. A C++ thread reads the pipe, without
+Python.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 def path(world: World, folder: Path) -> Path:
-    """Return the file of this rank's dump, which NCCL writes too (records/safeguards.py)."""
+    """Return the file of this rank's dump. NCCL writes the same file (records/safeguards.py)."""
     return folder / FLIGHT / f"{scratch.folder_name(world.job)}.rank_{world.rank}"
 
 
@@ -34,7 +35,7 @@ def _distributed() -> Any:
 
 
 def collectives() -> tuple[int, ...]:
-    """Return how many collectives this rank has called in each of its groups; () if there are none. Never raise."""
+    """Return how many collectives this rank has called in each of its groups; () without groups. Never raise."""
     found: list[int] = []
     with contextlib.suppress(AttributeError):  # the program imports torch at the moment
         dist = _distributed()
@@ -45,7 +46,7 @@ def collectives() -> tuple[int, ...]:
 
 
 def write(world: World, folder: Path) -> None:
-    """Write this rank's dump, or let NCCL write it. Do nothing without a process group.
+    """Write this rank's dump, or make NCCL write it. Do nothing without a process group.
 
     Raise OSError if the file cannot be written.
     """
@@ -71,7 +72,7 @@ def write(world: World, folder: Path) -> None:
 
 
 def ranks_at_fault(world: World, folder: Path) -> tuple[int, ...]:
-    """Return the ranks that cause the hang, from the dumps of all ranks; () if the dumps do not show it."""
+    """Return the ranks that cause the hang, judging by the dumps of all ranks; () if these do not show it."""
     from hpcinit.why import flight_recorder, hang_verdict  # noqa: PLC0415 - only in a hang
 
     job, _, rest = scratch.folder_name(world.job).partition(".")
@@ -80,13 +81,13 @@ def ranks_at_fault(world: World, folder: Path) -> tuple[int, ...]:
 
 
 def remove(world: World, folder: Path) -> None:
-    """Remove the dump: the rank continues."""
+    """Remove the dump, because the rank continues."""
     with contextlib.suppress(OSError):
         path(world, folder).unlink(missing_ok=True)
 
 
 def _ask_nccl(rank: int) -> bool:
-    """Request a dump of NCCL through its pipe, and return whether the pipe exists."""
+    """Request a dump from NCCL through its pipe. Return whether the pipe exists."""
     prefix = os.environ.get(PIPE)
     if not prefix:
         return False
@@ -100,7 +101,7 @@ def _ask_nccl(rank: int) -> bool:
 
 
 def _groups(c10d: Any) -> dict[str, dict[str, str]]:
-    """Return this rank's groups as NCCL's recorder lists them: the name, the description, the ranks in their order."""
+    """Return this rank's groups as NCCL's recorder lists them: name, description, and ranks in order."""
     found = {}
     for group, name in list(c10d._world.pg_names.items()):
         numbers = c10d._world.pg_group_ranks.get(group, {})

@@ -1,8 +1,8 @@
-"""Heartbeats: each rank reports its steps; if no step finishes for too long, the ranks write stacks and a hang report.
+"""Heartbeats: each rank reports its steps. If no step finishes for too long, the ranks write stacks and a hang report.
 
-Ranks of a node share a table (a file on the node's own disk), so that a heartbeat costs a microsecond and one rank
-writes for its node. A thread checks the table. It cannot run while C code keeps Python's lock, but the threads of the
-node's other ranks notice that.
+The ranks of a node share a table, a file on the node's own disk. So a heartbeat costs a microsecond, and one rank
+writes for its node. A thread checks the table. It cannot run while C code keeps the GIL, but the threads of the node's
+other ranks notice that.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from hpcinit.world import World
 class Table:
     """A file of slots, written with pwrite(2).
 
-    A write to a mapping would end the process with SIGBUS if the disk is full or another process truncates the file. A
+    Writing to a mapping would end the process with SIGBUS if the disk is full or another process truncates the file. A
     pwrite costs about a microsecond.
     """
 
     def __init__(self, path: Path, size: int, at: int, slot: bytes) -> None:
         """Open or create the file of `size` bytes, and write this rank's first `slot` at the offset `at`.
 
-        Raise OSError if that fails. Afterwards the bytes of this slot are allocated, so that writing needs no space.
+        Raise OSError if that fails. Afterwards the bytes of this slot are allocated, so later writes need no space.
         """
         self._size = size
         # A file object is closed automatically.
@@ -52,12 +52,12 @@ class Table:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def write(self, at: int, data: bytes) -> None:
-        """Write one slot. Never raises, because a lost heartbeat must not fail a step."""
+        """Write one slot. Never raise, because a lost heartbeat must not fail a step."""
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, data, at)
 
     def read(self) -> bytes:
-        """Return all slots; zeros for ranks that have not written. Raise OSError if the file cannot be read."""
+        """Return all slots, with zeros for ranks that have not written. Raise OSError if the file cannot be read."""
         return os.pread(self._fd, self._size, 0).ljust(self._size, b"\0")
 
 
@@ -74,7 +74,7 @@ STATES = {"T": heartbeats.STOPPED, "t": heartbeats.STOPPED, "D": heartbeats.IN_K
 
 
 class Heartbeat:
-    """The heartbeat of one rank. The training calls step_done(); a thread does the rest.
+    """The heartbeat of one rank. The training loop calls step_done(); a thread does the rest.
 
     Raise OSError if `table`, a path on the node's own disk, cannot be written.
     """
@@ -109,13 +109,13 @@ class Heartbeat:
             self._write_step()
 
     def _write_step(self) -> None:
-        """Write the step, from the thread: a write can wait for the disk, or forever for a dead file server."""
+        """Write the step, in the thread: a write can wait for the disk, or forever for a dead file server."""
         self._table.write(self._at + TOLD_AT, TOLD.pack(self._step, self._last))
 
     def _quiet(self, now: float) -> float:
         """Return the seconds since the last heartbeat: a step, or the end of a save or of a declared phase.
 
-        Time in which the process was suspended does not count.
+        Exclude the time in which the process was suspended.
         """
         since = max(self._last, phase.last_end())
         return now - since - (self._stopped if since < self._stopped_at else 0.0)
@@ -141,7 +141,7 @@ class Heartbeat:
                 return
 
     def _wait_s(self) -> float:
-        """Return the time until the next look: a period, or less if a hang or its report is due before."""
+        """Return the seconds until the next check: a period, or less if a hang or its report is due earlier."""
         if self._reported:
             return min(self._period, END_S / 4) if self._asked.action == "end" else self._period
         due = self._limit() - self._silent()
@@ -153,7 +153,7 @@ class Heartbeat:
         return [slot for slot in SLOT.iter_unpack(self._table.read()) if slot[1]]
 
     def _leads(self) -> bool:
-        """Return whether this rank is the first of the node whose thread runs."""
+        """Return whether this rank is the first on the node whose thread runs."""
         fresh = time.monotonic() - FRESH_PERIODS * self._period
         return next((slot[0] for slot in self._slots() if slot[4] > fresh), -1) == self._world.rank
 
@@ -167,7 +167,7 @@ class Heartbeat:
         _write(self._heartbeats / f"{host}.json", NodeHeartbeats(host, time.time(), tuple(found)).to_json())
 
     def _measure(self) -> None:
-        """Update the longest step. A late wake-up of this thread means that the process was suspended."""
+        """Update the longest step. If this thread wakes up late, the process was suspended."""
         late = time.monotonic() - self._due
         stopped = late if late > self._period else 0.0
         if stopped:
@@ -178,7 +178,7 @@ class Heartbeat:
         self._longest = max(self._longest, recent - stopped)
 
     def _silent(self) -> float:
-        """Return the seconds without a heartbeat, 0 in a phase in which that is expected."""
+        """Return the seconds without a heartbeat, or 0 in a phase in which silence is expected."""
         if not self._last or phase.silence_is_expected(phase.LONG * self._asked.after_s):
             return 0.0
         return self._quiet(time.monotonic())
@@ -211,8 +211,10 @@ class Heartbeat:
             self._report(silent)
 
     def _is_settled(self, since_s: float) -> bool:
-        """Return whether each rank that can write its stack has had the time for it. A rank that has reported no step
-        looks rarely for a hang of the others."""
+        """Return whether each rank that can write its stack has had enough time for it.
+
+        A rank that has reported no step rarely checks for a hang of the others.
+        """
         if self._reported or since_s <= SETTLE_PERIODS * self._period:
             return self._reported
         if since_s > output_watch.period(self._asked.after_s) + 2 * self._period:
@@ -230,8 +232,10 @@ class Heartbeat:
         flight_dump.write(self._world, self._folder)
 
     def _report(self, silent: float) -> None:
-        """Report the hang, if this rank is the first to do so. With hang.action=end, this rank also decides whether all
-        ranks end."""
+        """Report the hang, if this rank is the first to do so.
+
+        With hang.action=end, it also decides whether all ranks end.
+        """
         fresh_s = FRESH_PERIODS * self._period
         told, stacks = heartbeats.read(self._heartbeats), hang_report.places(self._hang)
         report = hang_report.report(told, stacks, time.time(), self._world.world_size, fresh_s)
@@ -251,7 +255,7 @@ class Heartbeat:
             lines += f"; the dumps show that the others wait for {rank_names(at_fault)}"
         elif not report.shows_who_is_late:
             if not again:
-                say("the ranks continue in spite of hang.action=end: no rank waits for another one in a collective")
+                say("the ranks continue despite hang.action=end, because no rank waits for another one in a collective")
             return
         program.record(TrainingHang(f"the training hangs: {lines}", report.document()), self._world)
         with background_writer.suppressed("the end of all ranks"):
@@ -268,9 +272,9 @@ class Heartbeat:
 
 
 def _is_first(folder: Path, report: HangReport) -> bool:
-    """Write the report of a hang, unless another rank has; return whether this rank did.
+    """Write the report of a hang, unless another rank has. Return whether this rank wrote it.
 
-    If the disk is full, no rank can find out whether it is the first, and each rank reports.
+    On a full disk no rank can find out whether it is the first, so each rank reports.
     """
     # Write the text last: hpcinit.after waits for it, and then reads the record.
     text = "".join(f"{line}\n" for line in report.lines())
@@ -286,7 +290,7 @@ def _is_first(folder: Path, report: HangReport) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process whose thread does not run, as the node's kernel reports it."""
+    """Return the state of a process whose thread does not run, as the kernel reports it."""
     try:
         # The name in the second field may contain spaces and parentheses; the state follows the last ')'.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]

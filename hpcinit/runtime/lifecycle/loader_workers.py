@@ -1,10 +1,10 @@
-"""Protect DataLoader workers against the signal that makes their rank save and stop.
+"""Protects DataLoader workers against the signal that makes their rank save and stop.
 
 Slurm signals every process of a step, including workers. If a worker dies, torch raises 'DataLoader worker (pid N) is
-killed by signal' in the middle of a step, the rank fails, and nothing is saved. So in a worker such a signal only has
-an effect if it would also end the rank.
+killed by signal' in the middle of a step, the rank fails, and nothing is saved. So in a worker such a signal has an
+effect only if it would also end the rank.
 
-All private names of torch and multiprocessing that this needs are used in this file: `_worker_loop` of torch and
+This file contains all private names of torch and multiprocessing that are needed for this: `_worker_loop` of torch and
 torchdata, `_set_worker_signal_handlers`, `_error_if_any_worker_fails`, `BaseProcess._target`, `_popen` and
 `_start_method`; for awaited(): `_workers`, `_task_info` and `_rcvd_idx`. If a version lacks one, a signal ends the
 workers as it does without hpcinit, or the awaited worker is unknown.
@@ -43,7 +43,7 @@ PID = re.compile(r"\(pid (\d+)\)")
 
 
 def install(numbers: Collection[int]) -> None:
-    """Protect the workers that this process, a rank, starts from now on against these signals.
+    """Protect the workers that this rank starts from now on against these signals.
 
     numbers: the signals that make a rank save and stop. A second call replaces them.
     """
@@ -70,8 +70,8 @@ def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
     """Replace Process.start(): block the signals in a protected process until it has its own handler.
 
-    A process inherits blocked signals from the process that starts it. In multiprocessing's fork server, whose death
-    would end its workers too, the signals stay blocked. Its other children unblock them when they are unpickled.
+    A process inherits blocked signals from the process that starts it. In multiprocessing's fork server the signals
+    stay blocked, because its death would end its workers too. Its other children unblock them when they are unpickled.
     """
     mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
@@ -104,7 +104,7 @@ def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.P
 
 
 def _check_workers(original: Callable[[], None]) -> None:
-    """Replace the function that torch's handler of SIGCHLD calls, and that raises for a failed worker."""
+    """Replace the function that torch's SIGCHLD handler calls, and that raises for a failed worker."""
     try:
         original()
     except RuntimeError as error:
@@ -117,10 +117,11 @@ def _check_workers(original: Callable[[], None]) -> None:
 
 
 def behind(error: BaseException) -> BaseException:
-    """Return torch's error about a DataLoader worker that died, if it caused `error`; else `error`.
+    """Return torch's error about a dead DataLoader worker if it caused `error`, else `error`.
 
-    The death of a worker breaks the connection to it as well, which the rank may notice first. torch's handler of
-    SIGCHLD must have been removed."""
+    The death of a worker also breaks its connection, which the rank may notice first. torch's SIGCHLD handler must have
+    been removed.
+    """
     torch_signals = sys.modules.get(TORCH_SIGNALS)
     if torch_signals is None:
         return error
@@ -142,10 +143,9 @@ KERNEL = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk or a driv
 
 
 def awaited() -> str:
-    """Return the DataLoader worker for which the main thread waits: 'pid 4242, which sleeps in pipe_read', or '' if
-    none.
+    """Return the DataLoader worker for which the main thread waits, as in 'pid 4242, which sleeps in pipe_read', or ''.
 
-    Called in another thread. Never raise.
+    Call it in another thread. Never raise.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not frame.f_code.co_filename.endswith(LOADER):
@@ -170,7 +170,7 @@ def awaited() -> str:
 
 
 class _Protected:
-    """The target of a protected process. It is pickled for a process that is spawned."""
+    """The target of a protected process. It is pickled for a spawned process."""
 
     def __init__(self, target: Callable[..., object], numbers: Collection[int], rank: int) -> None:
         self._target, self._numbers, self._rank = target, numbers, rank
@@ -206,7 +206,7 @@ class _Unblock:
 
 
 def _survives(pid: int, number: int) -> bool:
-    """Return whether the process handles, ignores or blocks the signal, or False if the process is gone."""
+    """Return whether the process handles, ignores or blocks the signal. Return False if it has exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
-"""Notice that no rank prints anything, and write the stack of every rank: for programs that report no steps.
+"""Detects that no rank prints anything, and writes all stacks: for programs that report no steps.
 
-Rank 0 looks at the logs of all ranks and marks a silence with a file. The other ranks look for that file. All look for
-the file that marks a hang of ranks that report steps. It is only evidence for `hpcinit why`: a silence never ends a
-rank, and nothing is printed, which would end the silence.
+Rank 0 checks the logs of all ranks and marks a silence with a file, for which the other ranks look. All look for the
+file that marks a hang of ranks that report steps. It is only evidence for `hpcinit why`: a silence never ends a rank,
+and nothing is printed, which would end the silence.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ LOOKS_FOR_A_STACK = 2  # after this number a rank without a stack cannot write o
 
 
 def period(after_s: float) -> float:
-    """Return how often a watch looks, in seconds."""
+    """Return the seconds between two checks of a watch."""
     return min(PERIOD_S, after_s / PERIODS)
 
 
 def write_stacks(path: Path, host: str = "", note: str = "") -> None:
-    """Write the stacks of all threads of this process, as hang_report.place() reads them.
+    """Write the stacks of all threads of this process, in the form that hang_report.place() reads.
 
-    Raise OSError if the file cannot be written.
-
-    A reader never sees a part of the file: a main thread in a loop keeps the GIL for long between two lines.
+    Write the file atomically, because a main thread in a loop may keep the GIL for long between two lines. Raise
+    OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
@@ -51,7 +50,7 @@ def write_stacks(path: Path, host: str = "", note: str = "") -> None:
 
 
 class OutputWatch:
-    """A thread of one rank, until stop(). after_s: how long no rank may print before the stacks are written."""
+    """A thread of one rank, until stop(). after_s: seconds without output of any rank until the stacks are written."""
 
     def __init__(self, world: World, after_s: float, folder: Path) -> None:
         self._world, self._folder = world, folder
@@ -119,14 +118,14 @@ class OutputWatch:
         return True
 
     def _remove(self) -> None:
-        """Remove what this rank wrote: there is output again, or the rank reports steps."""
+        """Remove what this rank wrote, because there is output again or the rank reports steps."""
         for path in (self._stack, *([] if self._rank else [self._marker])):
             path.unlink(missing_ok=True)
         flight_dump.remove(self._world, self._folder)
 
 
 def _newest_change(logs: Path, known: float) -> float:
-    """Return the time of the last change of any log; of rank 0's alone if it changed, which is the usual case."""
+    """Return when any log changed last. If rank 0's has changed, which is usual, check no others."""
     with contextlib.suppress(OSError):
         own = (logs / "rank-0.log").stat().st_mtime
         if own > known:
@@ -139,7 +138,7 @@ def _newest_change(logs: Path, known: float) -> float:
 
 
 def main_frames() -> tuple[tuple[str, str, int], ...]:
-    """Return the file, the function and the line of each frame of the main thread, the innermost first."""
+    """Return the file, function and line of each frame of the main thread, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = []
     while frame is not None:
@@ -149,8 +148,10 @@ def main_frames() -> tuple[tuple[str, str, int], ...]:
 
 
 def _main_place() -> tuple[object, ...]:
-    """Return the position of the main thread, which stays equal in a loop over several lines of one function, and
-    changes with each collective."""
+    """Return the position of the main thread.
+
+    It stays equal in a loop over several lines of one function, and changes with each collective.
+    """
     inner, *callers = [one for one in main_frames() if not hang_report.STANDARD_LIBRARY.search(one[0])] or [("", "", 0)]
     # The innermost function counts as a whole. The lines of its callers show whether the program continues.
     return (inner[:2], *callers, flight_dump.collectives())

@@ -1,4 +1,4 @@
-"""The current phase of this rank, for error records, and whether silence is expected in it."""
+"""The current phase of this rank, for error records and hang detection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = 10  # a save, a declared phase, or the first step may take this many time
 
 
 def now() -> tuple[str, int]:
-    """Return the phase and the last reported step, -1 before the first.
+    """Return the phase and the last reported step, or -1 if there is none.
 
     The phase is '' if a process group exists and no step was reported.
     """
@@ -38,10 +38,10 @@ def enter(phase: str, step: int | None = None) -> None:
 
 @contextlib.contextmanager
 def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
-    """Declare a phase: 'saving', 'loading', or the program's own name. While the block runs, silence is not a hang.
+    """Declare a phase: 'saving', 'loading', or the program's own name. During the block, silence is not a hang.
 
-    limit: the longest time, or None if the caller of silence_is_expected() decides. After an error the phase
-    remains set.
+    limit: the maximum time, or None if the caller of silence_is_expected() decides. After an error the phase remains
+    set.
     """
     mine = state.phase
     before = mine.name
@@ -69,5 +69,5 @@ def not_counted(seconds: float) -> None:
 
 
 def last_end() -> float:
-    """Return when the last declared phase ended, by time.monotonic(), or 0 before the first."""
+    """Return when the last declared phase ended, by time.monotonic(), or 0 if none has."""
     return state.phase.ended_s

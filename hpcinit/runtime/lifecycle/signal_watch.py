@@ -1,4 +1,4 @@
-"""A thread notices signals to a rank at once, whatever the main thread does.
+"""Notices signals to a rank at once, in a thread, whatever the main thread does.
 
 A Python handler runs between two bytecodes of the main thread, so it never runs while a collective waits for a dead
 peer. The C handler writes a byte, which this thread reads (base/signals.py, Wakeup).
@@ -39,7 +39,7 @@ class Watch:
         self.listen(numbers, noted)
 
     def listen(self, numbers: Iterable[int], noted: Callable[[int], None]) -> None:
-        """Call `noted` from now on, for these signals, and for those of them that have arrived before."""
+        """Call `noted` for these signals from now on, and for those that have already arrived."""
         before, self._noted, self.wanted = self.wanted, noted, set(numbers)
         self._handlers.append(signals.Handlers(self.wanted - before, note, only_free=True, restart_calls=True))
         for number in self.wanted & state.early_signals:

@@ -1,4 +1,4 @@
-"""SIGTERM to a rank that saves: remember it in the first step, and end the rank if it waits for a dead peer."""
+"""Handles SIGTERM to a rank that saves: remembers it in the first step, and ends a rank that waits for a dead peer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is
 class FirstStepWatch:
     """Remembers a SIGTERM before the first should_stop(), so that it does not end the rank.
 
-    Create it in the main thread. A program that has reported a step, or 10 minutes after init(), has not called
-    should_stop() and will not: SIGTERM then ends it at once.
+    Create it in the main thread. If a program has reported a step or has run for 10 minutes after init() without
+    calling should_stop(), it will not call it, and SIGTERM ends it at once.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class FirstStepWatch:
         self._watch = Watch({signal.SIGTERM}, self._noted)
 
     def hand_over(self, numbers: Iterable[int], noted: Callable[[int], None]) -> Watch:
-        """Return the Watch, which calls `noted` from now on, also for a SIGTERM that has arrived before."""
+        """Return the Watch, which calls `noted` from now on, and also for a SIGTERM that has already arrived."""
         self._over.set()
         self._watch.listen(numbers, noted)
         return self._watch
@@ -62,10 +62,10 @@ def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
 
 
 def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
-    """Exit on SIGTERM if a peer is dead and its collective waits, so that Slurm need not wait to send SIGKILL.
+    """Exit on SIGTERM if a collective waits for a dead peer, so that Slurm need not wait to send SIGKILL.
 
-    A save, or another declared phase, is not stuck, and neither is a main thread that works, as in an evaluation,
-    or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
+    A rank that saves, or is in another declared phase, is not stuck. Neither is a main thread that works, as in an
+    evaluation, or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
     """
     turns, working, before = 0, 0, None
     while turns * TURN_S < STUCK_S + longest_s and working * TURN_S < FIRST_STEP_S:

@@ -26,7 +26,7 @@ NAME = "hpcinit-stacks {rank} {pid} {signal} {main:#018x} {thread} {pipe}"
 
 
 def install(rank: int) -> None:
-    """Start the thread, once per process. Never raise: not every system can do it, and the program runs without it."""
+    """Start the thread, once per process. Never raise: some systems cannot do this, and the program runs without it."""
     if state.stacks_of == os.getpid():
         return
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):

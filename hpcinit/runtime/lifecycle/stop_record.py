@@ -1,8 +1,8 @@
-"""`stopped.json` exists while a training run that can stop early is active, and remains if it stops before its end.
+"""`stopped.json` exists while a training run that can stop early is active, and stays if it stops before its end.
 
 Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
-of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file remains, and
-the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
+of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file stays and the
+next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpcinit.runtime.process_state import state
 
 
 class StopRecord:
-    """The stop record of one attempt. job: Slurm's job id, '' without Slurm."""
+    """The stop record of one attempt. job: Slurm's job id, or '' without Slurm."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self._path, self._job, self._pid = folder / run_folder.STOPPED, job, os.getpid()
@@ -35,7 +35,7 @@ class StopRecord:
         atexit.register(self._remove)
 
     def stop(self, reason: Reason) -> None:
-        """Record that all ranks agreed to stop for `reason`. After a user's request there is nothing to continue."""
+        """Record that all ranks agreed to stop for `reason`. A user's request leaves nothing to continue."""
         if reason is Reason.USER:
             self._remove()
             return
@@ -56,7 +56,7 @@ class StopRecord:
         self._exists = True
 
     def _remove(self) -> None:
-        """Remove the record at the program's end, but not at the exit of a forked child."""
+        """Remove the record when the program ends, but not when a forked child exits."""
         if not state.stopped_early and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._path.unlink()

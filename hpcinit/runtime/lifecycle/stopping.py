@@ -1,4 +1,4 @@
-"""`run.should_stop()`: all ranks agree, at the same step, that it is time to save and exit."""
+"""`run.should_stop()`: all ranks agree, at the same step, to save and exit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # end of torch's message 
 
 
 class Stopper:
-    """The stop logic of one rank. All collectives happen in ask(), which every rank calls after each step."""
+    """The stop logic of one rank. All collectives are in ask(), which every rank calls after each step."""
 
     def __init__(
         self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str],
@@ -74,7 +74,7 @@ class Stopper:
             threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
     def ask(self) -> Stop | None:
-        """Return what all ranks have agreed on. A Stop is final."""
+        """Return the Stop on which all ranks have agreed, or None. A Stop is final."""
         took = time.monotonic() - self._before
         while self._lost_workers:
             say(f"warning: continuing until the save without a DataLoader worker: {self._lost_workers.pop(0)}")
@@ -122,7 +122,10 @@ class Stopper:
                 self._stop_record.stop(self._stop.reason)
 
     def _apart(self) -> float:
-        """Return the longest interval between two agreements in seconds; it is shorter than a short job's margin."""
+        """Return the longest interval between two agreements in seconds.
+
+        In a short job it is shorter than the margin.
+        """
         margin = 4 * MOST_S if self._had is None else self._asked.margin(self._had, self.longest_save).total_seconds()
         return max(0.0, min(MOST_S, margin / 4))
 
@@ -154,7 +157,7 @@ class Stopper:
     def _ask_left(self, timeout_s: float) -> None:
         """Query Slurm for the remaining time: the limit may differ from the request, and may change.
 
-        Without a reply, the last value is kept.
+        Without a reply, keep the last value.
         """
         if self._job:
             said = _output(["squeue", "--noheader", f"--jobs={self._job}", "--format=%L"], timeout_s)
@@ -164,7 +167,7 @@ class Stopper:
     def _who_told(self, reason: Reason) -> Reason:
         """Return the reason with its sender, which SIGTERM does not contain.
 
-        Slurm reports a preemption time for a job that is being preempted.
+        Slurm reports a preemption time for a job that it preempts.
         """
         if reason is Reason.USER and not self._file_seen:  # judged by that rank's remaining time
             self._ask_left(ASK_ORIGIN_S)
@@ -194,9 +197,9 @@ class Stopper:
     def _worker_died(self, error: str) -> bool:
         """Return whether the rank continues without this DataLoader worker: only if it was requested to stop.
 
-        A SIGTERM that ended the worker counts as SIGTERM to the rank. This runs in a signal handler, so it prints
-        nothing. The rank saves if the ranks agree to stop before it needs a batch of this worker. Otherwise torch
-        raises when that batch is read.
+        A SIGTERM that ended the worker counts as a SIGTERM to the rank. This runs in a signal handler, so it prints
+        nothing. The rank saves if the ranks agree to stop before it needs a batch from this worker. Otherwise torch
+        raises when it reads that batch.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
@@ -213,7 +216,7 @@ class Stopper:
             threading.Thread(target=self._end_if_stuck, name="hpcinit-stuck", daemon=True).start()
 
     def _of_own_signal(self) -> Reason:
-        """Return the reason of --signal: the time limit, or with PreemptParameters=send_user_signal a preemption."""
+        """Return the reason for --signal: the time limit, or with PreemptParameters=send_user_signal a preemption."""
         left = self.left()
         near = left is None or self._had is None or left < max(SIGNAL_EARLY, 0.5 * self._had)
         return Reason.TIME_LIMIT if near else Reason.USER
@@ -224,7 +227,7 @@ class Stopper:
         end_if_stuck(lambda: self._calls != calls or self._stop is not None or self._closed.is_set(), longest)
 
     def _look(self) -> None:
-        """Check, in a thread of rank 0, for a user's request in the run folder and for the remaining time."""
+        """In a thread of rank 0, check the run folder for a user's request, and Slurm for the remaining time."""
         ask_at = time.monotonic()
         while self._stop is None and not self._closed.is_set():
             # Not Path.exists(), which raises if a file server fails (ESTALE, EIO).
@@ -257,7 +260,7 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
-    """Return the steps between two agreements, which cost SHARE of the time and are at most most_s seconds apart."""
+    """Return the steps between two agreements. They cost SHARE of the time and are at most most_s seconds apart."""
     if step_s <= 0:
         return 1
     wanted = cost_s / (SHARE * step_s)

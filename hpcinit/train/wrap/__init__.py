@@ -1,4 +1,4 @@
-"""run.wrap(): make a model trainable on all ranks, as configured under `parallel`.
+"""run.wrap(): makes a model trainable on all ranks, as configured with `parallel`.
 
 model, optimizer -> tensor parallel -> activation checkpointing -> compile -> ddp | fsdp -> Wrapped
                  -> activation checkpointing -> compile -> DeepSpeed's engine -> Wrapped
@@ -50,7 +50,7 @@ def wrap(
 
     Args:
         model: the whole model, on any device; it is changed in place.
-        mesh, layout: the run's, with every degree computed.
+        mesh, layout: those of the run, with every degree computed.
         optimizer: a function that creates an optimizer of the parameters, such as
             `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or with an optimizer of
             DeepSpeed.

@@ -21,7 +21,7 @@ def prepare(
     """Return the model's blocks, checkpointed and compiled if configured.
 
     again: a context manager around a checkpointed block that runs again. Raise RequestError if checkpointing or
-    compiling is configured and the model has no blocks, or if `chosen` has a module that is not part of the model.
+    compiling is configured but the model has no blocks, or if a module in `chosen` is not part of the model.
     """
     names = _names(model, chosen) if chosen is not None else found(model)
     if not names and (training.activation_checkpointing == "full" or training.compile):
@@ -47,8 +47,8 @@ def prepare(
 def _compile(block: nn.Module) -> None:
     """Compile the block's forward function.
 
-    block.compile() silently skips the code of torch's own modules. It would compile nothing of a block that consists
-    only of those, such as a bare nn.TransformerEncoderLayer.
+    block.compile() would silently skip the code of torch's own modules. Of a block that consists only of those, such as
+    a bare nn.TransformerEncoderLayer, it would compile nothing.
     """
     if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):
         block.forward = torch.compile(block.forward)
@@ -57,7 +57,7 @@ def _compile(block: nn.Module) -> None:
 
 
 def found(model: nn.Module) -> list[str]:
-    """Return the names of the children of each outermost ModuleList or Sequential with children of one class."""
+    """Return the names of the children of each outermost ModuleList or Sequential whose children have one class."""
     names: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") or name == block for block in names)

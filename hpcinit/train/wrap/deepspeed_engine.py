@@ -1,4 +1,4 @@
-"""Wrap a model in DeepSpeed's engine, correct its first step, offload its states, and choose the CPU optimizer."""
+"""Wraps a model in DeepSpeed's engine, corrects its first step, offloads its states, and chooses the CPU optimizer."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def undo_first_step(engine: Any) -> None:
     """Reset the engine's optimizer to a state without any step. Other stages and fp32 need nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes a step with zero gradients. Adam then starts its count at 2: its bias correction is wrong, the first steps are
-    a quarter shorter, and AdamW applies weight decay one time too many. After the reset, states are created at the
-    first step, as in stages 1 to 3.
+    makes a step with zero gradients. Then Adam's count starts at 2, its bias correction is wrong, the first steps are a
+    quarter shorter, and AdamW applies weight decay one time too many. After the reset, the first step creates the
+    states, as in stages 1 to 3.
     """
     wrapper = engine.optimizer
     if type(wrapper).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
@@ -66,9 +66,10 @@ _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 
 
 def off_the_device(engine: Any) -> str:
-    """Return the setting that already keeps states off the device, so that none is moved, or '' if there is none.
+    """Return the setting that already keeps states off the device, or '' if there is none.
 
-    DeepSpeed 0.18.5 refuses to move any state then, by an assertion. 0.19.8 moves what is left with offload_optimizer.
+    With such a setting, DeepSpeed 0.18.5 fails with an assertion when any state is moved. 0.19.8 moves what is left
+    with offload_optimizer.
     """
     found = {"offload_param": engine.zero_offload_param(), "offload_optimizer": engine.zero_offload_optimizer()}
     return next((f"deepspeed.{name}" for name, value in found.items() if _device(value) != "none"), "")
@@ -104,7 +105,7 @@ def check_movable(engine: Any, chosen: frozenset[State]) -> None:
 def offload_zero_states(
     engine: Any, chosen: frozenset[State], pin_memory: bool, non_blocking: bool
 ) -> frozenset[State]:
-    """Move the states and return their names, without those that this engine does not have."""
+    """Move the states. Return the names of those that this engine has."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - takes a second to import
 
     wanted = [OffloadStateTypeEnum(name) for name in sorted(chosen)]
@@ -134,9 +135,9 @@ _OF_TORCH = {*_UNSUPPORTED, "foreach", "fused", "decoupled_weight_decay"}  # key
 def _with_cpu_adam(
     optimizer: Optimizer, config: Mapping[str, Any], chosen: Mapping[str, Any], device: torch.device
 ) -> Optimizer:
-    """Return CPUAdam instead of torch's Adam or AdamW if its states are offloaded and every node has the op built.
+    """Return CPUAdam instead of torch's Adam or AdamW if its states are offloaded and every node has built the op.
 
-    Rank 0 prints one line. Every rank must call it. config: of DeepSpeed's engine. chosen: the user's part of it.
+    Rank 0 prints one line. Every rank must call it. config: that of DeepSpeed's engine. chosen: the user's part of it.
     """
     offload = deepspeed_versions.at(config, "zero_optimization.offload_optimizer.device")
     if offload not in {"cpu", "nvme"} or chosen.get(FORCE) is False or not _replaceable(optimizer):
@@ -235,7 +236,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
 
 
 def _deepcompile(engine: Any) -> None:
-    """Compile the engine; without this call DeepSpeed's key has no effect. DeepCompile's op exists for GPUs only."""
+    """Compile the engine. Without this call DeepSpeed's key has no effect. DeepCompile's op exists only for GPUs."""
     from deepspeed.compile import util  # noqa: PLC0415 - as above
 
     if util.is_deepcompile_supported():
@@ -248,8 +249,8 @@ def _deepcompile(engine: Any) -> None:
 def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Turn AutoTP's assertion into a RequestError.
 
-    AutoTP finds the layers to divide by the model's class and printed form, and fails with an assertion if it finds
-    none. See supported() and tp_parser() in module_inject/auto_tp.py.
+    AutoTP identifies the layers to divide by the model's class and printed form, and fails with an assertion if it
+    finds none. See supported() and tp_parser() in module_inject/auto_tp.py.
     """
     try:
         yield
@@ -268,8 +269,8 @@ def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
 class Engine(Wrapped):
     """A model in DeepSpeed's engine.
 
-    engine: DeepSpeed's object. grad_norm: None in ZeRO 0, which computes none. divided: number of ranks among which the
-    program itself has divided the model.
+    engine: DeepSpeed's object. grad_norm: None in ZeRO 0, which does not compute it. divided: the number of ranks among
+    which the program itself has divided the model.
     """
 
     checkpoint_format = wrappers.DEEPSPEED_FORMAT
@@ -345,7 +346,7 @@ class Engine(Wrapped):
 
 
 def _divided_by(mpu: Any) -> int:
-    """Return among how many ranks the program's mpu divides the model; 1 without an mpu."""
+    """Return the number of ranks among which the program's mpu divides the model, or 1 without an mpu."""
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         if mpu is not None and hasattr(mpu, name):
             return int(getattr(mpu, name)())
@@ -356,8 +357,8 @@ def _summed(engine: Any) -> int:
     """Return the number of ranks of a sequence over which DeepSpeed sums gradients instead of averaging them.
 
     Stages 0 to 2 sum over all of them (stage_1_and_2.py: world size / sequence_parallel_size). Stage 3 sums over none,
-    because reduce_scatter_coalesced divides by the world size (the same in 0.18.5 and 0.19.8). Raise RequestError if
-    stage 3 treats parameters differently.
+    because reduce_scatter_coalesced divides by the world size (both in 0.18.5 and 0.19.8). Raise RequestError if stage
+    3 treats parameters differently.
     """
     size: int = engine.sequence_parallel_size
     if engine.zero_optimization_stage() < 3 or size == 1:

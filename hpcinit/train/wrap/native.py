@@ -71,10 +71,11 @@ def _whole(tensor: Tensor) -> Tensor:
 def wrap_ddp(
     model: nn.Module, device: torch.device, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """Return the forward function, and a function that switches the averaging of its gradients on or off.
+    """Return the forward function, and a function that switches averaging of gradients on or off.
 
-    Parameters and gradients stay in float32. Gradients are views of DDP's buckets and must be zeroed in place, or a
-    first pass of an accumulation would allocate a second copy. reduce: the type in which gradients are sent.
+    Parameters and gradients stay in float32. Gradients are views of DDP's buckets and must be zeroed in place;
+    otherwise the first pass of an accumulation would allocate a second copy. reduce: the type in which gradients are
+    sent.
     """
     replica = DistributedDataParallel(
         model, device_ids=None if device.type == "cpu" else [device], gradient_as_bucket_view=True
@@ -96,7 +97,7 @@ def fsdp_meshes(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh over which parameters are replicated and sharded, and the tensor parallel mesh, of one parent.
 
-    Parts of a sequence count as data. Without sharding each data parallel rank has whole parameters: fully_shard then
+    Parts of a sequence count as data. Without sharding, each data parallel rank has whole parameters, and fully_shard
     gets a mesh whose last dimension is 1. (DDP itself would convert DTensors in each forward pass.)
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
@@ -110,10 +111,10 @@ def fsdp_meshes(
 def wrap_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, param: torch.dtype, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """Return the forward function, and a function that switches the averaging of its gradients on or off.
+    """Return the forward function, and a function that switches averaging of gradients on or off.
 
-    Blocks are sharded one by one, so that only one block's parameters are gathered at a time; the rest is sharded with
-    the model itself. Between steps parameters are in float32. param: the type of gathered parameters.
+    Blocks are sharded one by one, so that only one block's parameters are gathered at a time. The rest is sharded with
+    the model itself. Between steps, parameters are in float32. param: the type of gathered parameters.
     """
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     for block in blocks:
@@ -131,8 +132,8 @@ def wrap_fsdp(
 def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
     """Broadcast rank 0's parameters and buffers to every rank.
 
-    DDP does this automatically. With fully_shard each rank keeps its own shard, so different seeds would give a mixture
-    of models. Raise RequestError for a model on the meta device.
+    DDP does this automatically. With fully_shard each rank keeps its own shard, so different seeds would result in a
+    mixture of models. Raise RequestError for a model on the meta device.
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
@@ -151,7 +152,7 @@ def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Divide the model in place. mesh: the tensor parallel one. Raise RequestError for a name without a module.
 
-    torch only prints a warning for such a name, and trains the layer undivided.
+    For such a name torch only prints a warning, and trains the layer undivided.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in plan:
@@ -162,7 +163,7 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parall
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match part by part like parallelize_module, so that * does not match a dot."""
+    """Match part by part, as parallelize_module does, so that * does not match a dot."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -171,7 +172,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDP(Strategy):
-    """DDP. With tensor parallelism it uses fully_shard without sharding over the data parallel ranks."""
+    """DDP. With tensor parallelism it uses fully_shard, without sharding over the data parallel ranks."""
 
     shards_data = False  # whether parameters are divided among the data parallel ranks
 
@@ -257,7 +258,7 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
 
 
 class Native(Wrapped):
-    """A model with torch's wrappers. scaler: scales gradients in fp16, and does nothing in other precisions."""
+    """A model with torch's wrappers. scaler: scales gradients in fp16, and does nothing with other precisions."""
 
     scaler: torch.amp.GradScaler
 

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank of a group has a part of every sequence; attention works on whole sequences."""
+"""Context parallelism: each rank of a group has a part of every sequence, while attention works on whole sequences."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  #
 
 
 def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-    """Return this rank's part of each tensor along `dim`: tokens, targets, and the positions for the model.
+    """Return this rank's part of each tensor along `dim`: tokens, targets, and positions for the model.
 
     All ranks of a group must pass equal tensors. Raise RequestError unless the length is a multiple of cp, or of 2 x cp
-    for ring attention. In a ring each rank gets one piece from the front and one from the back, which balances the work
+    for ring attention. In a ring each rank gets a piece from the front and one from the back, which balances the work
     under a causal mask.
     """
     pieces = layout.cp * (2 if layout.cp_kind == "ring" and layout.cp > 1 else 1)
@@ -49,7 +49,8 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
 class Attention:
     """Context managers around a forward pass, a backward pass, and the recomputation of a checkpointed block.
 
-    They make F.scaled_dot_product_attention work on whole sequences, given queries, keys and values of one part.
+    They make F.scaled_dot_product_attention work on whole sequences, although it gets the queries, keys and values of
+    one part.
     """
 
     forward: Context = nullcontext
@@ -58,7 +59,10 @@ class Attention:
 
 
 def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: bool) -> Attention:
-    """Return the context managers for this layout. mesh: the run's. Raise RequestError if a setting is unsupported."""
+    """Return the context managers for this layout. mesh: that of the run.
+
+    Raise RequestError for an unsupported setting.
+    """
     if layout.cp == 1:
         return Attention()
     if compiled:
@@ -91,7 +95,7 @@ def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 class Ulysses(TorchFunctionMode):
     """All-to-all around attention: from all heads of a part to some heads of the whole (DeepSpeed-Ulysses, 2309.14509).
 
-    Only affects calls of F.scaled_dot_product_attention.
+    It affects only calls of F.scaled_dot_product_attention.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -131,5 +135,5 @@ class Ulysses(TorchFunctionMode):
         return torch.cat(pieces.unbind(), -3)
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """Send x[i] to rank i of the group; result[i] is received from it."""
+        """Send x[i] to rank i of the group, and receive result[i] from it."""
         return all_to_all_single_autograd(x.contiguous(), None, None, self._mesh.get_group())

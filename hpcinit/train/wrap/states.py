@@ -1,4 +1,4 @@
-"""Offload states from the device temporarily, for example while another model generates on it."""
+"""Offloads states from the device temporarily, for example while another model generates on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Moved = list[tuple[Tensor, Tensor]]  # the original tensor, whose storage is emp
 
 
 def checked(include: Collection[State] | None, device: str) -> frozenset[State]:
-    """Return the named states; None means all. Raise RequestError for an unknown state or another device than cpu."""
+    """Return the named states; None means all.
+
+    Raise RequestError for an unknown state, or for a device other than cpu.
+    """
     if device != "cpu":
         raise RequestError(f"offload_states() got device={device!r}, expected 'cpu': DeepSpeed supports no other")
     chosen = STATES if include is None else include
@@ -34,9 +37,9 @@ def checked(include: Collection[State] | None, device: str) -> frozenset[State]:
 
 @torch.no_grad()
 def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
-    """Copy the optimizer's states to the CPU and free their memory on the device, also of DTensor shards.
+    """Copy the optimizer's states to the CPU and free their memory on the device, including DTensor shards.
 
-    A tensor that shares its memory with others stays on the device, as does a single number (the count of steps).
+    A tensor that shares its memory with others stays on the device. So does a single number (the count of steps).
     """
     moved: Moved = []
     for state in optimizer.state.values():
@@ -56,7 +59,7 @@ def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
 
 @torch.no_grad()
 def back(moved: Moved, non_blocking: bool) -> None:
-    """Move the states back that to_cpu() has moved."""
+    """Move the states that to_cpu() moved back to the device."""
     for tensor, copy in moved:
         tensor.untyped_storage().resize_(tensor.nbytes)
         tensor.copy_(copy, non_blocking=non_blocking)

@@ -21,7 +21,7 @@ from hpcinit.train.wrap.wrapped import MakeOptimizer, Wrapped
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of run.wrap, and the settings of the run."""
+    """The arguments of run.wrap, and the run's settings."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -36,15 +36,15 @@ class Inputs:
 
 
 class Strategy(abc.ABC):
-    """How one wrapper creates a trainable model. It has no state; one object serves all models."""
+    """Creates a trainable model with one wrapper. It has no state; one object serves all models."""
 
     @abc.abstractmethod
     def check(self, inputs: Inputs) -> None:
-        """Raise RequestError for inputs that this wrapper cannot combine."""
+        """Raise RequestError for inputs that cannot be combined with this wrapper."""
 
     @abc.abstractmethod
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
         """Return the trainable model.
 
-        Raise RequestError if the wrapper cannot do what is requested, and BringUpError if DeepSpeed cannot start.
+        Raise RequestError if the wrapper does not support the request, and BringUpError if DeepSpeed cannot start.
         """

@@ -1,4 +1,4 @@
-"""Tied parameters, which several modules of a model share, such as an embedding and the output head."""
+"""Tied parameters: several modules of a model share them, as an embedding and the output head do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcinit.base.errors import RequestError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model uses a parameter. name: the full name, such as 'head.weight'; attribute: its last part."""
+    """A place where a model uses a parameter. name: the full name, as in 'head.weight'. attribute: its last part."""
 
     module: nn.Module
     attribute: str
@@ -19,7 +19,7 @@ class Place:
 
 
 def ties(model: nn.Module) -> list[list[Place]]:
-    """Return the places of each parameter that is used in more than one."""
+    """Return the places of each parameter that is used in more than one place."""
     found: dict[int, list[Place]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -29,9 +29,9 @@ def ties(model: nn.Module) -> list[list[Place]]:
 
 
 def refuse_broken(before: list[list[Place]]) -> None:
-    """Raise RequestError if fully_shard or a tp_plan has replaced a tied parameter in some of its places only.
+    """Raise RequestError if fully_shard or a tp_plan has replaced a tied parameter in only some of its places.
 
-    torch gives no message then: each place trains its own copy. before: ties() of the model before it was wrapped.
+    torch prints no message then, and each place trains its own copy. before: ties() of the model before it was wrapped.
     """
     for places in before:
         if len({id(getattr(place.module, place.attribute)) for place in places}) > 1:

@@ -38,15 +38,15 @@ class Wrapped(abc.ABC):
     """A model that trains on all ranks, and its optimizer.
 
     Attributes:
-        model: the model itself, for its parameters and its state. With FSDP and tensor parallelism each rank has its
-            shards.
+        model: the model itself, with its parameters and state. With FSDP and tensor parallelism it has only this
+            rank's shards.
         optimizer: the optimizer, or None.
-        grad_norm: 2-norm of all gradients of the last step before clipping. None before the first step, and without
+        grad_norm: 2-norm of all gradients of the last step before clipping; None before the first step and without
             gradient_clip.
         offloaded: names of the states that are not on the device now.
         checkpoint_format: see records/wrappers.py.
-        zero_stage: stage of DeepSpeed's ZeRO, None without DeepSpeed.
-        scaler: scaler of gradients in fp16, None if DeepSpeed scales them.
+        zero_stage: stage of DeepSpeed's ZeRO, or None without DeepSpeed.
+        scaler: the gradient scaler for fp16, or None if DeepSpeed scales them.
     """
 
     checkpoint_format: ClassVar[str] = wrappers.TORCH_FORMAT
@@ -97,9 +97,9 @@ class Wrapped(abc.ABC):
         self._to_step = True
 
     def step(self) -> bool:
-        """Make an optimizer step if the accumulation is complete. Return True if it did; gradients are then zero.
+        """Make an optimizer step if the accumulation is complete. Then zero the gradients and return True.
 
-        Raise RequestError without a backward() since the last call, or without an optimizer.
+        Raise RequestError if backward() was not called since the last step(), or without an optimizer.
         """
         if self.optimizer is None:
             raise RequestError("step() needs an optimizer: call run.wrap(model, optimizer=lambda p: AdamW(p, lr=1e-3))")
@@ -116,7 +116,7 @@ class Wrapped(abc.ABC):
 
     @property
     def between_steps(self) -> bool:
-        """Whether no accumulation is in progress, so that a checkpoint loses no gradients."""
+        """Return whether no accumulation is in progress, so that a checkpoint loses no gradients."""
         return not (self._behind or self._to_step)
 
     def offload_states(
@@ -133,10 +133,10 @@ class Wrapped(abc.ABC):
         pass either. Raise RequestError for a state that cannot be moved.
 
         Args:
-            include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. With DDP and FSDP
-                only optim_states can. With ZeRO all can; stage 3 needs deepspeed.optimizer=adamw for optim_states and
-                hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a line
-                reports it.
+            include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. DDP and FSDP can
+                move only optim_states, ZeRO all. Stage 3 needs deepspeed.optimizer=adamw for optim_states and
+                hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a line reports
+                that.
             device: 'cpu' is the only choice.
             pin_memory: move to pinned memory, which is faster to copy.
             non_blocking: return before the copies are done.
@@ -173,8 +173,8 @@ class Wrapped(abc.ABC):
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Return a loss for backward(): the mean over the tokens of all ranks, which may have different numbers.
 
-        Let T be the sum of all counts and n the number of ranks: the result is total * n / T, whose average over the
-        ranks is the mean over all tokens. The passes of an accumulation have equal weights. Every rank must call it.
+        If T is the sum of all counts and n the number of ranks, the result is total * n / T. Its average over the ranks
+        is the mean over all tokens. All passes of an accumulation have equal weights. Every rank must call it.
 
         Args:
             total: the sum of this rank's token losses.
@@ -200,7 +200,7 @@ class Wrapped(abc.ABC):
     def _offload(
         self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
     ) -> frozenset[states.State]:
-        """Return the states that were moved. named: the user named `chosen`, so each of them must be moved."""
+        """Move the states and return them. named: the user named `chosen`, so each of them must be moved."""
 
     @abc.abstractmethod
     def _reload(self, non_blocking: bool) -> None: ...
@@ -210,31 +210,31 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def whole_weights(self, wanted: Collection[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parameters and buffers and the whole tensor of each, which is valid until the next one.
+        """Yield each parameter and buffer with its whole tensor, which is valid until the next one.
 
         Every rank must iterate to the end, because the ranks communicate.
 
         Args:
-            wanted: ids of the parameters and buffers to yield; others in the same module may be yielded as well.
+            wanted: ids of the parameters and buffers to yield. Others in the same module may be yielded too.
         """
 
     @abc.abstractmethod
     def save_files(self, folder: Path) -> list[str]:
-        """Write the model and its optimizer below `folder`; return the files of this rank, relative to it.
+        """Write the model and its optimizer below `folder`. Return this rank's files, relative to it.
 
-        Called by every rank. Raise CheckpointError on every rank if one rank cannot write.
+        Every rank must call it. Raise CheckpointError on every rank if one rank cannot write.
         """
 
     @abc.abstractmethod
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
         """Read what save_files() wrote below `path` into the model and the optimizer, in place.
 
-        Raise CheckpointError if it does not match them, and RequestError if it cannot be converted to this layout.
+        Raise CheckpointError if it does not match the model, and RequestError if it cannot be converted to this layout.
         """
 
 
 def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yield each module that directly contains a wanted parameter or buffer, with all that it directly contains."""
+    """Yield each module that directly contains a wanted parameter or buffer, and all that it directly contains."""
     for module in model.modules():
         mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(id(tensor) in wanted for tensor in mine):
