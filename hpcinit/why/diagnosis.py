@@ -1,6 +1,6 @@
-"""Find the first failure in the evidence of a run: read all findings, and rank them.
+"""Finds the first failure in the evidence of a run: reads all findings, and ranks them.
 
-Each source of evidence has its reader, read_*.py, which yields findings; ranking.py decides. Functions take Evidence,
+Each source of evidence has a reader, read_*.py, which yields findings; ranking.py decides. Functions take Evidence,
 return a Verdict, and read no file.
 """
 
@@ -34,7 +34,7 @@ diagnose_silence = read_hang.of_silence
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """Return what all sources show."""
+    """Return the findings of all sources."""
     return [finding for reader in READERS for finding in reader(evidence)]
 
 
@@ -49,7 +49,7 @@ def diagnose(evidence: Evidence) -> Verdict:
 
 
 def has_only_secondary_errors(evidence: Evidence) -> bool:
-    """Return whether all errors of ranks are secondary, so that the first one is missing.
+    """Return whether all errors of ranks are secondary. Then the first one is missing.
 
     The rank that fails first writes its record first, but a reader on another machine may not see that file yet.
     """

@@ -1,6 +1,7 @@
-"""Read the files of torch's flight recorder, which another user may have written, with limits of time and memory.
+"""Reads the files of torch's flight recorder, which another user may have written, with limits of time and memory.
 
-Of each file only the fields that the verdict needs are kept, of the newest calls: as if the recorder had been smaller.
+Of each file, only the fields that the verdict needs are kept, and only for the newest calls, as if the recorder had
+been smaller.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ALL_ENTRIES = 150_000  # of all files together, if they have more than FEWEST_EN
 FEW_BYTES = 300  # of an entry: a file with fewer for each that is kept has hardly any to skip
 MOST_JSON = 8 << 20  # characters of one entry, or of all groups
 MOST_TEXT, MOST_VALUES = 4_096, 100_000  # characters of a text, and values in the sizes of one call
-NO_DUMP = "it is no dump"  # neither a pickle nor JSON
+NO_DUMP = "it is not a dump"  # neither a pickle nor JSON
 KNOWN_FORMATS = 2  # torch 2.4 to 2.13 writes formats 2.2 to 2.10
 NUMBERS = ("record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "seq_id", "is_p2p", "retired", "timeout_ms")
 TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
@@ -41,7 +42,7 @@ _RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
 
 
 class ReadLimits:
-    """The CPU time for all files of a question, and the number of calls kept of each."""
+    """The CPU time for all files of a query, and the number of calls to keep per file."""
 
     def __init__(self, files: int = 1, most_s: float = MOST_S) -> None:
         self.most_s = most_s
@@ -49,7 +50,7 @@ class ReadLimits:
         self.entries = min(MOST_ENTRIES, max(FEWEST_ENTRIES, ALL_ENTRIES // max(files, 1)))
 
     def checker(self) -> Callable[[], None]:
-        """Return a function that raises ValueError if the time or the memory for the next file is used up."""
+        """Return a function that raises ValueError when the time or the memory for the next file is used up."""
         most = _memory() + MOST_MEMORY
 
         def check() -> None:
@@ -68,12 +69,12 @@ def _memory() -> int:
 
 
 def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
-    """Return what is needed of a dump. Raise ValueError or OSError if the dump is damaged or cannot be read."""
+    """Return the needed part of a dump. Raise ValueError or OSError if the dump is damaged or cannot be read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if state.st_size > MOST_BYTES:
             raise ValueError(f"it has {state.st_size >> 20} MB, at most {MOST_BYTES >> 20} are read")
         limits.checker()()
@@ -86,7 +87,7 @@ def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
 
 
 def load(data: bytes, limits: ReadLimits | None = None) -> dict[str, Any]:
-    """Return what is needed of a dump, pickled or JSON: version, groups, newest calls.
+    """Return the needed part of a dump, pickled or JSON: version, groups, newest calls.
 
     Raise ValueError if the dump is damaged.
     """
@@ -126,7 +127,7 @@ def _load_pickle(data: bytes, limits: ReadLimits) -> dict[str, Any]:
 def _document(
     fields: Mapping[Any, Any], entries: Sequence[dict[str, Any] | None] | None, before: int, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return the document of a dump. before: how many entries were older than `entries`."""
+    """Return the document of a dump. before: the number of entries older than `entries`."""
     if entries is None and not {"version", "pg_config", "pg_status"} <= fields.keys():
         raise ValueError("it has no entries")
     kept = []
@@ -151,7 +152,7 @@ def _document(
 
 
 def _groups(config: Mapping[Any, Any], check: Callable[[], None]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each group, and its description and ranks."""
+    """Yield the name, the description and the ranks of each group."""
     for name, one in config.items():
         check()
         description, ranks = (one.get("desc"), one.get("ranks")) if isinstance(one, dict) else ("", one)
@@ -168,7 +169,7 @@ def _groups(config: Mapping[Any, Any], check: Callable[[], None]) -> Iterator[tu
 
 @lru_cache(maxsize=256)  # all ranks list the group of all ranks
 def _ranks(text: str) -> tuple[int, ...] | None:
-    """Return the numbers in '[0, 1]', or None for other texts."""
+    """Return the numbers in '[0, 1]', or None for any other text."""
     if len(text) > 9 * MOST_RANKS or not _RANKS.fullmatch(text):
         return None
     numbers = re.findall(r"\d+", text)
@@ -176,7 +177,7 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _entry(raw: object) -> dict[str, Any] | None:
-    """Return the fields of an entry that the verdict needs, or None for what is no entry."""
+    """Return the fields of an entry that the verdict needs, or None if `raw` is not an entry."""
     if not isinstance(raw, dict):
         return None
     found: dict[str, Any] = {}
@@ -196,7 +197,7 @@ _shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes are one obje
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text that is not too large, or a tuple of such values, or None for everything else."""
+    """Return a number or text that is not too large, or a tuple of these, or None for anything else."""
     kind = value.__class__
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else None
@@ -213,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
-    """Return nested lists as tuples. left: how many values they may have together, and how deep they may be."""
+    """Return nested lists as tuples. left: how many values they may contain, and how deep they may be."""
     left[0] -= len(values) + 1
     if left[0] < 0:
         raise ValueError(f"a call has sizes of more than {MOST_VALUES} values")
@@ -229,14 +230,14 @@ class _Text:
         self.scan = json.JSONDecoder().raw_decode
 
     def _more(self) -> bool:
-        """Decode more of the data; return whether there was more."""
+        """Decode more of the data. Return whether there was more."""
         part = self.data[self.read : self.read + max(1 << 20, len(self.text) - self.at)]
         self.read += len(part)
         self.text, self.at = self.text[self.at :] + self.text_of(part), 0
         return bool(part)
 
     def next(self) -> str:
-        """Return the next character that is no space, and move behind it. Raise Incomplete at the end."""
+        """Return the next character that is not whitespace, and move behind it. Raise Incomplete at the end."""
         while True:
             space = _SPACE.match(self.text, self.at)
             self.at = space.end() if space else self.at
@@ -247,7 +248,7 @@ class _Text:
                 raise Incomplete
 
     def expect(self, characters: str) -> str:
-        """Return the next character. Raise ValueError if it is none of `characters`."""
+        """Return the next character. Raise ValueError if it is not one of `characters`."""
         if (found := self.next()) not in characters:
             raise ValueError(f"it is no JSON: {found!r} instead of {' or '.join(characters)}")
         return found
@@ -293,7 +294,7 @@ def _load_json(data: bytes, limits: ReadLimits) -> dict[str, Any]:
 
 
 def _json_entries(text: _Text, most: int, check: Callable[[], None]) -> tuple[list[dict[str, Any] | None], int]:
-    """Return the last `most` entries, and the number of those before."""
+    """Return the last `most` entries, and the number of earlier ones."""
     last: deque[dict[str, Any] | None] = deque(maxlen=most)
     count = 0
     more = text.next() != "]"

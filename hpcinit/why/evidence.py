@@ -1,4 +1,4 @@
-"""The input and the output of a diagnosis: Evidence about a run, and the Verdict on it."""
+"""Defines the input and the output of a diagnosis: Evidence about a run, and the Verdict on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SetupLine:
     """A line of the batch script that failed before the ranks started.
 
     typed: as the user wrote it, '' if unknown. message, output: what was printed then. ended: whether the script ended
-    with it; otherwise the ranks were started.
+    there; otherwise the ranks were started.
     """
 
     typed: str
@@ -40,9 +40,9 @@ Position = tuple[int, str, tuple[str | None, ...]]  # number of a call, its type
 class Watched:
     """A message of torch's watchdog on a rank.
 
-    rank: -1 if unknown. group: '' for the group of all ranks, None if unknown. position: the call
-    that timed out, None if none did. enqueued: the number of the last call that the rank made, None if unknown. stuck:
-    whether the watchdog itself is blocked. place: the rank in the group, -1 if unknown.
+    rank: -1 if unknown. group: '' for the group of all ranks, None if unknown. position: the call that timed out, or
+    None. enqueued: the number of the last call that the rank made, None if unknown. stuck: whether the watchdog itself
+    is blocked. place: the rank in the group, -1 if unknown.
     """
 
     rank: int
@@ -59,18 +59,18 @@ class Evidence:
 
     state, reason, exit_status: as `hpcinit status` shows them. who: the user who canceled the job, '' if unknown.
     clocks: the file server's clock minus the node's, by host. nodes: Slurm's reason for each node that is down. hang:
-    the hang report, None if there is none. silence: what the ranks do while none prints, None if one does. flight: the
-    verdict on the dumps of torch's flight recorder. tails: the last line in the log of each rank without an error
-    record. step: the last step that rank 0 reported, -1 before the first. uses: what the program
-    used of hpcinit (records/program_use.py). size: the world size, 0 if unknown. hosts: rank -> its host, if known.
-    returned: ranks whose program ended with status 0. every_end_is_logged: whether the job's log has a line for each
-    rank whose exit status is not 0. has_clock: whether the times of the errors are times, not only an order.
-    preempted: whether Slurm reports that it preempted this start of the job.
-    lists_failed_ranks: whether ranks may be missing because the log lists only those that failed. setup: a line of the
-    batch script that failed before the ranks started, None if none did. watched: messages of torch's NCCL watchdog.
-    cut: the ranks inside whose tracebacks the log ends. handled: errors after which their processes trained on. alarms:
-    lines of a log that may show a failure, and that no reader knows, with their ranks. trains: whether a log shows
-    steps. finished: whether it shows that the program, or the job, completed.
+    the hang report, or None. silence: what the ranks do while none prints, or None if one prints. flight: the verdict
+    on the dumps of torch's flight recorder. tails: the last line in the log of each rank without an error record. step:
+    the last step that rank 0 reported, or -1. uses: how much of hpcinit the program used (records/program_use.py).
+    size: the world size, 0 if unknown. hosts: rank -> its host, if known. returned: ranks whose program ended with
+    status 0. every_end_is_logged: whether the job's log has a line for each rank whose exit status is not 0. has_clock:
+    whether the times of the errors are times, not only an order. preempted: whether Slurm reports that it preempted
+    this start of the job. lists_failed_ranks: whether ranks may be missing because the log lists only those that
+    failed. setup: a line of the batch script that failed before the ranks started, or None. watched: messages of
+    torch's NCCL watchdog. cut: ranks whose tracebacks are cut off by the end of the log. handled: errors after which
+    training continued in that process. alarms: lines of a log that may show a failure but that no reader recognizes,
+    with their ranks. trains: whether a log shows steps. finished: whether it shows that the program or the job
+    completed.
     """
 
     state: str
@@ -110,12 +110,12 @@ class Evidence:
 
     @property
     def oom(self) -> str:
-        """The line in which Slurm reports the kernel's OOM killer, or ''."""
+        """Return the line in which Slurm reports the kernel's OOM killer, or ''."""
         return self.log.oom or "Slurm: OUT_OF_MEMORY" * (self.state == "OUT_OF_MEMORY")
 
     @functools.cached_property
     def ordered(self) -> list[Found]:
-        """The error records in the order of one common clock."""
+        """Return the error records in the order of one common clock."""
         return sorted(self.found, key=self.when)
 
     def when(self, one: Found) -> float:
@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def hangs(self) -> bool:
-        """Whether the stacks or dumps show that ranks wait for others."""
+        """Return whether the stacks or dumps show that ranks wait for others."""
         report = self.hang or self.silence
         return bool(self.flight.culprits or (report and report.waiting))
 
@@ -133,7 +133,7 @@ class Evidence:
         return Verdict(headline, kind, do, step=self.step, **more)
 
     def last_output(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the last lines of these ranks' logs, as far as known."""
+        """Return the last lines of these ranks' logs, where known."""
         return tuple(f"the last output of rank {rank}: {self.tails[rank]}" for rank in ranks if rank in self.tails)
 
     def named(self, ranks: Iterable[int]) -> str:
@@ -148,11 +148,11 @@ class Verdict:
     """The result of a diagnosis.
 
     headline: what failed first, and how. kind: one of base/failure_kinds.py. do: what the user should do. rank: the
-    rank that failed, None if no rank did. ranks: all ranks at fault.
-    time: on the common clock, None if unknown. flight: which ranks cause a hang,
-    from torch's flight recorder. resubmit: whether the advice is to submit the run again. `why` replaces it if anything
-    continues the run (observe/continuation.py). error: the program's, without rank and time, to group the tasks of a
-    sweep, or '' if the kind is enough."""
+    rank that failed, or None. ranks: all ranks at fault. time: on the common clock, None if unknown. flight: which
+    ranks cause a hang, from torch's flight recorder. resubmit: whether the advice is to submit the run again; `why`
+    replaces it if anything continues the run (observe/continuation.py). error: the program's, without rank and time, to
+    group the tasks of a sweep, or '' if the kind is enough.
+    """
 
     headline: str
     kind: str
@@ -173,7 +173,7 @@ def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the file server's clock minus each node's, by host; {} if all agree within AGREE_S.
 
     differences: (host, a file's time by the server's clock minus the time in the file by the node's clock). A delayed
-    write makes a difference larger, never smaller, so the smallest of each host counts.
+    write makes a difference larger, never smaller, so the smallest one of each host counts.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

@@ -1,4 +1,4 @@
-"""Read the dumps of torch's flight recorder: what each rank has called in each group, and which calls are pending.
+"""Reads the dumps of torch's flight recorder: what each rank has called in each group, and which calls are pending.
 
 A dump is a pickle (dicts, lists, texts and numbers only) or JSON. Another user may be able to write to its folder, and
 a pickle can name any function to be called, so a pickle that names anything is refused.
@@ -59,8 +59,9 @@ GroupOf = Callable[[int, str], "Group"]  # of a rank and a group's name
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group. members: global ranks, or None if no dump lists them (gloo). order: the same by their rank in
-    the group."""
+    """A process group. members: global ranks, or None if no dump lists them (gloo). order: the members by their rank in
+    the group.
+    """
 
     name: str
     description: str = field(default="", compare=False)
@@ -90,8 +91,8 @@ class Call:
 
     kinds ('all_reduce', 'send'), input_sizes, output_sizes, input_dtypes, output_dtypes: one item for each part of a
     coalesced batch. order: its place among all calls of the rank, the same for all parts of a batch. created_ns: since
-    1970, on the rank's own clock. failed_ns: if torch gave the call up before it finished, the time when it would have
-    timed out, else 0.
+    1970, on the rank's own clock. failed_ns: when the call would have timed out, if torch gave it up before it
+    finished, else 0.
     """
 
     kinds: tuple[str, ...]
@@ -117,13 +118,13 @@ class Recording:
     """What one rank's dump contains. last: the number of the newest collective called in each group.
 
     timed: the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING). untimed: it has seen one finish
-    and not start. complete: it has kept every
-    call since the start, so that the messages to a peer can be counted. backends: 'nccl', 'gloo'. pending: the oldest
-    unfinished call in each group and to each peer, in the order of the calls. places: for each group, the ranks in the
-    group that its messages name: (the rank's own, its peer's). written_ns: when the dump was written, 0 if unknown.
-    only_active: finished calls are not listed (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing. counted:
-    the newest call of each group by pg_status, which may be a message. maybe_pending: sends and receives that are
-    unfinished, or whose batch has finished. kept: the number of entries in the dump.
+    but not start. complete: it has kept every call since the start, so that messages to a peer can be counted.
+    backends: 'nccl', 'gloo'. pending: the oldest unfinished call in each group and to each peer, in the order of the
+    calls. places: for each group, the ranks in the group that its messages name: (the rank's own, its peer's).
+    written_ns: when the dump was written, 0 if unknown. only_active: finished calls are not listed
+    (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing. counted: the newest call of each group by pg_status,
+    which may be a message. maybe_pending: sends and receives that are unfinished, or whose batch has finished. kept:
+    the number of entries in the dump.
     """
 
     rank: int
@@ -155,13 +156,16 @@ class Recording:
         return self._batches.keys()
 
     def collectives(self) -> list[tuple[int, Group]]:
-        """Return the place of each recorded collective among the calls of the rank, and its group."""
+        """Return the place of each recorded collective among the rank's calls, and its group."""
         return [(_order(*batch[0]), group) for (group, what), batch in self._batches.items() if isinstance(what, int)]
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Whether an unfinished call, or the other end of a peer's message, may be older than all calls that the
-        recorder kept. Calls on other streams of the device may have finished since."""
+        """Return whether an unfinished call, or the other end of a peer's message, may have been overwritten.
+
+        Such a call is older than all calls that the recorder kept. Calls on other streams of the device may have
+        finished since.
+        """
         older = self._batches[self.pending[0]][0][0] if self.pending else self.kept
         return not self.complete and not self.only_active and older < FEW
 
@@ -175,7 +179,7 @@ def load(data: bytes) -> Mapping[str, Any]:
 
 
 def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
-    """Return the recordings of the ranks whose dumps can be read, with each group under one name and set of members."""
+    """Return the recordings of the ranks whose dumps can be read. Each group has the same name and members in all."""
     dumps = {rank: dump for rank, dump in dumps.items() if UNREADABLE not in dump}
     configs = {rank: _configured(dump) for rank, dump in dumps.items()}
     listed: dict[str, list[Group]] = {}
@@ -202,8 +206,11 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
 
 
 def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries of a dump. torch marks the end of a batch of sends and receives as no send or receive, but
-    with the numbers of the batch: it belongs to the parts before it."""
+    """Return the entries of a dump.
+
+    torch marks the end of a batch of sends and receives neither as send nor as receive, but with the numbers of the
+    batch. So it belongs to the parts before it.
+    """
     entries: list[Mapping[str, Any]] = []
     parts: dict[str, tuple[int, int]] = {}
     for entry in (entry for entry in dump["entries"] if isinstance(entry, dict)):
@@ -217,15 +224,16 @@ def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _batches_are_counted(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether each batch of sends and receives is numbered as one of the collectives of its group, as in torch
-    2.4. A rank that sends more batches has higher numbers there for the same collectives."""
+    """Return whether each batch of sends and receives counts as a collective of its group, as in torch 2.4.
+
+    Then a rank that sends more batches has higher numbers for the same collectives.
+    """
     steps = Counter(step for entries in dumps for step in _batch_steps(entries))
     return bool(steps[1]) and not steps[0]
 
 
 def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-    """For each batch of messages: by how much its collective number is higher than that of the call before it in its
-    group."""
+    """Yield for each batch of messages by how much its collective number exceeds that of the group's previous call."""
     calls: dict[str, list[tuple[int, int]]] = {}  # the last two of each group
     for entry in entries:
         group, numbers = str(entry.get("process_group")), _numbers(entry)
@@ -258,8 +266,10 @@ def _numbers(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _with_batches_alone(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
-    """Return the names of the groups whose sends and receives are all in batches, as far as dumps of unfinished calls
-    show it: the end of a batch follows its parts, and its parts never start."""
+    """Return the names of the groups whose sends and receives are all in batches.
+
+    Dumps of unfinished calls show it: the end of a batch follows its parts, and its parts never start.
+    """
     batched: set[str] = set()
     single: set[str] = set()
     for entries in dumps:
@@ -283,8 +293,10 @@ def _is_message(entry: Mapping[str, Any]) -> bool:
 
 
 def _list_only_active_calls(dumps: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether the dumps list no finished calls, although there were some. A recorder that overwrites old calls
-    keeps consecutive ones, as many on each rank as it has room for."""
+    """Return whether the dumps list no finished calls, although there were some.
+
+    A recorder that overwrites old calls keeps consecutive ones, as many on each rank as fit.
+    """
     if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
         return False
     orders = [[_order(*one) for one in enumerate(entries)] for entries in dumps]
@@ -304,7 +316,7 @@ def _has_a_batch_without_end(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
-    """Return the groups that the rank lists with their members, by name."""
+    """Return the groups for which the rank lists members, by name."""
     config = dump.get("pg_config")
     found = {}
     for name, one in (config if isinstance(config, dict) else {}).items():
@@ -336,8 +348,11 @@ def _recording(
     group_of: GroupOf,
     batched: Collection[str] | None,
 ) -> Recording:
-    """Made for dumps of thousands of calls: a Call is built only of those that the search looks at. batched: the names
-    of the groups with batches of messages, if finished calls are not listed."""
+    """Return the recording of a rank.
+
+    Dumps have thousands of calls, so a Call is made only for those that the search needs. batched: the names of the
+    groups with batches of messages, if finished calls are not listed.
+    """
     only_active = batched is not None
     groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
@@ -442,7 +457,7 @@ def _order(place: int, entry: Mapping[str, Any]) -> int:
 
 
 def _state(batch: Batch) -> str:
-    """Return the state of a call. gloo's recorder never changes it, and only marks a finished call as retired."""
+    """Return the state of a call. gloo's recorder never changes it, and only marks finished calls as retired."""
     entry = batch[0][1] if len(batch) == 1 else _end(batch)
     state = entry.get("state")
     if state == DONE or entry.get("time_discovered_completed_ns"):
@@ -462,12 +477,12 @@ def _is_end(entry: Mapping[str, Any]) -> bool:
 
 
 def _end(batch: Batch) -> Mapping[str, Any]:
-    """Return the entry that has the state of a batch."""
+    """Return the entry that contains the state of a batch."""
     return next((entry for _, entry in batch if _is_end(entry)), batch[-1][1])
 
 
 def _call(batch: Batch) -> Call:
-    """Return the call of the entries with one number: a single entry, or the parts of a coalesced batch and its end."""
+    """Return the call whose entries share a number: a single entry, or the parts of a coalesced batch and its end."""
     parts = [entry for _, entry in batch if not _is_end(entry)] or [batch[-1][1]]
     end, state = _end(batch), _state(batch)
     given_up = end.get("retired") is True and state != DONE
@@ -485,7 +500,7 @@ def _call(batch: Batch) -> Call:
 
 
 def _plain(value: Any) -> Any:
-    """Nested lists as tuples, which can be compared and counted."""
+    """Return nested lists as tuples, which can be compared and counted."""
     if isinstance(value, list | tuple):
         return tuple(_plain(one) for one in value)
     return value if isinstance(value, str | int | None) else repr(value)
@@ -501,7 +516,7 @@ PAIR = re.compile(r"(?:send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
     """Yield (own rank in the group, (src, dst), entries) for each send and receive of a batch.
 
-    The device executes the batch as one, so all its parts have the place of the first and the state of the end.
+    The device executes the batch as a whole, so all its parts have the place of the first and the state of the end.
     """
     ends = [(batch[0][0], {**entry, "record_id": _order(*batch[0])}) for _, entry in batch if _is_end(entry)]
     for place, entry in batch:
@@ -511,10 +526,10 @@ def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
 
 
 def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: Iterable[Group]) -> dict[Group, int]:
-    """Return the newest collective of each group from pg_status, which also counts calls that are forgotten.
+    """Return the newest collective of each group from pg_status, which also counts overwritten calls.
 
-    Its keys are pg_id: numbers of the rank's own groups as they were made. torch names groups by a number that grows
-    likewise. unused: the groups without an entry.
+    Its keys are pg_id, the numbers of the rank's own groups in the order of creation. torch's names of groups contain a
+    number that grows in the same order. unused: the groups without an entry.
     """
     status = dump.get("pg_status")
     if not isinstance(status, dict):
@@ -548,10 +563,10 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
 def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
     """Return the dumps in a folder and below it by rank, the number at the end of each name; {} if there are none.
 
-    Files with different prefixes belong together if they are of different ranks (a prefix or a folder for each node).
-    If not, they are of several attempts, and the newest count. A file beside readable dumps that is none itself, such
-    as a truncated one, counts as an unreadable dump of its rank. unreadable: if none can be read, return those with
-    'rank' in their names.
+    Files with different prefixes belong together if their ranks differ (a prefix or a folder for each node). Otherwise
+    they are from several attempts, and the newest ones count. A file beside readable dumps that is not a dump itself,
+    such as a truncated one, counts as an unreadable dump of its rank. unreadable: if none can be read, return those
+    with 'rank' in their names.
     """
     sets: dict[tuple[Path, str], dict[int, Path]] = {}
     for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
@@ -591,8 +606,10 @@ _newest: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}  # the files r
 
 
 def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int, Mapping[str, Any]]:
-    """Return the document of each dump, or one with the reason why the file cannot be read. Small files are first, so
-    that a large one does not use up the time for them."""
+    """Return the document of each dump, or one with the reason why the file cannot be read.
+
+    Small files are first, so that a large one does not use up their time.
+    """
     states: dict[int, os.stat_result] = {}
     for rank, path in paths.items():
         with contextlib.suppress(OSError):

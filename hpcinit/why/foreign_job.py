@@ -1,6 +1,6 @@
-"""A job that hpcinit did not submit: what Slurm reports about it, and the evidence in its logs.
+"""Explains a job that hpcinit did not submit: what Slurm reports about it, and the evidence in its logs.
 
-The logs are of srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
+The logs are from srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 class Foreign:
     """What the logs of a job show that hpcinit did not start.
 
-    evidence: what the logs show. unknown: what they do not show, with the line that would have shown it.
+    evidence: what they show. unknown: what they do not show, with the log line that would show it.
     """
 
     evidence: Evidence
@@ -82,8 +82,8 @@ def gather(
 ) -> Foreign:
     """Return the evidence in the logs.
 
-    state: the job's in Slurm, '' if unknown. dumps: those of torch's flight recorder. preempted_at: when Slurm
-    preempted the job, '' if it did not.
+    state: Slurm's state of the job, '' if unknown. dumps: those of torch's flight recorder. preempted_at: when Slurm
+    preempted the job, or ''.
     """
     known = log_lines.labels(logs)
     by_log = [_last_attempt([*log_lines.lines(log, known)]) for log in logs]
@@ -156,8 +156,10 @@ def gather(
 
 
 def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[Error]:
-    """Return the errors in their order. Those of several logs: by the times in or above their lines, if all have
-    one."""
+    """Return the errors in order.
+
+    Errors from several logs are ordered by the times in or above their lines, if all have one.
+    """
     found = sorted(errors, key=lambda one: one.number)
     clocks: list[str] = []
     for log in logs if len(logs) > 1 else ():
@@ -172,7 +174,7 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
-    """Return what files with faulthandler's stacks show, one of each rank, or None without such files."""
+    """Return the hang report from files with faulthandler's stacks, one per rank, or None without such files."""
     stacks = {}
     for log in logs:
         text = _FRAME.sub(r'  File "\2", line \3 in \1', _PY_SPY.sub(f"Thread 0x1 {_STACK}", log.text))
@@ -184,7 +186,7 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
 
 
 def _last_attempt(lines: list[Line]) -> list[Line]:
-    """Return the lines after the last restart of the ranks, if the ranks printed something then."""
+    """Return the lines after the last restart of the ranks, if the ranks have printed something since."""
     for shown, started in ((_RESTARTED, _STARTED), (_REQUEUED, read_tracebacks.TRAINS)):
         last = max((number for number, line in enumerate(lines) if shown.search(line.text)), default=-1)
         if any(started.search(line.text) for line in lines[last + 1 :]):
@@ -193,13 +195,12 @@ def _last_attempt(lines: list[Line]) -> list[Line]:
 
 
 def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
-    """Return the lines that may show a failure, with their ranks. lines: those after the last one of a rank that
-    trains."""
+    """Return the lines that may show a failure, with their ranks. lines: those after the last of a training rank."""
     return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
 
 
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
-    """Return the errors, with the rank of one that was printed without it if only one rank is left that failed."""
+    """Return the errors. If one was printed without its rank and only one failed rank is left, add that rank."""
     with_rank = {one.rank for one in errors}
     nameless = [one for one in errors if one.rank == NO_RANK and not causes.is_secondary_text(one.text)]
     ends = [end for end in slurm.ends if not end.after_abort and not end.succeeded]
@@ -211,13 +212,13 @@ def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
 
 
 def _without_caught(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors without messages that a program printed alone, if another process's traceback is a cause."""
+    """Return the errors. If another process's traceback is a cause, omit messages that a program printed alone."""
     traced = {one.rank for one in errors if not one.alone and not causes.is_secondary_text(one.text, one.traceback)}
     return [one for one in errors if not one.alone or not traced or one.rank in traced]
 
 
 def _first_of_each(errors: Sequence[Error]) -> Iterator[Error]:
-    """Yield one error of each rank: its first that is not secondary, or else its first."""
+    """Yield one error per rank: its first that is not secondary, or else its first."""
     by_rank: dict[int, list[Error]] = {}
     for error in errors:
         by_rank.setdefault(error.rank, []).append(error)
@@ -286,9 +287,10 @@ class ForeignJob:
 
 
 def find(name: str, dumps: Mapping[int, Mapping[str, object]] | None = None) -> ForeignJob | None:
-    """Return the job whose logs are at the path `name`, or None if it is no file, no folder with logs, or a run folder.
+    """Return the job whose logs are at the path `name`.
 
-    dumps: those of torch's flight recorder, beside the logs.
+    Return None if there is no file or folder with logs, or if it is a run folder. dumps: those of torch's flight
+    recorder, beside the logs.
     """
     place = Path(name)
     if not name or not place.exists() or (place.is_dir() and any(_ours(place))):
@@ -307,8 +309,7 @@ def _ours(place: Path) -> list[Path]:
 
 
 def of_slurm(job_id: str) -> ForeignJob | None:
-    """Return the job with this id from Slurm, or None if Slurm does not know it, or if it has neither a log nor
-    failed."""
+    """Return the job with this id from Slurm, or None if Slurm does not know it, or it neither failed nor has a log."""
     if not re.fullmatch(r"\d+(_\d+)?", job_id):
         return None
     shown = _shown(job_id)
@@ -335,7 +336,7 @@ def _job(
 
 
 def state(slurm: Mapping[str, str]) -> str:
-    """Return the state without its reason: CANCELLED of 'CANCELLED by 1000'."""
+    """Return the state without its reason: CANCELLED for 'CANCELLED by 1000'."""
     return slurm.get("State", "").partition(" ")[0]
 
 
@@ -359,7 +360,7 @@ def _kilobytes(text: str) -> float:
 
 
 def _renamed(shown: Mapping[str, str]) -> dict[str, str]:
-    """Return scontrol's fields with sacct's names."""
+    """Return scontrol's fields under sacct's names."""
     names = {"JobID": "JobId", "State": "JobState", **{name: name for name in FIELDS[2:]}}
     return {name: shown[key] for name, key in names.items() if key in shown}
 
@@ -373,5 +374,5 @@ def _output(*command: str) -> str:
 
 
 def _with_cause(error: Error) -> str:
-    """Return the message and that of its cause. A launcher's error counts although its cause is a lost connection."""
+    """Return the message and that of its cause. A launcher's error counts even if its cause is a lost connection."""
     return error.text if error.rank == LAUNCHER else error.whole

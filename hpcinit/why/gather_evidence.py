@@ -1,4 +1,4 @@
-"""Gather the evidence of a run: error records, logs, hang reports, and what Slurm reports about job and nodes."""
+"""Gathers the evidence of a run: error records, logs, hang reports, and what Slurm reports about job and nodes."""
 
 from __future__ import annotations
 
@@ -123,8 +123,10 @@ def _flight(
     path: Path, now: state.State, job_id: str, restart: object, silence: HangReport | None, hosts: Mapping[int, str],
     returned: frozenset[int],
 ) -> hang_verdict.HangVerdict:  # fmt: skip
-    """Return the verdict on the dumps of the flight recorder. There is none while ranks may still write theirs, and for
-    a program that only prints nothing."""
+    """Return the verdict on the flight recorder's dumps.
+
+    There is none while ranks may still write theirs, or for a program that only prints nothing.
+    """
     if silence and not silence.certain:
         return hang_verdict.HangVerdict()
     dumps = flight_recorder.read_attempt(path, job_id, restart)
@@ -142,7 +144,7 @@ def _spec(path: Path) -> spec.Spec | None:
 
 
 def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[Found]) -> HangReport | None:
-    """Return the report of a hang that a timeout of collectives ended before a rank reported it.
+    """Return the report of a hang that a collective timeout ended before a rank reported it.
 
     Return None if there was no such hang, or if no rank wrote its stack before.
     """
@@ -160,7 +162,7 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
 
 
 def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:
-    """Return what the ranks do while none prints. The logs alone show it if the ranks run a command, not Python."""
+    """Return what the ranks do while none prints. If they run a command instead of Python, only the logs show it."""
     runs = now.name == "RUNNING"
     if found := hang_report.without_output(path, job_id, restart, time.time() if runs else None):
         return found
@@ -184,9 +186,9 @@ def age_s(path: Path, found: Evidence) -> float:
 
 
 def unwritable(path: Path) -> str:
-    """Return why the disk of the run folder takes no file now ('No space left on device', a quota).
+    """Return why no file can be written in the run folder now ('No space left on device', a quota).
 
-    Return '' if it takes one, or if this user has no permission to write there.
+    Return '' if one can, or if this user has no permission to write there.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / run_folder.LOGS, buffering=0) as file:
@@ -207,7 +209,8 @@ def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, floa
 
 class LogEnd(NamedTuple):
     """The end of a rank's log. last: the last line of the program. oom: Slurm's line about the OOM killer, or ''.
-    watched, ended: the messages of torch's watchdog after the last step. written: when the log changed."""
+    watched, ended: the messages of torch's watchdog after the last step. written: when the log changed.
+    """
 
     last: str
     oom: str
@@ -216,13 +219,13 @@ class LogEnd(NamedTuple):
     written: float
 
     def errors(self, rank: int, host: str) -> Iterator[Found]:
-        """Yield the error with which the watchdog ended the rank. It wrote no record."""
+        """Yield the error with which the watchdog ended the rank, which has no record."""
         for one in self.ended[:1]:
             yield Found(ErrorRecord(self.written, rank, host, one.text, ""), self.written)
 
 
 def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:
-    """Return the end of each rank's log. since: when the attempt started, before which the messages are of another."""
+    """Return the end of each rank's log. since: when the attempt started; earlier messages are of another one."""
     found = {}
     for rank in logs.ranks(path)[:MOST_LOGS]:
         text, written = _end(logs.of_rank(path, rank))
@@ -247,7 +250,7 @@ def _end(path: Path) -> tuple[str, float]:
 
 
 def _hosts(path: Path, job_id: str, restart: object) -> list[str]:
-    """Return the nodes on which ranks of that attempt wrote heartbeats."""
+    """Return the nodes where ranks of that attempt wrote heartbeats."""
     return sorted(set(_hosts_by_rank(path, job_id, restart).values()))
 
 
@@ -259,7 +262,7 @@ def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
 
 
 def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
-    """Return the ranks of an attempt that wrote a timeline, those of the last start inside the job."""
+    """Return the ranks of an attempt that wrote a timeline, from the last start inside the job."""
     folders = sorted(
         (path / run_folder.TIMELINE).glob(f"{_step_of(job_id)}.*.{restart}"), key=lambda one: one.stat().st_mtime
     )
@@ -268,18 +271,18 @@ def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
 
 
 def _step_of(job_id: str) -> str:
-    """Return the job id in the names of steps; '*' for an array's task, whose steps are named after another job id."""
+    """Return the job id in the names of steps, or '*' for an array's task, whose steps are named after another id."""
     return "*" if "_" in job_id else job_id
 
 
 def _nodes(hosts: Sequence[str]) -> dict[str, str]:
-    """Return Slurm's reason of each node that has one: 'Not responding [root@2026-11-21T13:36:23]'."""
+    """Return Slurm's reason for each node that has one: 'Not responding [root@2026-11-21T13:36:23]'."""
     found = scontrol.records(_shown("node", ",".join(hosts)), "NodeName")
     return {node["NodeName"]: node["Reason"] for node in found if node.get("Reason")}
 
 
 def _down(nodelist: str) -> dict[str, str]:
-    """Return the nodes of `nodelist` that are down or unresponsive, with Slurm's reason. It takes one query."""
+    """Return the nodes of `nodelist` that are down or unresponsive, with Slurm's reason, from one query."""
     if scontrol.value_or_none(nodelist) is None:
         return {}
     found = scontrol.records(_shown("node", nodelist), "NodeName")

@@ -1,12 +1,12 @@
-"""Find the ranks that cause a hang, from the flight recorder's dumps of all ranks.
+"""Finds the ranks that cause a hang, from the flight recorder's dumps of all ranks.
 
 Each unfinished call of a rank waits for the other members of its group. A member has not called (its program is
-elsewhere), or has called while its device does not advance, or has left no dump. A member that waits in another
-group itself is a victim, and the search continues with what it waits for. What remains are the root causes.
+elsewhere), or has called while its device does not advance, or has left no dump. A member that waits in another group
+itself is a victim, and the search continues with what it waits for. What remains are the root causes.
 
-A device executes the calls of a rank in their order, and a kernel of NCCL starts whether or not its peers have
-called. So a rank whose oldest pending call has not started, or which its peers have finished, has a device or a link
-that does not advance.
+A device executes the calls of a rank in order, and a kernel of NCCL starts whether or not its peers have called. So if
+a rank's oldest pending call has not started, or its peers have finished that call, its device or a link does not
+advance.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Culprit:
     """A rank that causes a hang.
 
     kind: 'not-called', 'device-stuck', 'mismatch', 'no-dump' or 'peer-lost'. group, description, collective, number:
-    the call that the others wait in, by torch's name of the group; number is None for a send or receive.
-    waiting_ranks: those who wait in it. since_ns: when the first of them called, since 1970, or 0 if no dump shows it.
-    shared: the evidence without its subject, as it reads for several ranks.
+    the call in which the others wait, with torch's name of the group; number is None for a send or receive.
+    waiting_ranks: those that wait in it. since_ns: when the first of them called, since 1970, or 0 if no dump shows it.
+    shared: the evidence without its subject, worded for several ranks.
     """
 
     rank: int
@@ -90,10 +90,10 @@ class Culprit:
 class HangVerdict:
     """Which ranks cause a hang, and which only wait.
 
-    culprits: root causes, the first cause first. victims: ranks that wait because of them. unknown: what the dumps
-    do not show, with the line that would have shown it. differ: whether ranks called different things, and it is
-    unknown whose call is wrong. shown: whether the dumps show a hang, or False if the only lines are of dumps that
-    cannot be read, and no rank waits.
+    culprits: root causes, the first one first. victims: ranks that wait because of them. unknown: what the dumps do not
+    show, with the log line that would show it. differ: whether ranks called different things, and it is unknown whose
+    call is wrong. shown: whether the dumps show a hang. It is False if there are only lines about unreadable dumps, and
+    no rank waits.
     """
 
     culprits: tuple[Culprit, ...] = ()
@@ -107,12 +107,12 @@ class HangVerdict:
 
     @property
     def kind(self) -> str:
-        """The kind of the failure, of base/failure_kinds.py."""
+        """Return the kind of the failure, as in base/failure_kinds.py."""
         mismatch = self.culprits[0].kind == MISMATCH if self.culprits else self.differ
         return failure_kinds.MISMATCH if mismatch else failure_kinds.HANG
 
     def lines(self) -> tuple[str, ...]:
-        """Return one sentence for each root cause, then what is unknown. Ranks with the same cause share a sentence."""
+        """Return one sentence per root cause, then what is unknown. Ranks with the same cause share a sentence."""
         shared: dict[tuple[str, str], list[Culprit]] = {}
         for one in self.culprits:
             shared.setdefault((one.kind, one.shared or one.evidence), []).append(one)
@@ -129,8 +129,10 @@ class HangVerdict:
 def verdict(
     dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None, ended: Collection[int] = ()
 ) -> HangVerdict:
-    """Return the root causes of a hang. dumps: rank -> what flight_recorder.load() returned. hosts: rank -> its host.
-    ended: ranks whose program has ended with status 0."""
+    """Return the root causes of a hang. dumps: rank -> result of flight_recorder.load(). hosts: rank -> its host.
+
+    ended: ranks whose program ended with status 0.
+    """
     if not dumps:
         return HangVerdict()
     found = search(dumps, ended).verdict()
@@ -198,7 +200,7 @@ class Search:
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ, shown)
 
     def _drop_unproven(self) -> None:
-        """A rank without a dump may wait as the others do, if another one explains why they wait in this call."""
+        """Drop a rank without a dump if another culprit explains why the others wait in this call: it may wait too."""
         proven = {(one.group, one.collective, one.number) for one in self.found.values() if one.kind not in UNPROVEN}
         for one in list(self.found.values()):
             if one.kind == NO_DUMP and (one.group, one.collective, one.number) in proven:
@@ -208,7 +210,7 @@ class Search:
     # Who is in a group
 
     def _all_members(self) -> dict[Group, frozenset[int]]:
-        """Return the members of each group. If no dump lists them: the ranks that used it, or all ranks."""
+        """Return the members of each group. If no dump lists them, return the ranks that used it, or all ranks."""
         users: dict[Group, set[int]] = {}
         for rank, one in self.ranks.items():
             for group in one.groups:
@@ -228,8 +230,8 @@ class Search:
     def _order(self, group: Group) -> tuple[int, ...]:
         """Return the global ranks of a group by their rank in it, as messages name them.
 
-        That is the listed order. A recorder that lists the ranks in another order, or names global ranks in messages,
-        is noticed: each rank's own messages name its own rank.
+        Normally that is the listed order. If a recorder lists the ranks in another order, or names global ranks in
+        messages, each rank's own messages reveal it, because they name that rank.
         """
         named = {rank: one.places[group] for rank, one in self.ranks.items() if group in one.places}
         in_order = tuple(sorted(self.members[group]))
@@ -246,7 +248,7 @@ class Search:
         return next(filter(fits, candidates), candidates[0])
 
     def is_listed(self, group: Group) -> bool:
-        """Return whether the dumps list all members, also those that never used the group."""
+        """Return whether the dumps list all members, even those that never used the group."""
         return bool(group.members) or group.description == DEFAULT
 
     def concerned(self, operation: Operation) -> frozenset[int]:
@@ -271,14 +273,16 @@ class Search:
         return FORGOTTEN if one.may_have_forgotten else DONE
 
     def _is_first(self, rank: int, operation: Operation) -> bool:
-        """Return whether the rank's device has nothing older to finish, as far as the recorder remembers."""
+        """Return whether the rank's device has nothing older to finish, as far as the recorder shows."""
         one = self.ranks[rank]
         call, oldest = one.call(operation), one.call(self.pending[rank][0])
         return bool(call and oldest and call.order == oldest.order and not one.may_have_forgotten)
 
     def _starts_are_recorded(self) -> bool:
-        """Return whether 'scheduled' means that the device has not reached a call: only where some call is seen to have
-        started although a peer has not called it."""
+        """Return whether 'scheduled' means that the device has not reached a call.
+
+        That is certain only where some call has started although a peer has not called it.
+        """
         for operation in self.open:
             states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]
             if STARTED in states and (None in states or not self.concerned(operation) <= self.ranks.keys()):
@@ -323,12 +327,14 @@ class Search:
             self.all_called.append((since, self._all_called(operation, concerned, waiting)))
 
     def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
-        """Return whether a message that no rank has started may be a part of a finished batch, of which dumps of
-        unfinished calls list the parts alone."""
+        """Return whether a message that no rank has started may be part of a finished batch.
+
+        Dumps of unfinished calls list only the parts of such a batch.
+        """
         return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
 
     def _look_at_silent(self, operation: Operation, states: Mapping[int, str | None], waiting: Sequence[int]) -> None:
-        """Blame the ranks of the operation without a dump: they have ended, lost their connection, or are dead."""
+        """Blame the operation's ranks without a dump: they have ended, lost their connection, or are dead."""
         concerned = self.concerned(operation)
         left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
         for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
@@ -352,7 +358,7 @@ class Search:
                 self._blame(rank, NO_DUMP, operation, waiting, clause)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
-        """Blame a rank without a call of the operation, unless it waits itself or its dump does not prove it."""
+        """Blame a rank that has not called the operation, unless it waits itself or its dump does not prove this."""
         whether = f"whether rank {rank} called {self.called(operation)}"
         if self._is_older(rank, operation, waiting):
             self.unknown.append(f"{whether}: its dump is older than that call")
@@ -372,7 +378,7 @@ class Search:
         return f"whether rank {rank} waits in {called}: {why}"
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
-        """Return what is unknown if all members have called, and no device is later than the others."""
+        """Return what is unknown if all members have called and no device is behind the others."""
         called = f"{_ranks(concerned)} {_have(concerned)} called {self.called(operation)}"
         sent, received = self._elements(operation, concerned)
         if sent != received:
@@ -389,8 +395,10 @@ class Search:
         self, states: Mapping[int, str | None], first: Sequence[int], waiting: Sequence[int], done: Sequence[int],
         *, everybody: bool, one_way: bool,
     ) -> list[int]:  # fmt: skip
-        """Return the ranks whose device or link does not advance. everybody: all members have called. one_way: the root
-        or the sender may finish before the others."""
+        """Return the ranks whose device or link does not advance.
+
+        everybody: all members have called. one_way: the root or the sender may finish before the others.
+        """
         started = [rank for rank in waiting if states[rank] == STARTED]
         late = [rank for rank in first if states[rank] == SCHEDULED]
         if everybody and len(states) == 1:  # a group of one rank waits for no other rank
@@ -406,8 +414,10 @@ class Search:
         return list(first) if alone or not one_way else []
 
     def _shows_starts(self, rank: int) -> bool:
-        """Return whether the rank's recorder shows when a call starts: it has seen one start, or none finish
-        while those of other ranks show it."""
+        """Return whether the rank's recorder shows when a call starts.
+
+        It does if it has seen one start, or if it has seen none finish while other ranks' recorders show starts.
+        """
         own = self.ranks[rank]
         return own.timed or (self._any_timed() and not own.untimed)
 
@@ -415,7 +425,7 @@ class Search:
         return any(one.timed for one in self.ranks.values())
 
     def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
-        """Note a root cause, with the operation in which another rank has waited longest."""
+        """Add a root cause, with the operation in which another rank has waited longest."""
         calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
         since = min((call.created_ns for call in calls), default=0)
         before = self.found.get(rank)
@@ -434,8 +444,10 @@ class Search:
         )
 
     def _compared(self, operation: Operation, ranks: Iterable[int]) -> tuple[dict[int, Call], bool, bool]:
-        """Return the calls of the ranks, and whether all list their sizes and types. A recorder without them agrees
-        with any."""
+        """Return the calls of the ranks, and whether all list their sizes and types.
+
+        A recorder without sizes and types agrees with any.
+        """
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
         typed = not any(None in (*call.input_dtypes, *call.output_dtypes) for call in calls.values())
@@ -454,7 +466,7 @@ class Search:
         return {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
 
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
-        """Return whether the ranks called different things; if so, blame the ranks that differ from the majority."""
+        """Return whether the ranks called different things. If so, blame those that differ from the majority."""
         calls, sized, typed = self._compared(operation, ranks)
         keys = self._keys(operation, calls, sized, typed)
         counts = Counter(keys.values()).most_common()
@@ -490,7 +502,7 @@ class Search:
         """Return which of two different calls other groups of the same kind and size made at this point.
 
         Tensor-parallel groups, for example, make the same calls. Return None if the groups made both or neither, or
-        other calls before.
+        different calls before.
         """
         group, what = operation
         if not group.description or group.description in (DEFAULT, "undefined"):
@@ -514,8 +526,10 @@ class Search:
         return seen.pop() if len(seen) == 1 else None
 
     def _elements(self, operation: Operation, ranks: Collection[int]) -> tuple[int, int]:
-        """Return how many elements the ranks send and receive in an all_to_all, whose sizes may differ between ranks;
-        (0, 0) for other collectives, or if a size is unknown."""
+        """Return how many elements the ranks send and receive in an all_to_all, whose sizes may differ between ranks.
+
+        Return (0, 0) for other collectives, or if a size is unknown.
+        """
         calls = [self.ranks[rank].call(operation) for rank in ranks]
         found = [call for call in calls if call and len(call.kinds) == 1 and call.name.startswith(UNEVEN)]
         sizes = [(_count(call.input_sizes[0]), _count(call.output_sizes[0])) for call in found]
@@ -525,8 +539,11 @@ class Search:
         return sum(sent for sent, _ in known), sum(received for _, received in known)
 
     def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
-        """Return whether a rank's dump was written before its peers called. Clocks that differ, and files whose time is
-        not that of the dump, must not hide a rank: then the peers' own dumps contradict their calls."""
+        """Return whether a rank's dump was written before its peers called.
+
+        Different clocks, and files whose time is not that of the dump, must not hide a rank. In that case the peers'
+        own dumps contradict their calls.
+        """
         calls = [
             (self.ranks[other].written_ns, call.created_ns)
             for other in waiting
@@ -537,13 +554,13 @@ class Search:
         return bool(calls and written and plausible and written + CLOCKS_NS < min(created for _, created in calls))
 
     def _lost_its_peer(self, rank: int, operation: Operation) -> bool:
-        """Return whether torch gave up the call of a rank before its timeout: a connection broke."""
+        """Return whether torch gave up the rank's call before its timeout, because a connection broke."""
         one = self.ranks[rank]
         call = one.call(operation)
         return bool(call and call.failed_ns and call.created_ns <= one.written_ns < call.failed_ns)
 
     def _look_at_unreadable(self) -> None:
-        """Report each rank whose dump cannot be read. It is not blamed: what it has called is unknown."""
+        """Report each rank whose dump cannot be read. It is not blamed, because its calls are unknown."""
         self.unknown += [
             f"what rank {rank} has called: its dump cannot be read: {why}"
             for rank, why in sorted(self.unreadable.items())
@@ -554,8 +571,11 @@ class Search:
         return self.state(rank, operation) in (SCHEDULED, STARTED)
 
     def _drop_guesses(self) -> None:
-        """Where the recorder has forgotten calls, messages are counted from the oldest pending one. Then a wait of a
-        rank whose device is stuck does not show that its peer has not sent."""
+        """Drop culprits that only a guess shows.
+
+        Where the recorder has overwritten calls, messages are counted from the oldest pending one. Then a wait of a
+        rank whose device is stuck does not show that its peer has not sent.
+        """
         stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
         for one in list(self.found.values()):
             guessed = one.number is None and not all(self.ranks[rank].complete for rank in one.waiting_ranks)
@@ -563,8 +583,11 @@ class Search:
                 del self.found[one.rank]
 
     def _look_at_idle_ranks(self) -> None:
-        """Blame the only rank that does not wait. gloo's dumps list no members, so one that never used a group is
-        missing there. But gloo has no device: if all ranks but one wait, they wait for that one."""
+        """Blame the only rank that does not wait.
+
+        gloo's dumps list no members, so a rank that never used a group is missing there. But gloo has no device: if all
+        ranks but one wait, they wait for that one.
+        """
         waiting = {rank for rank, operations in self.pending.items() if operations}
         if not waiting or any(self.is_listed(operation[0]) for operation in self.open):
             return
@@ -585,7 +608,7 @@ class Search:
             )
 
     def _sequence(self, rank: int) -> list[str]:
-        """Return the kinds of groups of a rank's collectives, in the order of the calls."""
+        """Return the kinds of groups of a rank's collectives, in call order."""
         calls = self.ranks[rank].collectives()
         return [group.description or group.name for _, group in sorted(calls, key=lambda one: one[0])]
 
@@ -597,7 +620,7 @@ class Search:
         return frozenset().union(*(one.backends for one in self.ranks.values())) == {"gloo"}
 
     def _look_for_a_cycle(self) -> None:
-        """Ranks that wait for each other although each has called something: they call in different orders."""
+        """Find ranks that wait for each other although each has called something: they call in different orders."""
         if not all(one.complete for one in self.ranks.values()):
             return
         waits_for: dict[int, set[int]] = {rank: set() for rank in self.ranks}
@@ -686,7 +709,7 @@ class Search:
 
 
 class Clause(NamedTuple):
-    """The evidence against a culprit without its subject, in the singular and in the plural."""
+    """The evidence against a culprit without its subject, in the singular and the plural."""
 
     one: str
     several: str
@@ -725,15 +748,17 @@ def _types(values: Sequence[Any], place: int) -> frozenset[Any]:
 
 
 def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
-    """A send's input is its receive's output."""
+    """Return what must agree in a message: a send's input is its receive's output."""
     send = call.kinds == ("send",)
     sizes, types = (call.input_sizes, call.input_dtypes) if send else (call.output_sizes, call.output_dtypes)
     return sizes, types if typed else ()
 
 
 def _described(calls: Sequence[Call]) -> list[str]:
-    """Return 'all_reduce of [1024, 8]' for each of different calls: with their inputs, or their outputs if only these
-    differ."""
+    """Return 'all_reduce of [1024, 8]' for each of different calls.
+
+    Show their inputs, or their outputs if only these differ.
+    """
     shown = [f"{call.name}{_shape(call.input_sizes)}{_type(call.input_dtypes)}" for call in calls]
     if len(set(shown)) > 1:
         return shown
@@ -754,7 +779,7 @@ def _type(types: Sequence[Any]) -> str:
 
 
 def _count(shapes: Any) -> int | None:
-    """Return the number of elements of the tensors with these shapes, or None if it is unknown."""
+    """Return the number of elements of tensors with these shapes, or None if unknown."""
     known = isinstance(shapes, tuple) and shapes and all(isinstance(shape, tuple) for shape in shapes)
     numbers = [number for shape in shapes for number in shape] if known else [None]
     return sum(math.prod(shape) for shape in shapes) if all(isinstance(one, int) for one in numbers) else None
@@ -773,7 +798,7 @@ def _where(operation: Operation) -> str:
 
 
 def _agree(sequences: Mapping[int, Sequence[str]], rank: int, other: int) -> bool:
-    """Return whether two ranks made the same calls, as far as the shorter one went."""
+    """Return whether two ranks made the same calls, up to the end of the shorter sequence."""
     one, two = sequences[rank], sequences[other]
     return rank != other and all(map(operator.eq, one, two))
 

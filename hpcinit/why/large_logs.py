@@ -1,4 +1,4 @@
-"""Read of a large log what can show a failure: its start, its end, and the lines after messages of a failure."""
+"""Reads those parts of a large log that can show a failure: its start, its end, and lines after failure messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\))
 
 
 def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
-    """Return the text, with a line '...' for each part that is not returned, and how many bytes are not.
+    """Return the text, with a line '...' for each skipped part, and the number of skipped bytes.
 
     most: logs of up to this many bytes are read completely. Raise OSError if the file cannot be read.
     """
@@ -71,7 +71,7 @@ def decoded(data: bytes) -> str:
 
 
 def _windows(descriptor: int, size: int) -> list[tuple[int, int]]:
-    """Return where the parts with messages are."""
+    """Return the positions of the parts with messages."""
     found: list[tuple[int, int]] = []
     counts = dict.fromkeys(MESSAGES, 0)
     for start in range(0, size, CHUNK):

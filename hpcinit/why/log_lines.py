@@ -1,9 +1,9 @@
-"""The lines of a log without the prefixes of launchers, containers and log frameworks, and the rank that printed each.
+"""Reads log lines without the prefixes of launchers, containers and log frameworks, and finds the rank of each line.
 
 The lines of a rank are recognized by their prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun,
 '[rank: 3]' of Lightning, '[1,3]<stderr>:' of mpirun) or by the name of their file. A task of srun can be a torchrun
-agent, and '[default1]:' is a local rank; both then name no rank. Prefixes can be in any order, and further ones are
-learned: what precedes a traceback or a message of Slurm on several lines is a prefix.
+agent, and '[default1]:' is a local rank; both then name no rank. Prefixes can be in any order. Others are learned: text
+that precedes a traceback or a message of Slurm on several lines is a prefix.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Log:
     """The text of one log.
 
     text: the file's content. rank: the rank that writes it, None if several do. written: its modification time.
-    skipped: the number of bytes that are not in the text.
+    skipped: the number of bytes missing in the text.
     """
 
     text: str
@@ -97,7 +97,8 @@ class Log:
 
 class Line(NamedTuple):
     """A line without its prefixes. rank: who printed it, NO_RANK if unknown. stream: equal for lines of one process.
-    clock: the time of day at its start, '' if it has none."""
+    clock: the time of day at its start, or ''.
+    """
 
     rank: int
     text: str
@@ -114,7 +115,7 @@ def files(place: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path]) -> list[Log]:
-    """Return the logs, the oldest first. Skip files that cannot be read."""
+    """Return the logs, oldest first. Skip files that cannot be read."""
     found = []
     numbers = _numbers([path.name for path in paths])
     for path in paths:
@@ -133,7 +134,7 @@ def _rank_of(path: Path, numbers: Collection[int]) -> int | None:
 
 
 def _numbers(names: Sequence[str]) -> set[int]:
-    """Return the numbers at the ends of names, if they are the ranks 0 to N - 1: run-77-0.out and run-77-1.out."""
+    """Return the numbers at the ends of the names if they are the ranks 0 to N - 1: run-77-0.out and run-77-1.out."""
     found = [match for name in names if (match := _NUMBERED.search(name))]
     numbers = {int(match[1]) for match in found}
     same = len({name[: match.start(1)] for name, match in zip(names, found, strict=False)}) == 1
@@ -170,13 +171,13 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
 
 
 def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
-    """Return whether a label starts most lines, or one that starts without a label otherwise."""
+    """Return whether most lines start with a label, or whether one that has a label elsewhere starts without."""
     found = [(match, line) for line in printed if (match := label.match(line))]
     return 2 * len(found) > most or any(_STARTS.match(line, match.end()) for match, line in found)
 
 
 def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, others: _Prefixes) -> Line:
-    """Return a line without its prefixes, in whatever order they are. task: of the lines of a task."""
+    """Return a line without its prefixes, in whatever order they are. task: the pattern of a task's lines."""
     stream, rest, before = "", line, ""
     while rest != before:
         before, rest = rest, _TIME.sub("", rest, count=1)
@@ -200,7 +201,7 @@ def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, oth
 
 
 class _Prefixes:
-    """The prefixes of unknown form that lines of tracebacks or of Slurm have, with any number for each number."""
+    """The unknown prefixes of lines of tracebacks or of Slurm. Numbers in them match any number."""
 
     def __init__(self, every: Sequence[str]) -> None:
         shapes: dict[str, None] = {}
@@ -225,12 +226,12 @@ class _Prefixes:
 
 
 def _shape(prefix: str) -> str:
-    """Return a pattern of the prefix with any number for each number in it."""
+    """Return a pattern of the prefix in which each number matches any number."""
     return re.sub(r"\d+", r"\\d+", re.escape(prefix))
 
 
 def _unpacked(line: str) -> Iterator[str]:
-    """Yield a line, or those in the texts of a JSON object, as log frameworks and containers write it."""
+    """Yield a line, or the lines in the texts of a JSON object, as log frameworks and containers write them."""
     document = None
     if (rest := _TIME.sub("", line, count=1)).startswith('{"'):
         with contextlib.suppress(ValueError, RecursionError):

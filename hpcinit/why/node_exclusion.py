@@ -1,4 +1,4 @@
-"""Find failures that a node caused, and record them in the table of the cluster's nodes."""
+"""Finds failures that a node caused, and records them in the table of the cluster's nodes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FAULTS = (b"Node failure on", b"Task launch for")  # printed by srun; records/jo
 
 
 def record_faulty_nodes(run: Path, found: Evidence) -> None:
-    """Add the node failures in the evidence `found` to the table, if it is a run of this user.
+    """Add the node failures in the evidence `found` to the table, if this user owns the run.
 
-    A table that cannot be written is no error.
+    Ignore it if the table cannot be written.
     """
     if not safe_files.is_own(run):
         return
@@ -67,8 +67,7 @@ def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iter
 
 
 def _recent(runs_dir: Path, since: float) -> Iterator[Path]:
-    """Return the runs and the tasks of sweeps whose folder changed since then: an attempt adds exit.json when it
-    ends."""
+    """Return the runs and sweep tasks whose folder changed since then. An attempt adds exit.json when it ends."""
     by_name: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(runs_dir):  # noqa: PTH208 - no stat for each of thousands
@@ -156,9 +155,9 @@ class NodeFault(NamedTuple):
 
 
 def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
-    """Return each node with each kind of fault once.
+    """Return each faulty node, once per kind of fault.
 
-    If the OOM killer acted, Slurm's messages name no faulty node, because a lack of memory can take a node down.
+    If the OOM killer acted, Slurm's messages do not show a faulty node, because a lack of memory can take a node down.
     """
     found = [*_of_errors(evidence)]
     if not evidence.oom:
@@ -192,7 +191,7 @@ def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:
 
 
 def hardware_fault(text: str) -> str:
-    """Return 'Xid 79', 'ECC', ... for an error message of broken hardware, else ''."""
+    """Return 'Xid 79', 'ECC', ... for an error message about broken hardware, else ''."""
     for number in _XID.findall(text):
         if int(number) in node_records.DEVICE_XIDS:
             return f"Xid {number}"

@@ -1,4 +1,4 @@
-"""`hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]`: the excluded nodes."""
+"""`hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]`: shows or changes excluded nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcinit.slurm import nodelist
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings that a submission uses: the cluster's name, excluded_nodes.limit and excluded_nodes.expiry_h."""
+    """The settings of a submission: the cluster's name, excluded_nodes.limit and excluded_nodes.expiry_h."""
 
     cluster: str
     limit: int
@@ -27,12 +27,12 @@ class Limits:
 
 
 def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
-    """Run the command. configured: returns the limits of a submission with these overrides."""
+    """Run the command. Return the exit status. configured: returns the limits of a submission with overrides."""
     options = console.parse_arguments(nodes_parser(), list(argv))
     if odd := [one for one in options.overrides if "=" not in one]:
         raise RequestError(f"{odd[0]!r} is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3")
     if options.why and not options.add:
-        raise RequestError(f"--why {options.why!r} is given without --add, expected --add NODE --why TEXT")
+        raise RequestError(f"--why {options.why!r} needs --add: --add NODE --why TEXT")
     limits = _limits(options, configured)
     tables = _tables(limits.cluster)
     if options.add:
@@ -45,7 +45,7 @@ def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits
 
 
 def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], Limits]) -> Limits:
-    """Return the limits; their cluster is '' for all clusters. Raise RequestError, and what `configured` raises."""
+    """Return the limits; their cluster is '' for all clusters. Raise RequestError for a wrong value or override."""
     one_cluster = any(one.startswith("cluster=") for one in options.overrides)
     if one_cluster or not (options.add or options.forget):
         limits = configured(options.overrides)
@@ -78,7 +78,7 @@ def nodes_parser() -> argparse.ArgumentParser:
 
 
 def _tables(cluster: str) -> dict[str, Path]:
-    """Return the tables that exist, by cluster; or the one of `cluster`, which may not exist yet."""
+    """Return the existing tables by cluster, or the one of `cluster`, which may not exist yet."""
     if cluster:
         return {cluster: node_records.file(os.environ, cluster)}
     return {path.stem: path for path in sorted(node_records.folder(os.environ).glob("*.jsonl"))}

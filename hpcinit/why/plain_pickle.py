@@ -1,9 +1,9 @@
-"""Read a pickle of plain values that another user may have written: nothing is called, and time and memory are bounded.
+"""Reads a pickle of plain values that another user may have written. It calls nothing, and limits time and memory.
 
-Python's unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every value: a
-dump of 200 MB takes 2 GB. This reader knows only the opcodes of plain values, executes each in constant time, and of a
-long list of dicts it creates only the last ones. It finds the ends of the others with a regular expression, because a
-loop in Python over all opcodes of 200 MB takes 10 s.
+Python's unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every value, so
+a dump of 200 MB takes 2 GB. This reader knows only the opcodes of plain values, executes each in constant time, and
+creates only the last items of a long list of dicts. It finds the ends of the others with a regular expression, because
+a Python loop over all opcodes of 200 MB takes 10 s.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Incomplete(ValueError):
 
 
 class Forgotten(ValueError):
-    """A value refers to a part of an item that was skipped."""
+    """A value refers to part of an item that was skipped."""
 
 
 EARLY = "it ends too early"
-MALFORMED = "it is no pickle of plain values"
+MALFORMED = "it is not a pickle of plain values"
 FORGOTTEN = object()  # instead of a value that was in a skipped item
 
 _FLOAT = struct.Struct(">d")
@@ -64,11 +64,11 @@ class Reader:
         unneeded: str = "",
         skip: bool = True,
     ) -> None:
-        """Read the dict in `data`, and of its list `key` the last `most` items.
+        """Prepare to read the dict in `data` and the last `most` items of its list `key`.
 
-        take: is called with each of these items when it is complete, and returns what to keep of it. check: is called
-        regularly, and raises ValueError to end the reading. skip: create no other items. If a later value refers to a
-        part of one, it contains FORGOTTEN. unneeded: a key of items whose value may be FORGOTTEN too.
+        take: called with each complete item; returns what to keep of it. check: called regularly; raises ValueError to
+        stop reading. skip: do not create other items. If a later value refers to part of one, it contains FORGOTTEN.
+        unneeded: a key of items whose value may be FORGOTTEN too.
         """
         self.data, self.key, self.take, self.check = data, key, take, check
         self.unneeded, self.skip = unneeded, skip
@@ -80,8 +80,10 @@ class Reader:
         self.count = 0
 
     def read(self) -> tuple[dict[Any, Any], list[Any], int]:
-        """Return the dict, the last items of its list `key`, and how many were before them. The list in the dict is
-        empty. Raise ValueError for other values, Incomplete for a part of a pickle."""
+        """Return the dict, the last items of its list `key`, and the number of earlier items.
+
+        The list in the dict is empty. Raise ValueError for other values, and Incomplete for part of a pickle.
+        """
         document = self._run(0)
         if not isinstance(document, dict):
             raise ValueError("it is no dictionary")
@@ -223,8 +225,10 @@ class Reader:
             raise ValueError(MALFORMED) from None
 
     def _end_of_item(self, at: int) -> int:
-        """Return where the dict at `at` ends, and memoize its texts, to which later items refer, or 0 for a large or
-        broken dict. No other value is created."""
+        """Return where the dict at `at` ends, or 0 for a large or broken dict.
+
+        Memoize its texts, to which later items refer. Create no other value.
+        """
         data, depth, most = self.data, 0, min(at + MOST_OF_ITEM, len(self.data) - 1)
         while at < most:
             code = data[at]
@@ -257,7 +261,7 @@ class Reader:
         return 0
 
     def _text(self, code: int, at: int) -> tuple[str, int]:
-        """Return the text whose length is at `at`, and where it ends. Raise Incomplete if the data end before it."""
+        """Return the text whose length is at `at`, and where it ends. Raise Incomplete if the data ends before it."""
         start = at + (4 if code == 0x58 else 1)
         end = start + int.from_bytes(self.data[at:start], "little")
         if end > len(self.data):
@@ -267,7 +271,7 @@ class Reader:
 
 
 def _set(target: Any, values: list[Any]) -> None:
-    """Add the keys and values to a dict. The hash of a nested tuple can take years, so keys are texts and numbers."""
+    """Add the keys and values to a dict. Keys are texts and numbers, because hashing a nested tuple can take years."""
     keys = values[::2]
     kinds = set(map(type, keys))
     if not isinstance(target, dict) or kinds - {str, int}:

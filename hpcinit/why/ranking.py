@@ -1,6 +1,6 @@
-"""The ranking of findings: which one is the first cause.
+"""Ranks the findings: which one is the first cause.
 
-A finding that another one explains does not count. The first one with the highest grade that is left is the verdict.
+A finding that another one explains does not count. Of the rest, the first one with the highest grade is the verdict.
 
 | grade      | what shows the failure                                                      | explained by          |
 |------------|-----------------------------------------------------------------------------|-----------------------|
@@ -41,7 +41,7 @@ from hpcinit.why.evidence import Verdict
 
 
 class Grade(IntEnum):
-    """The grades of the table above, the highest first."""
+    """The grades in the table above, highest first."""
 
     PROVEN = auto()
     WAITING = auto()
@@ -72,11 +72,11 @@ OF_RANKS = (Grade.KILLED, Grade.RAISED, Grade.TERMINATED, Grade.EXITED, Grade.EA
 
 @dataclass(frozen=True)
 class Finding:
-    """What one source of evidence shows.
+    """The finding of one source of evidence.
 
     verdict: the text and the fields of the answer if this is the first cause. ranks: those at fault; () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
-    shown: False if the failure only follows from a line that is missing. It then explains nothing.
+    shown: False if the failure only follows from a missing line. Then it explains nothing.
     """
 
     grade: Grade
@@ -102,7 +102,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
 
 
 def first(findings: Sequence[Finding]) -> Finding:
-    """Return the finding that is the first cause. Readers return findings of a grade in the order of time."""
+    """Return the finding that is the first cause. Readers return findings of the same grade in the order of time."""
     left = [one for one in findings if not any(explains(other, one) for other in findings)]
     found = min(left or findings, key=lambda one: one.grade)
     named = [one for one in findings if one.grade in HANGS and len(one.ranks) == 1 and explains(found, one)]
@@ -110,7 +110,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
-    """Return a failure of an unknown rank with the rank that the others waited for."""
+    """Return a failure of an unknown rank with the rank for which the others waited."""
     (rank,), known = hang.ranks, failure.verdict
     head, lines = f"{known.headline} (probably rank {rank})", (*known.evidence, hang.verdict.headline)
     verdict = replace(known, headline=head, rank=rank, host=known.host or hang.verdict.host, evidence=lines)

@@ -1,4 +1,4 @@
-"""Findings of how ranks ended, as srun and other launchers list it, and of ranks that are missing among the errors."""
+"""Finds how ranks ended, from the lists of srun and other launchers, and which ranks are missing among the errors."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return the ranks that a signal killed before the step was aborted, and before the launcher listed a rank that
-    had failed with an error."""
+    """Return the ranks that a signal killed before the step was aborted.
+
+    Return None if the launcher listed a rank that failed with an error before.
+    """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
         if cause and (cause.record.rank in end.ranks or not end.ranks):
@@ -98,7 +100,7 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
 
 
 def _exits(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first rank that exited with another status than 0 and without an error record."""
+    """Yield the first rank that exited with a status other than 0 and without an error record."""
     recorded = {one.record.rank for one in evidence.found}
     ends = [(end, rank) for end in evidence.log.ends for rank in end.ranks or (-1,) if rank not in recorded]
     bad = [(end, rank) for end, rank in ends if end.how.startswith("Exited with") and not end.succeeded]
@@ -160,7 +162,7 @@ def _early(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _unlisted(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a rank that is missing in a list of those that failed; its number is unknown."""
+    """Yield a rank that is missing in a list of failed ranks. Its number is unknown."""
     timed_out = any(causes.is_timeout(one.record) for one in evidence.found)
     if evidence.lists_failed_ranks and evidence.found and not _without_error(evidence) and not timed_out:
         lost = named(one.record.rank for one in evidence.found)
@@ -169,7 +171,7 @@ def _unlisted(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
-    """Yield ranks without any error while the collective of all others timed out, or broke."""
+    """Yield ranks without any error, if the collective of all others timed out or broke."""
     missing = _without_error(evidence)
     if missing and any(causes.is_timeout(one.record) for one in evidence.found):
         head = f"a collective timed out{evidence.at_step}, and {evidence.named(missing)} did not call it"

@@ -1,4 +1,4 @@
-"""How ranks ended, from the messages of torchrun, accelerate, DeepSpeed, mpirun and Lightning."""
+"""Reads how ranks ended from the messages of torchrun, accelerate, DeepSpeed, mpirun and Lightning."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def is_of_launcher(error: Error) -> bool:
 
 
 def is_report(error: Error) -> bool:
-    """Return whether a launcher only reports with this error that something else failed."""
+    """Return whether with this error a launcher only reports that something else failed."""
     return bool(_LAUNCHER.search(error.text))
 
 
 def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
-    """Yield an error for each host that pdsh could not reach. ssh prints its own message before."""
+    """Yield an error for each host that pdsh could not reach. ssh prints its own message before it."""
     for number, line in enumerate(lines):
         if found := _SSH.match(line.text):
             own = [one.text for one in lines[:number] if one.stream.startswith(f"{found[1]}:")]
@@ -90,8 +90,10 @@ def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
 
 
 def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
-    """Return (time, whether it is not the first observed failure, end) of ranks in torchrun's tables, of which every
-    node prints one."""
+    """Return (time, whether it is not the first observed failure, end) for the ranks in torchrun's tables.
+
+    Every node prints a table.
+    """
     ends: list[tuple[str, bool, End]] = []
     fields: dict[str, str] = {}
     root = False
@@ -119,14 +121,16 @@ def about_ends(lines: Sequence[Line]) -> list[Line]:
 
 
 def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
-    """Return the ends of ranks that other launchers report. lines: about ends. with_error: ranks that printed an error.
-    listed: whether srun or torchrun list how ranks ended."""
+    """Return the ends of ranks that other launchers report. lines: those about ends.
+
+    with_error: ranks that printed an error. listed: whether srun or torchrun list how ranks ended.
+    """
     known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_by_rank(lines)]
     return known if known or listed else _without_rank(lines)
 
 
 def _without_rank(lines: Sequence[Line]) -> list[End]:
-    """Return a signal that a launcher or shell reports without a rank, or with it in another line."""
+    """Return a signal that a launcher or shell reports without a rank, or with the rank on another line."""
     rank, host = NO_RANK, ""
     for line in lines:
         if found := _FIRST_NOTICED.search(line.text):
@@ -153,8 +157,10 @@ def _received_sigterm(lines: Sequence[Line]) -> list[End]:
 
 
 def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[End]:
-    """Return the ends in the messages of DeepSpeed's launcher on one node. The rank that failed is the only one
-    without an error; if there are several, the end has no rank."""
+    """Return the ends in the messages of DeepSpeed's launcher on one node.
+
+    The rank that failed is the only one without an error. If there are several, the end has no rank.
+    """
     several = any(_NODES.search(line.text) for line in lines)  # local ranks are then no ranks
     spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line.text))}
     done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line.text)) and found[1] in spawned}

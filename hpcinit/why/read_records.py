@@ -1,4 +1,4 @@
-"""Findings of errors: the error records of ranks, and the errors in the logs of other launchers."""
+"""Findings about errors, from the error records of ranks and the logs of other launchers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the errors that are no consequence of another rank's, in their order, then an interrupt."""
+    """Yield the errors that are not consequences of another rank's, in order, then an interrupt."""
     ordered = evidence.ordered
     for one in ordered:
         if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:
@@ -42,7 +42,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first message that causes.py lists and that has no traceback."""
+    """Yield the first message without a traceback that causes.py lists."""
     if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
         return  # a program may print such a line after it has finished
     for rank, text in evidence.alarms:
@@ -62,7 +62,7 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
 
 
 def is_cause(one: Found, evidence: Evidence) -> bool:
-    """Return whether the error is no consequence of another rank's failure or of the end of the job."""
+    """Return whether the error is not a consequence of another rank's failure or of the end of the job."""
     if causes.is_secondary(one.record) or is_interrupt(one.record):
         return False
     ended = evidence.log.cancelled
@@ -115,7 +115,7 @@ def _stated(
 
 
 def who(record: ErrorRecord) -> str:
-    """Return 'rank 3 on n2'. A log that hpcinit did not write may show neither."""
+    """Return 'rank 3 on n2', without a part that the log of another launcher does not show."""
     subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{subject} on {record.host}" if record.host else subject
 

@@ -1,4 +1,4 @@
-"""Findings of Slurm: a lost node, the OOM killer, the end of the job, a batch script or srun that failed."""
+"""Findings from Slurm: a lost node, the OOM killer, the end of the job, a batch script or srun that failed."""
 
 from __future__ import annotations
 
@@ -94,8 +94,10 @@ def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
 
 
 def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a SIGTERM to the whole job step: it ended a DataLoader worker, or a handler of the program exited with 143,
-    or most ranks died of it."""
+    """Yield a SIGTERM to the whole job step.
+
+    It ended a DataLoader worker, a handler of the program exited with 143, or most ranks died of it.
+    """
     ended = [one.record for one in evidence.found if causes.STOPPED_BY_SIGTERM.search(one.record.foreign)]
     died = {rank for one in evidence.log.ends if not one.after_abort and one.how == "Terminated" for rank in one.ranks}
     if not ended and not (evidence.size > 1 and 2 * len(died) > evidence.size):

@@ -1,7 +1,7 @@
-"""Errors in the lines of a log: tracebacks of Python and rich, exception groups, and messages without a traceback.
+"""Reads errors from log lines: tracebacks of Python and rich, exception groups, and messages without a traceback.
 
-Ranks write to one log, so tracebacks are interleaved, and each process is read alone. Of exceptions that were
-raised while another was handled, the last counts. An error after which its process trained on was handled.
+Ranks write to one log, so tracebacks are interleaved, and each process is read separately. If exceptions were raised
+while another was handled, the last counts. An error after which its process continued training was handled.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ _HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback
 
 @dataclass(frozen=True)
 class Error:
-    """An error in a log. rank: who printed it, or who the message names. text: its message, of several lines.
-    traceback: with its frames. number: that of its line. handled: whether its process trained on. alone: whether the
-    message has no traceback, so that the program has caught the exception. host: in the prefix of its line, '' if
-    unknown. raised_from: the message of the exception that is its direct cause. in_thread: whether it ended a thread
-    of its process only."""
+    """An error in a log. rank: who printed it, or whom the message names. text: its message, of several lines.
+
+    traceback: with its frames. number: that of its line. handled: whether its process continued training. alone:
+    whether the message has no traceback, because the program caught the exception. host: in the prefix of its line, ''
+    if unknown. raised_from: the message of the exception that is its direct cause. in_thread: whether it ended only a
+    thread of its process.
+    """
 
     rank: int
     text: str
@@ -83,7 +85,7 @@ class Error:
 
     @property
     def whole(self) -> str:
-        """Its message and that of its direct cause, which may show the kind of failure."""
+        """Return its message and that of its direct cause, which may show the kind of failure."""
         return f"{self.text}\n{self.raised_from}".rstrip()
 
 
@@ -107,7 +109,7 @@ def _is_cause(warning: str) -> bool:
 
 
 def _with_reason(error: Error, warning: str) -> Error:
-    """Return an error of NCCL with the reason that NCCL has printed before."""
+    """Return an error of NCCL with the reason that NCCL printed before it."""
     is_reason = re.search("(?i)nccl", error.text) and "Last error" not in error.text
     if not is_reason or causes.is_secondary_text(error.text):
         return error
@@ -115,7 +117,7 @@ def _with_reason(error: Error, warning: str) -> Error:
 
 
 def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
-    """Return the errors of one process. size: of the log, in lines."""
+    """Return the errors of one process. size: the number of lines in the log."""
     trains = [number for number, line in lines if TRAINS.search(line.text)]
     # Lines without a rank may be of several processes.
     enough = HANDLED_AFTER + (lines[0][1].rank == NO_RANK)
@@ -134,7 +136,7 @@ def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
 
 
 def _is_of_text(traceback: str) -> bool:
-    """Return whether all frames are of code that the program executes from a text, such as a candidate's solution."""
+    """Return whether all frames are in code that the program executes from a text, such as a candidate's solution."""
     files = re.findall(r'File "([^"]*)"', traceback)
     return bool(files) and all(re.fullmatch(r"<(?!string|stdin|frozen).*>", file) for file in files)
 
@@ -190,7 +192,7 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
 
 
 def _without_traceback(line: Line, text: str, number: int, before: str, usage: str) -> Error | None:
-    """Return the error in a line outside of tracebacks. before: the line above. usage: the last one of argparse."""
+    """Return the error in a line outside of tracebacks, or None. before: the line above. usage: argparse's last one."""
     if before.strip().endswith("Missing ranks:") and (missing := _MISSING.match(text)):
         return Error(NO_RANK, f"RuntimeError: Missing ranks: {missing[1]} in {missing[2]}", "", number)
     if usage and (wrong := _USAGE_ERROR.match(text)) and usage.startswith(f"usage: {wrong[1]}"):
@@ -209,7 +211,7 @@ def _number(found: re.Match[str] | None, otherwise: int) -> int:
 
 
 def _reported(before: str) -> int:
-    """Return the rank in the line in which a logger reports the traceback that follows; NO_RANK for other lines."""
+    """Return the rank in a line with which a logger introduces the traceback that follows; NO_RANK for other lines."""
     return _number(_LOGGED_BY.search(before) if _FAILS.search(before) else None, NO_RANK)
 
 

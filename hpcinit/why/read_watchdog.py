@@ -1,4 +1,4 @@
-"""What torch's NCCL watchdog prints on each rank, and which rank the others wait for.
+"""Reads what torch's NCCL watchdog prints on each rank, and finds the rank for which the others wait.
 
 ProcessGroupNCCL.cpp prints '[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812,
 OpType=ALLREDUCE, NumelIn=1024, ...)', '... last enqueued NCCL work: 812, last completed NCCL work: 811', and "watchdog
@@ -45,7 +45,7 @@ BLOCKED = "a call of CUDA or NCCL does not return there: look for Xid errors in 
 
 
 def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
-    """Return what the watchdogs of ranks report, and the errors that ended them."""
+    """Return what the watchdogs of ranks report, and the errors that ended the ranks."""
     watched: list[Watched] = []
     errors: list[Error] = []
     for number, line in enumerate(lines):
@@ -74,7 +74,7 @@ def _position(found: re.Match[str]) -> Position | None:
 
 
 def _group(found: re.Match[str]) -> str | None:
-    """Return the group's description, or '' for the group of all ranks, None if the message does not show it."""
+    """Return the group's description, '' for the group of all ranks, or None if the message does not show it."""
     name = found["group"] or found["guid"] or found["id"]
     return "" if name in ("0", "default_pg") else name
 
@@ -86,7 +86,7 @@ def _rank(line: Line, found: re.Match[str]) -> int:
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield which ranks the others wait for, from the number and the type of the call in which each rank timed out."""
+    """Yield the ranks for which the others wait, from number and type of the call in which each rank timed out."""
     known = [one for one in evidence.watched if one.rank != NO_RANK]
     if not evidence.watched:
         return
@@ -122,7 +122,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _without_sources(at: Mapping[int, Position]) -> dict[int, Position]:
-    """Return the calls without those of ranks that have finished the call of the majority and wait in a later one."""
+    """Return the calls without those of ranks that finished the majority's call and wait in a later one."""
     (usual, _), *_ = Counter(at.values()).most_common() or [((0, "", ()), 0)]
     one_way = usual[1].startswith(ONE_WAY) and usual[1] != "REDUCE_SCATTER"
     return {rank: position for rank, position in at.items() if not one_way or position[0] <= usual[0]}
@@ -138,8 +138,11 @@ def _finding(
 
 
 def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bool) -> Finding:
-    """Return the finding on ranks that wait in another call than the majority. same_group: whether all calls are of one
-    group for certain; otherwise other numbers and types may be of another group."""
+    """Return the finding on ranks that wait in another call than the majority.
+
+    same_group: whether all calls certainly belong to one group; otherwise other numbers and types may be of another
+    group.
+    """
     (usual, most), *_ = Counter(at.values()).most_common()
     odd = sorted(rank for rank, position in at.items() if position != usual)
     shown = [rank for rank in odd if at[rank] == at[odd[0]]]
@@ -164,8 +167,10 @@ def _call(at: Mapping[int, Position]) -> str:
 
 
 def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
-    """Return the ranks that did not time out, if they are the minority. Of a world of unknown size: those that are
-    missing between the others."""
+    """Return the ranks that did not time out, if they are the minority.
+
+    If the world size is unknown, return those missing between the others.
+    """
     size = evidence.size or max(at, default=-1) + 1
     missing = tuple(sorted(set(range(size)) - at.keys()))
     few = len(missing) == 1 or FEW * len(missing) <= size
@@ -173,7 +178,7 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
 
 
 def _between(at: Mapping[int, object], known: Sequence[Watched]) -> tuple[int, ...]:
-    """Return the ranks of a group between those that timed out, if the ranks in the group show their global numbers."""
+    """Return a group's ranks between those that timed out, if its ranks show their global numbers."""
     places = {one.place: one.rank for one in known if one.place >= 0}
     (first, low), (last, high) = min(places.items()), max(places.items())
     step, rest = divmod(high - low, max(last - first, 1))

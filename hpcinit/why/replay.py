@@ -1,6 +1,6 @@
-"""Replay a hang: a gloo program with the calls of the dumps must block at the same call, and finish when repaired.
+"""Replays a hang: a gloo program with the calls of the dumps must block at the same call, and finish when repaired.
 
-If the verdict blames a rank that only waits, or misses one at fault, the program as it is does not block as the dumps
+If the verdict blames a rank that only waits, or misses one at fault, the unrepaired program does not block as the dumps
 do (why/replay_program.py). jobs/replay_ranks.py runs the programs with one process per rank.
 """
 
@@ -43,9 +43,9 @@ class Replay:
     """The result of a replay. text: the same as a sentence.
 
     ranks, groups, calls: how many were replayed. blocked_at: the calls that the ranks at fault did not make, and in
-    which others wait. same_call: whether the calls that blocked are those that the dumps show as unfinished, None
-    if nothing was replayed. finished: whether the repaired program finished, None if there was none. not_replayed: what
-    the replay does not show.
+    which others wait. same_call: whether the calls that blocked are those that the dumps show as unfinished, or None if
+    nothing was replayed. finished: whether the repaired program finished, or None without one. not_replayed: what the
+    replay does not show.
     """
 
     text: str
@@ -62,8 +62,10 @@ class Replay:
 
 
 def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), python: str = "") -> Replay:
-    """Run the program of the dumps as it is, and repaired. ended: ranks whose program has ended with status 0. python:
-    an interpreter with torch, '' for this one. Raise RequestError if it has no torch."""
+    """Run the program of the dumps as it is, and repaired. ended: ranks whose program ended with status 0.
+
+    python: an interpreter with torch, '' for this one. Raise RequestError if it has no torch.
+    """
     try:
         program = Program(hang_verdict.search(dumps, ended))
         documents = [program.document(repaired=False)]
@@ -146,7 +148,7 @@ def _not_replayed(program: Program) -> Iterator[str]:
 
 
 def run(programs: Sequence[Mapping[str, Any]], python: str, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
-    """Run the programs one after another with jobs/replay_ranks.py, and leave no process behind."""
+    """Run the programs one after the other with jobs/replay_ranks.py, and leave no process behind."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pipes |= {"text": True, "errors": "replace", "start_new_session": True}

@@ -1,4 +1,4 @@
-"""The program of a replay: for each rank the calls that its dump lists, as they are and repaired.
+"""Makes the program of a replay: for each rank the calls that its dump lists, as they are and repaired.
 
 It has the process groups of the dumps. A collective of any kind is an all_reduce of one number, because with gloo the
 root of a broadcast or a scatter does not wait for the others. Where ranks make different calls, gloo raises an error
@@ -26,8 +26,9 @@ PENDING = (SCHEDULED, STARTED)
 
 
 class Step(NamedTuple):
-    """A call of one rank. variant: which of different calls it is, 0 for the usual one. after: places of the rank's
-    steps that must have finished."""
+    """A call of one rank. variant: which of different calls it is, 0 for the usual one. after: the rank's steps that
+    must have finished, by index.
+    """
 
     operation: Operation
     variant: int
@@ -39,7 +40,7 @@ class NotReplayable(ValueError):
 
 
 class Program:
-    """The calls of all ranks. Raise NotReplayable if there are too many, or none unfinished."""
+    """The calls of all ranks. Raise NotReplayable if there are too many, or no unfinished one."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -58,8 +59,10 @@ class Program:
         self.gates = {operation: self._gates(operation) for operation in self.states}
 
     def _near(self) -> frozenset[int]:
-        """Return the ranks of the calls that the ranks at fault did not make, if there are too many ranks for one
-        replay; else the empty set."""
+        """Return the ranks of the calls that the ranks at fault did not make, if one replay cannot have all ranks.
+
+        Else return the empty set.
+        """
         size = len(self.search.world)
         if size <= MOST_RANKS:
             return frozenset()
@@ -97,16 +100,20 @@ class Program:
         return found
 
     def _lacks_a_member(self, operation: Operation) -> bool:
-        """Return whether all known members of a group wait, and no dump lists its members, as with gloo. Then a rank at
-        fault may be one that has never called in this group."""
+        """Return whether all known members of a group wait, and no dump lists its members, as with gloo.
+
+        Then the rank at fault may be one that has never called in this group.
+        """
         if self.search.is_listed(operation[0]) or not isinstance(operation[1], int):
             return False
         states = self._of_members(operation, self.search.concerned(operation))
         return is_open(states) and None not in states.values()
 
     def _of_members(self, operation: Operation, members: Collection[int]) -> dict[int, str | None]:
-        """Return the state of the call on each member. A rank without a dump that is not at fault has called what the
-        others did, and one at fault what the others finished."""
+        """Return the state of the call on each member.
+
+        A rank without a dump has called what the others did if it is not at fault, else what the others finished.
+        """
         states = {rank: self.search.state(rank, operation) for rank in members if rank in self.search.ranks}
         known = [states[rank] for rank in states if rank in self.search.members[operation[0]]]
         over = bool(known) and set(known) <= {DONE, FORGOTTEN}
@@ -118,7 +125,7 @@ class Program:
         return {rank: DONE if state == FORGOTTEN else state for rank, state in states.items()}
 
     def _variants(self, operation: Operation) -> dict[int, int]:
-        """Return which of different calls each rank made, 0 for the usual one; {} if all are equal, or finished."""
+        """Return which of different calls each rank made, 0 for the usual one; {} if all are equal or finished."""
         states = self.states[operation]
         if not is_open(states):
             return {}
@@ -129,7 +136,7 @@ class Program:
         return {rank: order.index(key) for rank, key in keys.items()} if len(order) > 1 else {}
 
     def _limit(self) -> None:
-        """Omit the oldest finished calls if there are too many. Raise NotReplayable if that does not suffice."""
+        """Omit the oldest finished calls if there are too many. Raise NotReplayable if that is not enough."""
         over = [one for one, states in self.states.items() if set(states.values()) == {DONE}]
         over.sort(key=lambda one: max(self._order(rank, one) for rank in self.states[one]))
         size = sum(map(len, self.states.values()))
@@ -160,13 +167,15 @@ class Program:
         return sorted(found, key=lambda operation: self._order(rank, operation))
 
     def is_queued(self, operation: Operation) -> bool:
-        """Return whether all ranks have made an unfinished call alike: it waits for an older one on a device."""
+        """Return whether all ranks made the same unfinished call: it waits for an older one on a device."""
         states = self.states[operation]
         return is_open(states) and None not in states.values() and operation not in self.variants
 
     def _gates(self, operation: Operation) -> dict[int, list[Operation]]:
-        """Return the older unfinished calls of each rank after which its device executes this one. Sends and receives
-        have separate streams, and count only if there is no other reason to wait."""
+        """Return the older unfinished calls of each rank after which its device executes this one.
+
+        Sends and receives have separate streams, and count only if there is no other reason to wait.
+        """
         if not self.is_queued(operation):
             return {}
         older: dict[int, list[Operation]] = {}
@@ -178,7 +187,7 @@ class Program:
         return collectives if any(collectives.values()) else older
 
     def steps(self, rank: int, *, repaired: bool) -> list[Step]:
-        """Return the calls of a rank, those of each stream in their order."""
+        """Return the calls of a rank, with those of each stream in order."""
         mine = [operation for operation, states in self.states.items() if rank in states]
         mine.sort(key=lambda operation: self._order(rank, operation))
         made = [operation for operation in mine if self.states[operation][rank] is not None]

@@ -1,4 +1,4 @@
-"""The line of the setup (cluster.modules, cluster.venv, cluster.conda, cluster.setup) that failed before the ranks."""
+"""Finds the line of the setup (cluster.modules, venv, conda, setup) that failed before the ranks started."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _PROBLEM = re.compile(r"(?i)error|not found|no such|unknown|denied|fail|cannot")
 
 
 def read(path: Path, attempt: Mapping[str, Any], output: Sequence[str]) -> SetupLine | None:
-    """Return the line that ended the script before the ranks started, or else the first that failed.
-
-    Return None if no line did.
+    """Return the line that ended the script before the ranks started, or else the first that failed, or None.
 
     attempt: exit.json. output: the last lines of the job's log that are not Slurm's.
     """
@@ -55,7 +53,7 @@ def described(line: SetupLine) -> str:
 
 
 def verdict(line: SetupLine) -> Verdict:
-    """Return the verdict on a script that a line ended before the ranks started."""
+    """Return the verdict on a script that ended at a line before the ranks started."""
     do = "correct cluster.modules, cluster.venv or cluster.setup, whichever has this line, and submit again"
     if line.status == 127:
         do = f"the command does not exist on that node, or is not in PATH: {do}"

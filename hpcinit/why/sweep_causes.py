@@ -1,4 +1,4 @@
-"""The failed tasks of a sweep, grouped by their cause."""
+"""Groups the failed tasks of a sweep by cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcinit.why.evidence import Verdict
 
 @dataclass(frozen=True)
 class Group:
-    """Failed tasks with one cause. verdict: on the first of them."""
+    """Failed tasks with one cause. verdict: the verdict on the first of them."""
 
     tasks: tuple[Task, ...]
     verdict: Verdict
@@ -28,7 +28,7 @@ class Group:
 
 
 def grouped(tasks: Sequence[Task], explain: Callable[[Task], Verdict]) -> list[Group]:
-    """Return the failed tasks by the kind of failure and its error, in which numbers may differ; the most first."""
+    """Return the failed tasks by the kind of failure and its error, in which numbers may differ; largest first."""
     found: dict[tuple[str, str], tuple[list[Task], Verdict]] = {}
     for task in tasks:
         if (task.state.over and task.status) or task.state.purged:
@@ -52,7 +52,7 @@ def lines(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> list[st
 
 
 def document(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> str:
-    """Return the same as JSON."""
+    """Return the groups as JSON."""
     causes = [
         {
             "kind": group.verdict.kind,

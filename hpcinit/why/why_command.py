@@ -1,4 +1,4 @@
-"""`hpcinit why RUN [--replay] [--json]`: the first failure of a run, its cause, and what to do next."""
+"""`hpcinit why RUN [--replay] [--json]`: shows the first failure of a run, its cause, and what to do next."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _print(
     replayed: Replay | None,
     unknown: Sequence[str] = (),
 ) -> int:
-    """Print a verdict as JSON, as one line, or as `text`, and return the exit status. where: fields of _WITHOUT."""
+    """Print a verdict as JSON, as one line, or as `text`. Return the exit status. where: fields of _WITHOUT."""
     if options.json:
         print(_line(verdict, where, replayed, unknown))
     elif options.quiet:
@@ -115,7 +115,7 @@ def _replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int], opti
 
 
 def _of_sweep(path: Path, options: argparse.Namespace) -> int:
-    """Print the causes of a sweep's failed tasks, each once."""
+    """Print the causes of a sweep's failed tasks, each once. Return the exit status."""
     if options.replay:
         raise RequestError(
             f"--replay: {path} is a sweep, and a replay needs one run: name a task, such as {path / '0'}"
@@ -131,22 +131,24 @@ def _of_sweep(path: Path, options: argparse.Namespace) -> int:
 
 
 def _of_worlds(path: Path, now: state.State) -> tuple[Path, Verdict]:
-    """Return the verdict on a run and its folder. With worlds=each: of the world with the first failure."""
+    """Return the verdict on a run, and its folder. With worlds=each, use the world with the first failure."""
     folders = [path, *sorted(path.glob(f"{run_folder.COMPONENT}*"))]
     found = [(folder, explain_run(folder, now)) for folder in folders]
     return min(found, key=lambda one: (one[1].kind in (OK, *WITHOUT_CAUSE), one[1].time or math.inf))
 
 
 def _only_dumps(folder: Path) -> Mapping[int, Mapping[str, Any]]:
-    """Return the flight-recorder dumps in `folder`, by rank, also if none of them can be read; {} for a run folder and
-    for a folder without dumps."""
+    """Return the flight-recorder dumps in `folder`, by rank, even if none can be read.
+
+    Return {} for a run folder and for a folder without dumps.
+    """
     if any((folder / name).exists() for name in (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP)):
         return {}
     return flight_recorder.read_folder(folder, unreadable=True)
 
 
 def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespace) -> int:
-    """Print which ranks cause a hang, from the dumps of a job that hpcinit need not have started."""
+    """Print which ranks cause a hang, from the dumps of any job. Return the exit status."""
     found = hang_verdict.verdict(dumps)
     replayed = _replay(dumps, (), options) if options.replay else None
     first, *rest = found.lines() or (
@@ -161,7 +163,7 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
 
 
 def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, Mapping[str, Any]] | None = None) -> int:
-    """Print the verdict on a job that hpcinit did not start."""
+    """Print the verdict on a job that hpcinit did not start. Return the exit status."""
     verdict = diagnosis.diagnose(job.logs.evidence)
     if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
         verdict = replace(verdict, do=FOREIGN, resubmit=False)
@@ -191,7 +193,7 @@ _WITHOUT: Mapping[str, Any] = {
 
 
 def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, unknown: Sequence[str] = ()) -> str:
-    """Return the verdict as JSON, joined with that of the flight recorder's dumps. where: fields of _WITHOUT."""
+    """Return the verdict as JSON, with that on the flight recorder's dumps. where: fields of _WITHOUT."""
     fields = asdict(verdict)
     hang = verdict.flight.document()
     if verdict.rank is not None and verdict.rank not in [one["rank"] for one in hang["culprits"]]:
@@ -208,7 +210,7 @@ def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, u
 
 
 def culprits(verdict: Verdict) -> list[dict[str, Any]]:
-    """Return the ranks at fault with the fields of a hang verdict's culprits; [] if they are unknown."""
+    """Return the ranks at fault with the fields of a hang verdict's culprits; [] if unknown."""
     if verdict.rank is None:
         return []
     call = {"group": "", "description": "", "collective": "", "number": None, "waiting_ranks": ()}
@@ -218,7 +220,7 @@ def culprits(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def explain_run(path: Path, now: state.State) -> Verdict:
-    """Return the verdict on a run, with a warning about process groups that differ from the job's."""
+    """Return the verdict on a run, with a warning about process groups whose size differs from the job's."""
     with slurm_client.on_cluster(state.clusters(path)):
         verdict, found = _explain(path, now), world_size.read(path)
         if (
@@ -258,7 +260,7 @@ def _explain(path: Path, now: state.State) -> Verdict:
 
 
 def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
-    """Return the verdict on a chain whose last job exited with 143, as a program does that handles Slurm's signal."""
+    """Return the verdict on a chain whose last job exited with 143, as a program that handles Slurm's signal does."""
     early = now.exit_status == run_folder.ENDED_EARLY and bool(now.link) and not now.others
     ends = {end.how for end in found.log.ends if not end.after_abort} - {
         "Terminated",
@@ -272,7 +274,7 @@ def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Ve
 
 
 def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
-    """Return the verdict with the cause 'disk full' if it has none and the run folder cannot be written."""
+    """Return the verdict. If it has no cause and the run folder cannot be written, the cause is 'disk full'."""
     problem = gather_evidence.unwritable(path) if verdict.kind in WITHOUT_CAUSE else ""
     if not problem:
         return verdict
@@ -282,8 +284,10 @@ def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
-    """Gather the evidence; again if it has only secondary errors, and a third time while they are recent: the record
-    of the first error may not be visible yet."""
+    """Gather the evidence. Repeat if it has only secondary errors, because the first record may not be visible yet.
+
+    While these errors are recent, repeat it a second time.
+    """
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):
         found = gather_evidence.gather(path, now)
@@ -308,7 +312,7 @@ def _well(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict on the previous attempt of a job that was requeued."""
+    """Return the verdict on the previous attempt of a requeued job."""
     head = f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)} to restart: "
     last = restarts.read(path)[-1:]
     reason = last[0].reason if last and last[0].restart == (now.restart or 0) + 1 else ""
@@ -321,7 +325,7 @@ def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _meanwhile(verdict: Verdict) -> str:
-    """Return the advice for a job that Slurm restarts."""
+    """Return advice for a job that Slurm restarts."""
     return RESTARTS_ALONE if not verdict.do or verdict.resubmit else f"{RESTARTS_ALONE}; {verdict.do}"
 
 
@@ -340,7 +344,7 @@ def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict on a job that is still in the queue: its ranks may have failed already, or hang."""
+    """Return the verdict on a job that is still in the queue. Its ranks may have failed already, or hang."""
     live: Sequence[stacks.Group] = ()
     if now.name == "RUNNING" and (found.hang or found.silence or found.flight) and not found.log.ends:
         live = stacks.groups_now(path)
@@ -350,7 +354,7 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _with_states(found: Evidence, live: Sequence[stacks.Group]) -> Evidence:
-    """Return the evidence with the present states of ranks that wrote no stack: stopped, or C code holds the GIL."""
+    """Return the evidence with the current states of ranks that wrote no stack: stopped, or C code holds the GIL."""
     states = stacks.blocked_ranks(live)
     hang = found.hang and hang_report.with_states(found.hang, states)
     return replace(found, hang=hang, silence=found.silence and hang_report.with_states(found.silence, states))

@@ -201,7 +201,7 @@ def test_why_a_dump_cannot_be_read(tmp_path: Path) -> None:
     reasons = {rank: dump[flight_recorder.UNREADABLE] for rank, dump in read.items() if rank}
     assert read[0]["entries"] and list(read) == list(range(8))
     expected = [
-        "it is empty", "it ends after 500 bytes", "it is no dump", "it is no regular file", "it is no regular file",
+        "it is empty", "it ends after 500 bytes", "it is not a dump", "it is not a regular file", "it is not a regular file",
         "No such file", "it has 257 MB, at most 256 are read",
     ]  # fmt: skip
     for rank, reason in enumerate(expected, 1):
