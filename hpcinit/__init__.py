@@ -5,7 +5,7 @@
     with hpcinit.session() as run:
         print(run.rank, run.world_size, run.device)
 
-This import is cheap: torch is imported at the first use of a name that needs it.
+This import is cheap: torch is imported when a name that needs it is first used.
 """
 
 from __future__ import annotations

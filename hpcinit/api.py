@@ -1,4 +1,4 @@
-"""Submit and follow runs from Python: pipelines, notebooks, tests.
+"""Submits and follows runs from Python, as in pipelines, notebooks and tests.
 
     from hpcinit import api
 
@@ -7,9 +7,9 @@
         print(run.why()["verdict"])
     print(run.result())
 
-`submit` and `sweep` run the command `hpcinit submit` in a process. The checks and the run folder are therefore the same
-as at the terminal, and several threads may submit at once. Nothing is printed and nothing is pickled.
-From asyncio, call the blocking functions in a thread: `await asyncio.to_thread(run.wait)`.
+`submit` and `sweep` run the command `hpcinit submit` in a process. So the checks and the run folder are the same as at
+the terminal, and several threads may submit at the same time. Nothing is printed and nothing is pickled. From asyncio,
+call the blocking functions in a thread: `await asyncio.to_thread(run.wait)`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was submitted, by its run folder.
+    """A submitted run, identified by its run folder.
 
-    path: the run folder, absolute. notes: the warnings and notes of the submission, one line each. combination: the
-    overrides of this task of a sweep, or ''.
+    path: the absolute path of the run folder. notes: the warnings and notes of the submission, one line each.
+    combination: the overrides of this task of a sweep, or ''.
     """
 
     path: Path
@@ -63,22 +63,25 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name that commands accept: 'train-0001', or 'train-0001/0' for a task of a sweep."""
+        """Return the name that commands accept: 'train-0001', or 'train-0001/0' for a task of a sweep."""
         return find_runs.name_of(self.path)
 
     @property
     def job_id(self) -> str:
-        """The id of the run's job; of a chain, of its first job."""
+        """Return the id of the run's job, or of the first job of a chain."""
         return str(state.submission(self.path)["job_id"])
 
     @property
     def state(self) -> str:
-        """Slurm's name of the state now: PENDING, RUNNING, COMPLETED, FAILED, ... or UNKNOWN."""
+        """Return Slurm's name of the current state: PENDING, RUNNING, COMPLETED, FAILED, ... or UNKNOWN."""
         return state.read(self.path).name
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What `run.progress()` reported last: {step, total, values, time}. Empty before the first step."""
+        """Return what `run.progress()` reported last: {step, total, values, time}.
+
+        It is empty before the first step.
+        """
         return progress.read(self.path)
 
     def status(self) -> dict[str, Any]:
@@ -101,7 +104,10 @@ class Run:
         return watched.now.name
 
     def logs(self, rank: int = 0) -> str:
-        """Return what `rank` printed so far, '' before it has started. Raise RequestError if there is no such rank."""
+        """Return what `rank` has printed so far, '' before it has started.
+
+        Raise RequestError if there is no such rank.
+        """
         python_arguments.check_rank(rank)
         known = logs.ranks(self.path)
         if known and rank not in known:
@@ -117,11 +123,11 @@ class Run:
         return _documents("report", str(self.path))[0]
 
     def cancel(self, save: bool = False) -> None:
-        """Cancel the run. save: ask the program to save and exit instead, through `run.should_stop()`."""
+        """Cancel the run. save: request through `run.should_stop()` that the program saves and exits instead."""
         _documents("cancel", *["--save"] * save, str(self.path))
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait until the run has ended and return what the program passed to `run.result()`, or None if nothing.
+        """Wait until the run has ended. Return what the program passed to `run.result()`, or None.
 
         Raise Failure with the verdict of `why` if the run failed or was canceled, TimeoutError after `timeout_s`
         seconds, and RequestError if result.json cannot be read. If Slurm no longer knows the run, return the result
@@ -141,7 +147,7 @@ def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **ke
     ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups,
     nodes=8, cluster="x"; a value may be None, a bool, a number, a string, a list or a dict.
 
-    Raise RequestError with all arguments of a wrong type, or if the same request is in the queue. Raise ConfigError
+    Raise RequestError for all arguments of a wrong type, or if the same request is in the queue. Raise ConfigError
     with all problems of the config, SubmitError if there is no job, and MaybeSubmitted if there may be one.
     KeyboardInterrupt is raised only after the submission has ended; its argument names the run if there is one.
     """
@@ -152,7 +158,7 @@ def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **ke
 
 
 def sweep(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **keys: Any) -> list[Run]:
-    """Submit each combination of the overrides ("lr=1e-3,3e-4") and return a run for each, in their order.
+    """Submit each combination of the overrides ("lr=1e-3,3e-4"). Return a run for each, in order.
 
     The arguments and errors are those of `submit`. If Slurm accepts only some of the jobs, raise SubmitError, which
     names the runs that were submitted.
@@ -161,14 +167,14 @@ def sweep(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **key
 
 
 def find(run: str | int | os.PathLike[str], runs_dir: str | os.PathLike[str] = "runs") -> Run:
-    """Return a run by its folder, by its name in `runs_dir`, or by its job id. Raise RequestError if there is none."""
+    """Return a run by its folder, its name in `runs_dir`, or its job id. Raise RequestError if there is none."""
     path = find_runs.find_run(str(run), Path(runs_dir)).absolute()
     sweep = resubmitted.sweep_of(path)
     return Run(path, (), " ".join(find_runs.combinations(sweep).get(int(path.name), ())) if sweep else "")
 
 
 def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Return all submitted runs in `runs_dir`, the latest last; of a sweep, each task."""
+    """Return all submitted runs in `runs_dir`, latest last. For a sweep, return each task."""
     found: list[Run] = []
     for path in find_runs.all_runs(Path(runs_dir)):
         if find_runs.is_sweep(path):
@@ -198,10 +204,10 @@ def _documents(*words: str) -> list[dict[str, Any]]:
 
 
 def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
-    """Run `hpcinit WORDS`; return its JSON documents and the lines on stderr. Raise the error that it reports.
+    """Run `hpcinit WORDS`. Return its JSON documents and the lines on stderr. Raise the error that it reports.
 
-    The command runs in its own session: Ctrl-C reaches this process first, which passes it on and waits, since a
-    submission that is killed halfway may leave a job behind.
+    The command runs in its own session, so that Ctrl-C reaches this process first. This process passes it on and waits,
+    because a submission that is killed halfway may leave a job behind.
     """
     command = [sys.executable, "-m", "hpcinit", *words]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

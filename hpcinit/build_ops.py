@@ -1,4 +1,4 @@
-"""`hpcinit build-ops`: compile DeepSpeed's ops once, into a folder that jobs use."""
+"""`hpcinit build-ops`: compiles DeepSpeed's ops once, into a folder that jobs use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _config(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the ds_config of the run or of the file; {} if the run needs no DeepSpeed."""
+    """Return the ds_config of the run or of the file, or {} if the run needs no DeepSpeed."""
     if given.ds_config:
         return _read(given.ds_config)
     from hpcinit.config import compose, job_spec  # noqa: PLC0415 - Hydra, which the other options do not need

@@ -1,6 +1,6 @@
-"""`python -m hpcinit.elastic SPEC`: torch's elastic agent of this node, which starts the node's ranks.
+"""`python -m hpcinit.elastic SPEC`: runs torch's elastic agent of this node, which starts the node's ranks.
 
-It is one Slurm task per node with launch=torchrun. docs/decisions/, "torchrun's agents", has the reasons.
+With launch=torchrun it is one Slurm task per node. The reasons are in docs/decisions/, "torchrun's agents".
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
             f"expected a run folder's {run_folder.SPEC} and nothing else: python -m hpcinit.elastic SPEC"
         )
     if importlib.util.find_spec("torch") is None:
-        raise RequestError(f"launch=torchrun needs torch, and {sys.executable} on {os.uname().nodename} lacks it")
+        raise RequestError(
+            f"launch=torchrun needs torch, but {sys.executable} on {os.uname().nodename} does not have it"
+        )
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
     watch = AgentWatch()

@@ -1,6 +1,6 @@
-"""`python -m hpcinit.fork SPEC`
+"""`python -m hpcinit.fork SPEC`: runs the fork server of this node.
 
-Runs once per node in a job with launch=fork: imports the modules of launch.preload, forks the node's ranks and
+In a job with launch=fork it runs once per node: it imports the modules of launch.preload, forks the node's ranks and
 supervises them.
 """
 
@@ -75,7 +75,7 @@ def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:
 
 
 def _set_import_path(spec: Spec) -> None:
-    """Set sys.path[0] as the program will have it, so that the program's modules can be imported before the fork."""
+    """Set sys.path[0] as for the program, so that its modules can be imported before the fork."""
     if spec.program.kind == "script":
         sys.path[0] = str(Path(spec.program.target).absolute().parent)
 

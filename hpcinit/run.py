@@ -1,6 +1,6 @@
 """`python -m hpcinit.run SPEC | script.py args... | -m module args... | command args...`
 
-Runs once per rank in a job: determines rank and world, exports torch's variables, runs the program unchanged.
+It runs once per rank of a job: it determines rank and world, exports torch's variables and runs the program unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOT_SPECS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program of the spec or of the arguments as this rank. Return its exit status; raise RequestError."""
+    """Run the program of the spec or of the arguments as this rank. Return its exit status. Raise RequestError."""
     processes.die_with_agent()
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
@@ -62,8 +62,8 @@ def become_rank(
 ) -> int:
     """Run the program as the rank that this process's environment describes. Return its exit status.
 
-    argv: that of main. protected: the names of safeguards that are already set. imported: what launch=fork imported.
-    check: the check of this node, which this process has started.
+    argv: see main. protected: the names of safeguards that are already set. imported: what launch=fork imported. check:
+    the check of this node that this process has started.
     """
     rank_log.protect()
     what = spec.program if spec else _program_of(list(argv))
@@ -116,7 +116,7 @@ def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
 
 
 def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
-    """Yield a warning if the world size differs from the spec's. Not an error: a single rank in a debugger is fine."""
+    """Yield a warning if the world size differs from the spec's. It is no error: a debugger may run a single rank."""
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (
@@ -129,7 +129,7 @@ def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -
 def enter(name: str) -> Spec:
     """Return the Spec in the file `name`, and change to its working folder.
 
-    Raise RequestError if the spec cannot be read.
+    Raise RequestError if the spec cannot be read or the folder cannot be entered.
     """
     path = Path(name).absolute()
     spec = load(path)

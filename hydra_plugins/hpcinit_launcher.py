@@ -3,9 +3,9 @@
     python train.py -m hydra/launcher=hpcinit hydra.launcher.cluster=x hydra.launcher.nodes=2 lr=1e-3,3e-4
 
 Each rank calls the pickled function of the program with the job's config (hpcinit/jobs/hydra_task.py). If that is not
-possible, each rank runs the program again with the job's overrides. The sweeper gets what the function returns on
-rank 0. `hpcinit submit -m` with a sweeper that waits for results uses the same launcher; its trials are runs of hpcinit
-already (hpcinit/config/search_space.py).
+possible, each rank runs the program again with the job's overrides. The sweeper gets rank 0's return value. `hpcinit
+submit -m` with a sweeper that waits for results uses the same launcher, but its trials are already runs of hpcinit
+(hpcinit/config/search_space.py).
 
 Hydra imports this module in every program of the environment, so it imports hpcinit only when it is used. Hydra does so
 without an entry in sys.modules, hence no `from __future__ import annotations`: @dataclass would look for one.
@@ -37,7 +37,7 @@ OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher=", "hydra.launcher.", "hydra/swee
 
 @dataclass
 class HpcinitLauncherConf:
-    """The keys of hydra.launcher. None: hpcinit's default. overrides: further ones of hpcinit, 'parallel=fsdp'."""
+    """The keys of hydra.launcher. None: hpcinit's default. overrides: more overrides of hpcinit, 'parallel=fsdp'."""
 
     _target_: str = f"{HERE}.HpcinitLauncher"
     cluster: str | None = None
@@ -55,7 +55,7 @@ ConfigStore.instance().store(
 
 
 class HpcinitLauncher(Launcher):
-    """Submit the jobs of a multirun with hpcinit and wait for their results."""
+    """Submits the jobs of a multirun with hpcinit and waits for their results."""
 
     def __init__(self, **keys: Any) -> None:
         self._wait, self._overrides = keys.pop("wait", True), list(keys.pop("overrides", ()))
@@ -95,7 +95,7 @@ class HpcinitLauncher(Launcher):
         return config
 
     def _run(self, configs: Sequence[DictConfig], runs: list[Path]) -> "dict[Path, State]":
-        """Submit the jobs and return the ends of their runs: all together, or without a queue one after the other."""
+        """Submit the jobs and return the final states of their runs: all together, or without a queue one by one."""
         from hpcinit.config import folders  # noqa: PLC0415
         from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
@@ -143,7 +143,7 @@ class HpcinitLauncher(Launcher):
     def _returned(
         self, configs: Sequence[DictConfig], runs: Sequence[Path], ends: "Mapping[Path, State]"
     ) -> Sequence[JobReturn]:
-        """Return the result of each job, and print all that failed. The sweeper raises the error of the first."""
+        """Return the result of each job, and print all failed jobs. The sweeper raises the error of the first."""
         from hpcinit.jobs import hydra_task  # noqa: PLC0415
         from hpcinit.records import results  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
@@ -168,7 +168,7 @@ class HpcinitLauncher(Launcher):
 
 
 class ResultCallback(Callback):
-    """In a job that runs the program again: write what the function returned on rank 0 to the run folder."""
+    """In a job that runs the program again, writes rank 0's return value to the run folder."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Write the return value if JSON can contain it and the program has written no result."""
@@ -185,7 +185,7 @@ class ResultCallback(Callback):
 
 
 def _job_return(config: DictConfig) -> JobReturn:
-    """Return what is known of a job without its results."""
+    """Return the known fields of a job, without its results."""
     return JobReturn(
         overrides=OmegaConf.to_container(config.hydra.overrides.task),  # type: ignore[arg-type]
         cfg=OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
@@ -197,9 +197,9 @@ def _job_return(config: DictConfig) -> JobReturn:
 
 
 def _exception(of_rank_0: JobReturn | None, about: str) -> Exception:
-    """Return an error that Hydra prints as one line, `about`, also an instance of the class that the function raised.
+    """Return an error that Hydra prints as one line, `about`. It is also an instance of the function's exception class.
 
-    Of other errors Hydra prints a traceback, which would only show how it called its launcher.
+    For other errors Hydra prints a traceback, which would only show how it called its launcher.
     """
     if of_rank_0 is None or of_rank_0.status != JobStatus.FAILED:
         return CompactHydraException(about)

@@ -359,7 +359,7 @@ def test_messages_of_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ):
         entry._check_agent_count(SPEC, agent(0, nodes=3), tmp_path / "spec.json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"launch=torchrun needs torch, and .*python.* lacks it"):
+    with pytest.raises(RequestError, match=r"launch=torchrun needs torch, but .*python.* does not have it"):
         entry.main(["spec.json"])
 
 
