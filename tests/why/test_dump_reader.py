@@ -151,8 +151,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
         "more than 16 MB of memory",
     ),
     "a text of 4 GB": (lambda _: b"\x80\x02X\xff\xff\xff\xffa", "it ends after"),
-    "an empty stack": (lambda _: b"\x80\x02}(" + _text("entries") + b"eeeu." + b"N" * 99, "no pickle of plain values"),
-    "a value that was never stored": (lambda _: _pickle(b"](}(" + _text("state") + b"h\x63ue"), "no pickle of plain"),
+    "an empty stack": (
+        lambda _: b"\x80\x02}(" + _text("entries") + b"eeeu." + b"N" * 99,
+        "not a pickle of plain values",
+    ),
+    "a value that was never stored": (
+        lambda _: _pickle(b"](}(" + _text("state") + b"h\x63ue"),
+        "not a pickle of plain",
+    ),
     "an object": (lambda _: b"\x80\x02}\x81.", r"an opcode that torch's dumps do not have: b'\\x81'"),
     "an extension": (lambda _: b"\x80\x02\x82\x01.", "an opcode that torch's dumps do not have"),
     "a text opcode": (lambda _: b"(dp0\nVentries\n", "an opcode that torch's dumps do not have: b'd'"),
