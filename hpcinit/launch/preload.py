@@ -1,8 +1,8 @@
-"""Import the modules that the ranks share, one at a time, and refuse what does not survive a fork.
+"""Imports the modules that the ranks share, one at a time, and refuses what does not survive a fork.
 
 A fork copies memory, but only the thread that forks. A lock of another thread stays locked forever, and a thread pool
-(libgomp's) waits for workers that do not exist. A device's context cannot be used in the child
-(CUDA: 'Cannot re-initialize CUDA in forked subprocess').
+(libgomp's) waits for workers that do not exist. A device's context cannot be used in the child (CUDA: 'Cannot
+re-initialize CUDA in forked subprocess').
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
     """Import `names`, and hpcinit's own bring-up if torch is among them. Return a line for the log, '' without names.
 
-    A DeepSpeed whose import starts CUDA is not imported: each rank then imports it itself.
-
-    Raise RequestError for a module that does not exist, that leaves a thread which a fork would lose, or that has
-    used a device. Raise BringUpError if an import fails.
+    If importing DeepSpeed would start CUDA, it is not imported here, but later in each rank. Raise RequestError for a
+    module that does not exist, that leaves a thread which a fork would lose, or that has used a device. Raise
+    BringUpError if an import fails.
     """
     gc.disable()  # garbage collections, which find next to nothing here, take a tenth of torch's import time
     skipped = {name: reason for name in names if (reason := _reason_to_skip(name))}
@@ -65,7 +64,7 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
 
 @contextmanager
 def _devices_counted_by_nvml() -> Iterator[None]:
-    """Set the variable during the imports only: a rank finds its devices as under srun. Keep a user's value."""
+    """Set the variable only during the imports, so that a rank finds its devices as under srun. Keep a user's value."""
     if NVML_CHECK in os.environ:
         yield
         return
@@ -77,7 +76,7 @@ def _devices_counted_by_nvml() -> Iterator[None]:
 
 
 def _reason_to_skip(name: str) -> str:
-    """Return why the module must not be imported before the fork, or an empty text."""
+    """Explain why the module must not be imported before the fork, or return ''."""
     version = installed("deepspeed") if name.partition(".")[0] == "deepspeed" else ""
     if not version or key(version) >= key(IMPORT_LEAVES_CUDA_SINCE):
         return ""
@@ -92,7 +91,7 @@ def _with_version(name: str) -> str:
 
 
 def _prepare_bring_up() -> None:
-    """Import or look up what bring-up otherwise does later in each rank, with the same result for all ranks."""
+    """Import or look up what bring-up otherwise does later in each rank with the same result."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
         importlib.import_module("torch.utils._device")  # the mesh
@@ -121,7 +120,7 @@ def _import_error(name: str, error: Exception) -> BringUpError:
 
 
 def _refuse_threads(name: str, before: Collection[int]) -> None:
-    """Raise RequestError if a thread has started since `before` and a fork would lose it."""
+    """Raise RequestError if a thread has started since `before` that a fork would lose."""
     started = set(_threads()) - set(before)
     if started:
         # OpenBLAS ends its pool before a fork and recreates it afterwards (pthread_atfork): a trial fork shows this.
@@ -139,7 +138,7 @@ def _refuse_threads(name: str, before: Collection[int]) -> None:
 
 
 def _threads() -> dict[int, str]:
-    """Return every thread of this process but the main one, with its name in Python or the kernel."""
+    """Return every thread of this process except the main one, with its name in Python or the kernel."""
     known = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[int, str] = {}
     for path in TASKS.iterdir():
@@ -181,8 +180,10 @@ def _refuse_device(name: str, devices: Path) -> None:
 
 
 def _is_cuda_lost_in_fork() -> bool:
-    """Return whether CUDA would be unusable in a child that is forked now. torch.cuda.is_initialized() is not enough:
-    is_available() starts CUDA too."""
+    """Return whether CUDA would be unusable in a child that is forked now.
+
+    torch.cuda.is_initialized() is not enough, because is_available() starts CUDA too.
+    """
     child = os.fork()
     if child == 0:
         os._exit(int(sys.modules["torch"].cuda._is_in_bad_fork()))

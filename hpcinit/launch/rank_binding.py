@@ -1,4 +1,4 @@
-"""CPUs and devices of a forked rank, as srun would have bound it if it were a task."""
+"""Computes the CPUs and devices of a forked rank, as srun would bind it if it were a task."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MAS
 def cpus(
     launch: Launch, ranks: int, allowed: set[int], env: Mapping[str, str], *, sysfs: Path = kernel.SYSFS
 ) -> list[set[int]] | None:
-    """Return the CPUs of each local rank, or None if all of them may use the same as their parent.
+    """Return the CPUs of each local rank, or None if all may use the same CPUs as their parent.
 
     launch.cpu_bind decides if it is set. Otherwise ranks get whole cores in order, if Slurm confines the node's task to
-    the CPUs it granted and there are enough. If the job has the whole node and devices, return None: each rank then
+    the CPUs it granted and there are enough. If the job has the whole node and devices, return None; each rank then
     binds itself to the CPUs near its device (runtime/devices.py).
     """
     kind, _, value = _without_verbosity(launch.cpu_bind).partition(":")
@@ -44,7 +44,7 @@ def cpus(
 
 
 def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that show a rank only its own devices; {} if launch.gpu_bind is not set."""
+    """Return the variables that show a rank only its own devices; {} if launch.gpu_bind is not set."""
     kind, _, value = _without_verbosity(launch.gpu_bind).partition(":")
     if kind in ("", "none"):
         return {}
@@ -64,7 +64,7 @@ def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str
 
 
 def _without_verbosity(option: str | None) -> str:
-    """Return Slurm's option without 'quiet,' or 'verbose,' in front of it, or '' for None."""
+    """Return Slurm's option without a leading 'quiet,' or 'verbose,', or '' for None."""
     text = option or ""
     return next((text.removeprefix(word) for word in VERBOSITY_PREFIXES if text.startswith(word)), text)
 

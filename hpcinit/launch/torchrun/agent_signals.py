@@ -1,8 +1,8 @@
-"""Signals to an agent, which it forwards to its ranks unless they have received them already.
+"""Handles signals to an agent, and forwards them to its ranks unless the ranks have received them already.
 
-slurmstepd signals every process of a step (Slurm 22.05: those in other sessions too), so its signals have reached the
+slurmstepd signals every process of a step (Slurm 22.05: even those in other sessions), so its signals have reached the
 ranks. hpcinit's local engine signals a task's own process group, and a person signals one process. Only sigwaitinfo(2)
-reports the sender of a signal, a handler does not: hence the signals are blocked and a thread waits for them.
+reports the sender of a signal, a handler does not. So the signals are blocked, and a thread waits for them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 class ReceivedSignal(NamedTuple):
-    """A signal. forward: the ranks have not received it."""
+    """A signal. forward: whether the ranks have not received it."""
 
     number: signal.Signals
     forward: bool
 
 
 class Signals:
-    """Collects signals for take(). Outside of collect() and stop_collecting(), a signal that asks to end terminates
-    this process.
+    """Collects signals for take().
 
-    Create it in the main thread, before other threads are started.
+    Outside collect() and stop_collecting(), a signal that requests termination ends this process. Create it in the main
+    thread, before other threads start.
     """
 
     def __init__(self, under_slurm: bool | None = None) -> None:
@@ -49,7 +49,7 @@ class Signals:
         signals.Listener(HANDLED, self._on_signal)
 
     def collect(self) -> None:
-        """Collect signals from now on: there are ranks to forward them to."""
+        """Collect signals from now on, because there are ranks to which to forward them."""
         self._collecting = True
 
     def stop_collecting(self) -> None:
@@ -67,7 +67,7 @@ class Signals:
             return start()
 
     def _on_signal(self, number: signal.Signals, sender: int) -> None:
-        """Keep a signal for take(). Outside of collect(), end this process if the signal asks for it."""
+        """Keep a signal for take(). Outside collect(), end this process if the signal requests that."""
         if self._collecting:
             self._received.put(ReceivedSignal(number, not self._step_daemon or sender != self._step_daemon))
         elif number in ENDING:

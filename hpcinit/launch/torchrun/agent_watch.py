@@ -1,10 +1,10 @@
-"""Reports an agent that hangs after its ranks have ended. Its signal monitor, a separate process, looks.
+"""Reports an agent that hangs after its ranks have ended. Its signal monitor, a separate process, checks this.
 
-torch's loop polls the agents' store several times per second, also while it waits for other agents. An agent that
-stops polling does not see its ranks end, and the job would continue without ranks until its time limit.
+torch's loop polls the agents' store several times per second, even while it waits for other agents. An agent that stops
+polling does not see its ranks end, and the job would continue without ranks until its time limit.
 
-It is only reported: a look cannot distinguish a deadlock from a file server that answers after an hour, and then the
-agent restarts its ranks. Looks are counted, not seconds: a suspended job has none.
+The agent is only reported, because a check cannot distinguish a deadlock from a file server that answers after an hour,
+and then the agent restarts its ranks. Checks are counted, not seconds: a suspended job makes none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AgentWatch:
         self._polls[0] += 1
 
     def look(self, agent: int, since_s: float) -> None:
-        """Report the agent if it has hung for REPORT_S. since_s: time since the last look."""
+        """Report the agent if it has hung for REPORT_S. since_s: seconds since the last call."""
         polls = self._polls[0]
         if polls == 0 or polls != self._seen or not _ranks_ended(agent):
             self._seen, self._silent_s = polls, 0.0

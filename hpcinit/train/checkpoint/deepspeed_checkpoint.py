@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints; another number of ranks loads them through DeepSpeed's universal format."""
+"""Saves and loads DeepSpeed's checkpoints. Another number of ranks loads them in DeepSpeed's universal format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_S = 0.5
 
 
 def save(engine: Any, folder: Path) -> list[str]:
-    """Save into `folder` and return this rank's files. Raise CheckpointError on every rank if one fails."""
+    """Save into `folder`. Return this rank's files. Raise CheckpointError on every rank if one fails."""
     with _noted(engine) as noted:
         engine.save_checkpoint(str(folder), tag=NATIVE, save_latest=False)
     native_checkpoint.gather_answers(None, noted.error)
@@ -69,7 +69,7 @@ def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> b
 class _Noted:
     """A replacement of DeepSpeed's checkpoint engine that syncs each file and stores errors instead of raising them.
 
-    A rank that raised within save_checkpoint would leave the other ranks waiting in DeepSpeed's barrier.
+    If a rank raised within save_checkpoint, the other ranks would wait in DeepSpeed's barrier.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -117,8 +117,8 @@ def _noted(engine: Any) -> Iterator[_Noted]:
 def _convert(path: Path, saved: Description) -> None:
     """Let rank 0 run DeepSpeed's ds_to_universal in a separate process, because it forks and uses much memory.
 
-    The result is kept for later loads. The other ranks poll, so that no collective waits for the whole conversion.
-    Raise CheckpointError if the conversion fails.
+    The result is kept for later loads. The other ranks poll, so no collective waits for the whole conversion. Raise
+    CheckpointError if the conversion fails.
     """
     state = torch.zeros(1, dtype=torch.int32)
     problem = ""

@@ -1,4 +1,4 @@
-"""Export whole weights as safetensors, for Transformers, PEFT and inference engines. A folder is complete or absent.
+"""Exports whole weights as safetensors, for Transformers, PEFT and inference engines. A folder is complete or absent.
 
 FOLDER/hpcinit_export.json       the files of the export and their sizes, written last
        model.safetensors         or several files with an index, and config.json: a model of Transformers
@@ -78,8 +78,11 @@ def export(
 
 
 def begin(folder: Path, job: str) -> Path:
-    """Create and return a temporary folder; remove, in the background, those of exports whose job has ended. Raise
-    RequestError for a foreign folder."""
+    """Create and return a temporary folder.
+
+    In the background, remove those of exports whose job has ended. Raise RequestError for a folder that no export
+    wrote.
+    """
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     owner = owners.of_this_process(job)
@@ -144,13 +147,13 @@ def _collect(wrapped: Wrapped, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _on_cpu(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy on the CPU. Integers, and formats of 8 bits, keep their type."""
+    """Return a copy on the CPU. Integers and 8-bit formats keep their type."""
     convert = whole.is_floating_point() and whole.element_size() > 1
     return torch.empty(whole.shape, dtype=dtype if convert else whole.dtype).copy_(whole.detach())
 
 
 def _is_a(model: nn.Module, module: str, name: str) -> bool:
-    """Return whether the model is of that class. If the program has not imported the module, it is not."""
+    """Return whether the model is of that class, which it cannot be if the program has not imported the module."""
     there = sys.modules.get(module)
     return there is not None and isinstance(model, getattr(there, name))
 
@@ -160,7 +163,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _of_adapters(model: Any, named: Mapping[str, Tensor]) -> set[int]:
-    """Return the ids of the tensors that PEFT saves, so that the base model is not gathered. It may rename them."""
+    """Return the ids of the tensors that PEFT saves, so that the base model is not gathered. PEFT may rename them."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - the program has imported it
 
     found = {id(value) for value in named.values() if value.requires_grad}
@@ -191,7 +194,10 @@ def _write(
 
 
 def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model that is not Transformers' own, as safetensors.torch.save_model does: shared tensors only once."""
+    """Write a model that is not Transformers' own.
+
+    Shared tensors are written once, as by safetensors.torch.save_model.
+    """
     from safetensors.torch import save_file  # noqa: PLC0415 - not every program exports
 
     names: dict[int, str] = {}
@@ -203,7 +209,7 @@ def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Correct the type in Transformers' config.json, which is the one in training (version 4: torch_dtype)."""
+    """Correct the dtype in Transformers' config.json, which is the one used in training (version 4: torch_dtype)."""
     with suppress(FileNotFoundError):  # adapters have none
         document = json.loads(path.read_text())
         document |= {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in document}
@@ -215,7 +221,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename the written folder to its final name, instead of an older export."""
+    """Rename the written folder to its final name. It replaces an older export."""
     _refuse_foreign(folder)
     older = of_steps.set_aside(folder) if folder.exists() else None
     try:

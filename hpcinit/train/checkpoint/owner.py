@@ -1,4 +1,4 @@
-"""Which job may publish checkpoints in a folder: FOLDER/.owner.json names it.
+"""Determines which job may publish checkpoints in a folder: FOLDER/.owner.json names it.
 
 1. A job becomes the owner when it saves into the folder for the first time. A requeued or restarted job also becomes
     the owner when it loads, so that an old attempt that wakes up later cannot publish a step.
@@ -40,9 +40,9 @@ _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d
 class Owner(processes.Process):
     """The job whose rank 0 is this process.
 
-    job: World.job. cluster: Slurm's name of its cluster, which gives the job its id, or '' without Slurm. run: the run
-    folder, because Slurm gives an id again if it loses its state, or '' without one. token: random, unique to this
-    process and job. since: seconds since 1970.
+    job: World.job. cluster: Slurm's name of the cluster that assigned the id, or '' without Slurm. run: the run folder,
+    because Slurm reuses ids after it loses its state, or '' without one. token: random, unique to this process and job.
+    since: seconds since 1970.
     """
 
     job: str
@@ -77,9 +77,9 @@ class Owner(processes.Process):
         return bool(self.slurm_id) and mine == its
 
     def is_restart_of(self, other: Owner) -> bool:
-        """Return whether Slurm or the agents of this job started it again after `other`.
+        """Return whether Slurm or this job's agents restarted the job after `other`.
 
-        Another step of the same attempt is none: it may run at the same time, for example an evaluation.
+        Another step of the same attempt is no restart: it may run at the same time, for example an evaluation.
         """
         mine, before = self.attempt, other.attempt
         return self.is_same_job(other) and (mine[0] > before[0] or (mine[:2] == before[:2] and mine[2] > before[2]))
@@ -98,7 +98,7 @@ def _token(pid: int, job: str) -> str:
 
 
 def read(path: Path) -> Owner | None:
-    """Return the owner that the file names, or None if the file is missing or invalid."""
+    """Return the owner in the file, or None if the file is missing or invalid."""
     try:
         return run_folder.from_known_fields(Owner, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -106,9 +106,9 @@ def read(path: Path) -> Owner | None:
 
 
 def claim(folder: Path, mine: Owner) -> Owner | None:
-    """Make `mine` the owner of the folder, if it was not before. Return the other job that owned it, or None.
+    """Make `mine` the owner of the folder if it is not yet. Return the other job that owned it, or None.
 
-    Raise RequestError if another job or a later attempt has taken the folder over, OSError if writing fails.
+    Raise RequestError if another job or a later attempt has taken the folder over, and OSError if writing fails.
     """
     found = read(folder / CLAIM)
     if found is not None and found.token == mine.token:
@@ -121,10 +121,10 @@ def claim(folder: Path, mine: Owner) -> Owner | None:
 
 
 def claim_after_restart(folder: Path, mine: Owner) -> bool:
-    """Make `mine` the owner if an earlier attempt of the same job owns the folder; return whether it did.
+    """Make `mine` the owner if an earlier attempt of the same job owns the folder. Return whether it did.
 
-    Other jobs may load without becoming the owner, for example an evaluation. Raise RequestError like claim(), and
-    OSError.
+    Other jobs may load without becoming the owner, for example an evaluation. Raise RequestError as claim() does, and
+    OSError if writing fails.
     """
     found = read(folder / CLAIM)
     if found is None or not mine.is_restart_of(found):
@@ -161,8 +161,8 @@ def write(path: Path, owner: Owner) -> None:
 def has_ended(owner: Owner, mine: Owner) -> bool | None:
     """Return whether `owner` can publish nothing more, or None if neither its host nor Slurm shows that.
 
-    Only rank 0 publishes, so the end of its process suffices. On another node it may be alive, for example suspended,
-    however old its files are: there, only a final state of its Slurm job counts.
+    Only rank 0 publishes, so the end of its process is enough. If it ran on another node it may be alive, for example
+    suspended, however old its files are; then only a final state of its Slurm job counts.
     """
     if owner.token == mine.token or mine.is_restart_of(owner):
         return True
