@@ -48,7 +48,7 @@ def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> li
 
 
 def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | None) -> SlurmReply:
-    """Return the reply of the cluster `name`. '' is the cluster of SLURM_CONF, which `early` queries."""
+    """Return the reply of the cluster `name`. If it is '', `early` has queried SLURM_CONF's cluster already."""
     with slurm_client.on_cluster(name):
         return queue.query(queries, None if name else early)
 

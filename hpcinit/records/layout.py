@@ -193,7 +193,7 @@ class Layout:
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """Return the chosen degrees, with dp_replicate if no degree is -1 and there is no other data parallelism."""
+        """Return the degrees above 1. If none is -1 and there is no data parallelism, add dp_replicate."""
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 

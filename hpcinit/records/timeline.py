@@ -171,7 +171,7 @@ def read(run: Path) -> list[Attempt]:
 
 
 def begun(attempt: Attempt) -> float | None:
-    """Return the time of the first event on a rank, which is neither the submission nor the allocation."""
+    """Return when the first rank's process started, in seconds since 1970, or None if unknown."""
     seen = (rank.events.get("started", rank.events.get("interpreter")) for rank in attempt.ranks)
     return min((event for event in seen if event is not None), default=None)
 

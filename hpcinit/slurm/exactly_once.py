@@ -220,7 +220,10 @@ class _Submission:
         return self._error.splitlines()[-1] if self._error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
-        """Wait `seconds`. After Ctrl-C or when patience_s is over, raise the error that is certain."""
+        """Wait `seconds`. After Ctrl-C or when patience_s is over, raise KeyboardInterrupt or SubmitError.
+
+        If an attempt may have made a job, the error is MaybeSubmitted.
+        """
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:
             if self._interrupted():

@@ -539,10 +539,9 @@ class Search:
         return sum(sent for sent, _ in known), sum(received for _, received in known)
 
     def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
-        """Return whether a rank's dump was written before its peers called.
+        """Return whether a rank's dump was certainly written before its peers called.
 
-        Different clocks, and files whose time is not that of the dump, must not hide a rank. In that case the peers'
-        own dumps contradict their calls.
+        Return False if the clocks or file times cannot be right, that is, if a peer's call is later than its own dump.
         """
         calls = [
             (self.ranks[other].written_ns, call.created_ns)

@@ -62,7 +62,7 @@ class Signals:
             yield self._received.get()
 
     def unblocked(self, start: Callable[[], T]) -> T:
-        """Call start(), which starts a process, with signals unblocked: it inherits the blocked ones of the thread."""
+        """Call start(), which starts a process, with signals unblocked: it would inherit the blocked ones."""
         with signals.unblocked(HANDLED):
             return start()
 
