@@ -271,7 +271,7 @@ def _advice_on_newer(package: str) -> str:
 
 
 def _other_python(config: Config) -> str:
-    """Return the setting that gives the ranks another Python than this one, or '' if there is none."""
+    """Return the setting that gives the ranks a different Python than this one, or '' if there is none."""
     cluster = config.cluster
     for key, value in (
         ("container.image", config.container.image),

@@ -260,7 +260,7 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
-    """Report nodes that use another network than most nodes, if one side has an address in the other's network.
+    """Report nodes that use a different network than most nodes, if one side has an address in the other's network.
 
     If no node has addresses in both networks, racks have their own networks with routes between them, which is fine.
     """

@@ -55,7 +55,7 @@ def from_json(line: str) -> Restart:
 
 
 def _check_types(found: Restart) -> None:
-    """Raise ValueError if a value has another type than its field: another version or program may have written it."""
+    """Raise ValueError if a value does not have its field's type: another version or program may have written it."""
     for name in ("job", "host", "how", "error"):
         getattr(found, name).encode()  # UnicodeEncodeError is a ValueError; a lone surrogate fits in no file
     for name in ("number", "rank", "step"):

@@ -88,7 +88,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _check_types(record: ErrorRecord) -> None:
-    """Raise ValueError if a value has another type than its field."""
+    """Raise ValueError if a value does not have the type of its field."""
     for name, types in TYPES.items():
         if not isinstance(getattr(record, name), types):
             raise ValueError(f"{name} is {getattr(record, name)!r:.40}, expected {types[0].__name__}")

@@ -165,7 +165,7 @@ class Waiting:
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
-    """Return the ranks that wait in another call than the majority.
+    """Return the ranks that wait in a different call than the majority.
 
     Return None if all wait in the same call, or in more than two.
     """

@@ -138,7 +138,7 @@ def _finding(
 
 
 def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bool) -> Finding:
-    """Return the finding on ranks that wait in another call than the majority.
+    """Return the finding on ranks that wait in a different call than the majority.
 
     same_group: whether all calls certainly belong to one group; otherwise other numbers and types may be of another
     group.
