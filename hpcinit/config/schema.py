@@ -89,7 +89,7 @@ class Cluster:
     )
     cpus_per_node: Optional[int] = key("cores that Slurm counts on a node; a job requests its share by GPUs", least=1)
     mem_gb: Optional[float] = key(
-        "memory of a node to divide among jobs by their GPUs; 0: all of it; null: no --mem option", least=0
+        "memory of a node, of which a job requests its share by GPUs; 0: all of it; null: no --mem option", least=0
     )
     mem_gb_per_rank: float = key("minimum memory of a rank, used by the local engine", 0.5, least=0)
     whole_nodes: bool = key("the site allocates only whole nodes: request all GPUs, cores and memory of a node", False)

@@ -103,10 +103,10 @@ class Precision(Protocol):
 
 
 def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """Return the ds_config for training, and notes.
+    """Return the ds_config for training, and notes on keys of the user.
 
-    Each note is a line about a key of the user that overrides an option or that DeepSpeed ignores. layout: without a
-    -1. Raise RequestError if deepspeed.hpz or a key of ds_config does not fit the ranks.
+    A note reports a key that overrides an option or that DeepSpeed ignores. layout: without a -1. Raise RequestError if
+    deepspeed.hpz or a key of ds_config does not fit the ranks.
     """
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp

@@ -92,7 +92,7 @@ def _autotp(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
-    """Return a message for each thing that DeepSpeed would silently do differently, or fail at without a reason.
+    """Return a message for each setting that DeepSpeed would silently change, or with which it fails without a reason.
 
     deepspeed: the version from installed(). Raise ValueError for an invalid version.
     """

@@ -35,7 +35,10 @@ def line(path: Path) -> str:
 
 
 def summary(document: Mapping[str, Any], step: bool = True) -> str:
-    """Return line() for a document of read(), with a note on values that are not finite. step: whether to show it."""
+    """Return the same text as line(), with a note on values that are not finite. step: whether to show it.
+
+    document: the result of read().
+    """
     if not document:
         return ""
     first = [f"step {document['step']}/{document['total']}"] if step else []

@@ -62,7 +62,7 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """Remove this name's marks more than KEPT below the number of `run`, which was submitted."""
+    """Remove the marks of this name whose numbers are more than KEPT below that of `run`, which was submitted."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):

@@ -78,7 +78,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
-    """Return the end of a message: the job may exist, and how to check. printed: job ids from sbatch."""
+    """Return the end of a message: that the job may exist, and how to check that. printed: job ids from sbatch."""
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     squeue, scontrol = (" ".join(slurm_client.addressed([name])) for name in ("squeue", "scontrol"))

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit exec",
         usage="hpcinit exec RUN [--rank N | --node HOST] -- command args...",
-        description="Run a command on a node of a running run, beside its ranks and with their environment. The exit "
+        description="Run a command on a node of a run, beside its ranks and with their environment. The exit "
         "status is the command's. The run continues, whatever the command does.",
     )
     return _with_place(parser)
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 def shell_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit shell",
-        description="Open a shell on a node of a running run, beside its ranks and with their environment. Leave it "
+        description="Open a shell on a node of a run, beside its ranks and with their environment. Leave it "
         "with exit; the run continues.",
     )
     return _with_place(parser)

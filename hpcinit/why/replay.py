@@ -114,7 +114,7 @@ def _differs(program: Program, odd: Sequence[tuple[int, Operation]], done: Colle
     shown = [f"rank {rank} {does} {program.search.called(one)} here" for rank, does, one in calls]
     reasons = ["the verdict is not confirmed"]
     if any(program.is_queued(one) and not any(program.gates[one].values()) for _, one in odd):
-        reasons.append("a device or a link does not advance, since all ranks have made that call")
+        reasons.append("all ranks have made that call, so a device or a link does not advance")
     if not all(one.complete for one in program.search.ranks.values()):
         reasons.append("a recorder has overwritten the call that explains it")
     return f"it does not block at the same calls ({'; '.join(shown)}): {', or '.join(reasons)}"
