@@ -37,7 +37,7 @@ from hpcinit.base.errors import (
 )
 from hpcinit.config import python_arguments
 from hpcinit.observe import find_runs, logs, poll, progress, resubmitted, state
-from hpcinit.records import results
+from hpcinit.records import job_record, results
 
 __all__ = ["Run", "find", "runs", "submit", "sweep"]
 
@@ -69,7 +69,7 @@ class Run:
     @property
     def job_id(self) -> str:
         """Return the id of the run's job, or of the first job of a chain."""
-        return str(state.submission(self.path)["job_id"])
+        return str(job_record.submission(self.path)["job_id"])
 
     @property
     def state(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcinit.local import environment_variables
+from hpcinit.engine import local_step
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Launch, Program, Spec
 from hpcinit.records.stop_reasons import Stopping
@@ -33,10 +33,10 @@ class Node:
             stop=Stopping(signal=signal), launch=Launch("fork", tuple(preload), **launch),
         )  # fmt: skip
         (folder / "spec.json").write_text(spec.to_json())
-        job = environment_variables.batch(os.getpid(), "forked", 1, 1, str(folder))
+        job = local_step.batch_variables(os.getpid(), "forked", 1, 1, str(folder))
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-m", "hpcinit.fork", str(folder / "spec.json")],
-            env={**os.environ, **job, **environment_variables.task(job, 1, 1, 0), **(env or {})},
+            env={**os.environ, **job, **local_step.task_variables(job, 1, 1, 0), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -23,8 +23,8 @@ class Package(NamedTuple):
 
 
 BASE = ("base",)
-LOGIN = ("base", "slurm", "records")  # what every package of the login node may use
-JOB = ("base", "slurm", "records", "world")  # and every package of the job
+LOGIN = ("base", "slurm", "records", "engine")  # what every package of the login node may use
+JOB = ("base", "slurm", "records", "engine", "world")  # and every package of the job
 PACKAGES = {
     "base": Package("errors, text, atomic files, quoting, console output, signals, child processes, versions", BASE),
     "slurm": Package(
@@ -37,9 +37,15 @@ PACKAGES = {
         "error records, timeline, heartbeats, hang reports",
         ("base", "slurm"),
     ),
+    "engine": Package(
+        "what differs between Slurm and the local machine: facts, submission, state and cancellation of a job; the jobs of "
+        "`cluster=local`",
+        ("base", "slurm", "records"),
+        ("psutil",),
+    ),
     "world": Package(
         "World, the launchers, host names, rank 0's address, network interfaces, ports, visible devices, fingerprints",
-        ("base", "slurm", "records"),
+        LOGIN,
     ),
     "node": Package(
         "one probe of a node and what its facts mean: for the doctor, and for the check before ranks start",
@@ -49,11 +55,10 @@ PACKAGES = {
     "deepspeed": Package("ds_config, version checks, op names: data and functions only", ("base", "records")),
     "config": Package(
         "the typed schema and its composition by Hydra",
-        ("base", "records", "world", "deepspeed"),
+        ("base", "records", "engine", "world", "deepspeed"),
         ("hydra", "hydra_plugins", "omegaconf", "yaml"),
     ),
-    "local": Package("the engine without Slurm (`cluster=local`)", ("base", "records"), ("psutil",)),
-    "observe": Package("status, watch, logs, cancel", (*LOGIN, "local"), ("rich",)),
+    "observe": Package("status, watch, logs, cancel", LOGIN, ("rich",)),
     "checks": Package(
         "every check before the job is queued: a file for each subject, one list in `all_checks.py`",
         (*LOGIN, "world", "deepspeed", "config", "observe"),
@@ -64,7 +69,7 @@ PACKAGES = {
     "after": Package("the end of a job, on the host of the batch script: restart, requeue, chain", LOGIN),
     "submit": Package(
         "batch script and its shell blocks, the submit transaction, run folder, code snapshot, chains, sweeps, plan, functions",
-        (*LOGIN, "config", "checks", "local", "observe", "why", "world"),
+        (*LOGIN, "config", "checks", "observe", "why", "world"),
         ("submitit", "yaml", "rich"),
     ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),

@@ -19,7 +19,12 @@ from tests.unmeasured import ON_SLURM
 
 ROOT = Path(__file__).parent.parent
 # Lines that run in separate processes: the command itself, the local engine, its step, a rank.
-ELSEWHERE = ("hpcinit/submit/transaction.py", "hpcinit/local/engine.py", "hpcinit/local/step.py", "hpcinit/run.py")
+ELSEWHERE = (
+    "hpcinit/submit/transaction.py",
+    "hpcinit/engine/local_job.py",
+    "hpcinit/engine/local_step.py",
+    "hpcinit/run.py",
+)
 
 
 def processes_with(variable: str, value: str) -> list[int]:

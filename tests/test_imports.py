@@ -177,6 +177,58 @@ def test_only_one_module_starts_slurms_commands() -> None:
             assert "import subprocess" not in text, f"{path} starts Slurm's commands without slurm/slurm_client.py"
 
 
+ENGINES = {"slurm", "local", "engine", "SLURM", "LOCAL", "ENV_ENGINE", "HPCINIT_ENGINE"}
+
+
+def _names(side: ast.expr) -> set[str]:
+    """Return the names and texts that a side of a comparison consists of: those of x.engine, x["engine"], ("slurm",)."""
+    if isinstance(side, ast.Call):  # x.get("engine")
+        return set().union(*map(_names, side.args))
+    if isinstance(side, (ast.Tuple, ast.Set, ast.List)):
+        return set().union(*map(_names, side.elts))
+    last = side.slice if isinstance(side, ast.Subscript) else side
+    return {str(getattr(last, field)) for field in ("attr", "id", "value") if hasattr(last, field)}
+
+
+def compared_engines(text: str) -> list[int]:
+    """Return the lines of Python code that compare an engine, its name, or the variable of its jobs."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if isinstance(node.ops[0], ast.In):  # "slurm" in text, or x in SLURM, compares no engine
+                texts = isinstance(node.left, ast.Constant) and node.left.value in ("slurm", "local")
+                sides = [side for side in sides[texts:] if side is node.left or hasattr(side, "elts")]
+            names = set().union(*map(_names, sides))
+            # 'slurm' is also the name of a launcher: who started this rank.
+            if names & ENGINES and not names & {"None", "launcher"} and not names >= {"engine", "job_id"}:
+                found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_package_engine_distinguishes_engines(path: Path) -> None:
+    """Outside of hpcinit/engine nothing depends on an engine's name, so another scheduler is one more module there."""
+    if path.parent.name != "engine":
+        assert not compared_engines(path.read_text()), f"{path}: use a fact or a method of hpcinit.engine.Engine"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'config.cluster.engine == "local"',
+        'record["engine"] != "slurm"',
+        'record.get("engine") in ("slurm", "pbs")',
+        "now.engine is LOCAL",
+        "run_folder.ENV_ENGINE in env",
+        'kind == "slurm"',
+    ],
+)
+def test_the_check_for_compared_engines_can_fail(code: str) -> None:
+    """The check above finds every way in which engines were compared."""
+    assert compared_engines(code) and not compared_engines('world.launcher == "slurm"')
+
+
 def test_nothing_in_python_names_a_site() -> None:
     """Everything about sites is in YAML: no Python file contains the name of a cluster."""
     for path in PACKAGE.rglob("*.py"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.local import environment_variables
+from hpcinit.engine import local_step
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, job_id_of, printed, scripts_of, submit
@@ -247,4 +247,4 @@ def test_local_engine_sets_what_slurm_sets(hpcinit: Run, slurm: MiniSlurm) -> No
             )
         }
         assert {k: ours[k] for k in same} == {k: theirs[k] for k in same}
-    assert environment_variables.nodelist(2) == "127.0.0.[1-2]"
+    assert local_step.nodelist(2) == "127.0.0.[1-2]"

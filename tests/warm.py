@@ -47,7 +47,7 @@ LOGIN = (
     "slurm",
     "records",
     "config",
-    "local",
+    "engine",
     "observe",
     "why",
     "submit",

@@ -61,10 +61,8 @@ def _log(job: Job, start: int) -> list[str]:
 
 def _stop(job: Job) -> str:
     """Return the reason in the stop record of this job, or ''."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = safe_files.read_json(job.folder / run_folder.STOPPED)
-        return str(record["reason"]) if record["job"] == job.number else ""
-    return ""
+    record = safe_files.json_or_empty(job.folder / run_folder.STOPPED)
+    return str(record.get("reason", "")) if record.get("job") == job.number else ""
 
 
 def _preempted(name: str) -> bool:
@@ -95,13 +93,7 @@ def _hung(job: Job) -> Iterator[str]:
         began = (job.folder / run_folder.EXIT).stat().st_mtime
         for path in sorted((job.folder / run_folder.HANG_REPORTS).glob(f"{job.number}.*/{hang_report.REPORT}")):
             if path.stat().st_mtime > began:
-                yield _host(path.with_name(hang_report.RECORD))
-
-
-def _host(path: Path) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(safe_files.read_json(path)["host"] or "")
-    return ""
+                yield str(safe_files.json_or_empty(path.with_name(hang_report.RECORD)).get("host") or "")
 
 
 def is_running(name: str) -> bool:

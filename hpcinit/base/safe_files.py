@@ -122,6 +122,15 @@ def read_json(path: str | Path) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def json_or_empty(path: str | Path) -> dict[str, Any]:
+    """Return the JSON object in the file, or {} if it is missing, unreadable or something else."""
+    try:
+        document = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def is_own(path: str | Path, *, folder: bool = False) -> bool:
     """Return whether this user owns the file or folder; False if it does not exist.
 

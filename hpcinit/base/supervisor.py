@@ -1,8 +1,8 @@
 """Supervises child processes: starts each in its own session, signals and reaps them, and stops all after a failure.
 
 Slurm's step daemon does this for ranks that srun starts. hpcinit does it for the ranks of launch=fork
-(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (local). Each of them has a subclass
-of Supervisor that overrides the hooks.
+(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (engine/). Each of them has a
+subclass of Supervisor that overrides the hooks.
 
 An exited child is reaped late. Until then the kernel cannot reuse its process id, which is also its group's, so a
 signal to the group never reaches an unrelated process.

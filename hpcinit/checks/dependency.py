@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import expanded
 from hpcinit.config.schema import Config
+from hpcinit.engine import from_record, slurm_engine
+from hpcinit.records import job_record
 from hpcinit.slurm import slurm_client
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def written(config: Config) -> Iterator[str]:
     """Check dependency and chain."""
     yield from syntax_problems(config.dependency or None)
     requested = ["dependency"] * bool(config.dependency) + ["chain"] * (config.chain > 1)
-    if requested and config.cluster.engine == "local":
+    if requested and not config.engine.has_queue:
         verb = "is" if len(requested) == 1 else "are"
         yield (
             f"{', '.join(requested)} {verb} set, but cluster {config.cluster.name} has no queue (engine: local), so "
@@ -197,12 +199,12 @@ def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tu
     from hpcinit.observe import find_runs, state  # noqa: PLC0415 - psutil, only for those who wait for a job
 
     if JOB_ID.fullmatch(name):
-        return [(name, state.of_array(name))]
+        return [(name, slurm_engine.of_array(name))]
     path = find_runs.find_run(name, expanded(runs_dir))
-    record = state.submission(path)
-    if record["engine"] != "slurm":
+    record = job_record.submission(path)
+    if not from_record(record).has_queue:
         raise RequestError(f"{path} runs without Slurm (engine: {record['engine']}), so no Slurm job can wait for it")
-    if (other := state.clusters(path)) != clusters:
+    if (other := job_record.clusters(path)) != clusters:
         raise RequestError(
             f"{path} has cluster.clusters={other or 'null'}, expected {clusters or 'null'}: a job can wait only for "
             "jobs of the same cluster"
@@ -213,4 +215,4 @@ def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tu
             arrays.setdefault(task.state.job_id.partition("_")[0], []).append(task.state)
         return list(arrays.items())
     now = state.read(path)
-    return [(now.job_id if now.by_hand else state.jobs(record)[0 if first else -1], [now])]
+    return [(now.job_id if now.by_hand else job_record.jobs(record)[0 if first else -1], [now])]

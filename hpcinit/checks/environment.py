@@ -30,7 +30,7 @@ def problems(config: Config) -> Iterator[str]:
     """Yield a message for each contradiction, each missing path, and a runs_dir that cannot be used."""
     yield from _consistent(config)
     # On a laptop, a dry run cannot see the cluster's file systems.
-    if config.check_paths and (config.cluster.engine == "local" or shutil.which("sbatch")):
+    if config.check_paths and shutil.which(config.engine.script_command):
         yield from python_environment.problems(config, os.environ)
         yield from _image(config)
     yield from _runs_dir(expanded(config.runs_dir).absolute())
@@ -79,7 +79,7 @@ def _consistent(config: Config) -> Iterator[str]:
             f"container.image is {image!r}, but cluster {cluster.name} has no container runtime: set "
             f"cluster.container.runtime to one of: {names}"
         )
-    if image and cluster.container.runtime == "pyxis" and cluster.engine == "local":
+    if image and cluster.container.runtime == "pyxis" and not config.engine.uses_slurm:
         yield (
             f"cluster.container.runtime is pyxis, a plugin of srun, and cluster {cluster.name} has no srun: "
             "cluster.container.runtime=apptainer"
@@ -154,7 +154,7 @@ def setup_syntax(config: Config) -> Iterator[str]:
 
 def local_machine(config: Config) -> Iterator[str]:
     """Yield a message for each limit of this machine that a request for cluster=local exceeds."""
-    if config.cluster.engine != "local":
+    if config.engine.other_machines:
         return
     import psutil  # noqa: PLC0415 - for this engine only
 

@@ -13,6 +13,7 @@ from hpcinit.config import hetjob, resources
 from hpcinit.config.hetjob import COUNTS, KEYS, TEXTS
 from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config, Partition, Qos
+from hpcinit.engine import SLURM
 
 # The keys that a site can require: what the message calls the value, and the command that lists the user's values.
 # Without an account, sbatch at such a site fails with "Invalid account or account/partition combination specified", or
@@ -189,7 +190,7 @@ def hetjob_problems(config: Config) -> Iterator[str]:
             yield f"worlds is {config.worlds}, but hetjob is empty: remove worlds, or add components"
         return
     for key, value, usual in (
-        ("cluster.engine", config.cluster.engine, "slurm"),
+        ("cluster.engine", config.cluster.engine, SLURM.name),
         ("launch.kind", config.launch.kind, "srun"),
         ("spare_nodes", config.spare_nodes, 0),
         ("chain", config.chain, 1),

@@ -19,12 +19,12 @@ GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 
 def slurm_options(config: Config) -> Iterator[str]:
     """Yield a message for each option that hpcinit sets itself or that does not exist."""
-    if config.cluster.engine == "local" and config.cluster.srun:
+    if config.cluster.srun and not config.engine.uses_slurm:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     if name := config.cluster.clusters:
         if not quoting.PLAIN_NAME.fullmatch(name) or name == "all":
             yield f"cluster.clusters is {name!r}, expected the name of one cluster: all jobs of a run are on one"
-        if config.cluster.engine == "local":
+        if not config.engine.uses_slurm:
             yield f"cluster.clusters is {name!r}, but cluster {config.cluster.name} has no Slurm (engine: local)"
     for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
         key = f"cluster.{table}"
@@ -40,7 +40,7 @@ def slurm_options(config: Config) -> Iterator[str]:
 
 def restarts(config: Config) -> Iterator[str]:
     restart = config.restart
-    if config.spare_nodes and config.cluster.engine == "local":
+    if config.spare_nodes and not config.engine.other_machines:
         name = config.cluster.name
         yield f"spare_nodes is {config.spare_nodes}, but all nodes of cluster {name} are this machine"
     if unknown := [reason for reason in restart.on if reason not in run_folder.REASONS]:
@@ -50,7 +50,7 @@ def restarts(config: Config) -> Iterator[str]:
     for option in ("requeue", "no-requeue"):
         if option in config.cluster.sbatch:
             yield f"cluster.sbatch.{option} and restart.max_restarts={restart.max_restarts} are both set; remove one"
-    if restart.max_restarts and config.cluster.engine == "local":
+    if restart.max_restarts and not config.engine.has_queue:
         yield (
             f"restart.max_restarts is {restart.max_restarts}, but cluster {config.cluster.name} has no queue "
             "(engine: local) to requeue a job; choose a cluster with Slurm"

@@ -107,10 +107,12 @@ class Resources:
 
 def requested(config: Config) -> Resources:
     """Return the resources that the job requests."""
-    cores, local = cpus_per_rank(config), config.cluster.engine == "local"
+    if not config.engine.has_queue:
+        return Resources(gpus=0, cores=None, mem_gb=None, whole_nodes=whole_nodes(config))
+    cores = cpus_per_rank(config)
     return Resources(
-        gpus=0 if local else gpus_per_node(config),
-        cores=None if cores is None or local else cores * ranks_per_node(config),
-        mem_gb=None if local else mem_gb(config),
+        gpus=gpus_per_node(config),
+        cores=None if cores is None else cores * ranks_per_node(config),
+        mem_gb=mem_gb(config),
         whole_nodes=whole_nodes(config),
     )

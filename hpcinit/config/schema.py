@@ -5,7 +5,7 @@ has a field of the same name in `records/spec.py`, which also declares its defau
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from hpcinit.base.config_key import key
 from hpcinit.deepspeed.deepspeed_keys import DeepSpeed
@@ -14,6 +14,9 @@ from hpcinit.records.layout import CP_KINDS
 from hpcinit.records.node_records import EXPIRY_H, LIMIT
 from hpcinit.records.startup_timeout import CHECKPOINT_S, COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S
 from hpcinit.records.stop_reasons import SIGNALS, Stopping
+
+if TYPE_CHECKING:
+    from hpcinit.engine import Engine
 
 # Without `from __future__ import annotations`: OmegaConf would compile each annotation, 2 ms of every submission.
 # OmegaConf 2.3 does not support `X | None`, so they are written as Optional[X].
@@ -472,3 +475,10 @@ class Config:
     )
     secret_names: list[str] = key("more names of secrets, as in MY_*; a name with a leading - is not a secret", [])
     dry_run: bool = key("print the script that would be submitted, and submit nothing", False)
+
+    @property
+    def engine(self) -> "Engine":
+        """Return the engine of the cluster. A check reports another value of cluster.engine with the choices."""
+        from hpcinit.engine import ENGINES, SLURM  # noqa: PLC0415 - with Slurm's client, which completion does not need
+
+        return ENGINES.get(self.cluster.engine, SLURM)

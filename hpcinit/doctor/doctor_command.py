@@ -26,9 +26,10 @@ from hpcinit.base.text import counted
 from hpcinit.config import compose, overrides
 from hpcinit.config.request import Request
 from hpcinit.doctor import link_diagnosis, login_checks, node_diagnosis
+from hpcinit.engine import from_record
 from hpcinit.observe import find_runs, state
 from hpcinit.observe.poll import Poll
-from hpcinit.records import check_results, node_records, rank_report, run_folder, spec
+from hpcinit.records import check_results, job_record, node_records, rank_report, run_folder, spec
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.node_records import NodeFailure
 from hpcinit.records.rank_report import Report
@@ -179,10 +180,10 @@ def _end_of_job(path: Path, now: state.State) -> Iterator[Check]:
 
 def remember(path: Path, found: Sequence[Check]) -> list[str]:
     """Add the faulty nodes to the cluster's table of excluded nodes. Return a line for the user about each."""
-    record = state.submission(path)
+    record = job_record.submission(path)
     cluster, job = str(record.get("cluster", "")), str(record.get("job_id", ""))
     faulty = {host: check for check in reversed(found) if check.status == FAIL for host in check.hosts}
-    if record.get("engine") != "slurm":
+    if not from_record(record).other_machines:
         return [f"cluster {cluster} has no nodes to exclude, so --remember had no effect"] if faulty else []
     table = node_records.file(os.environ, cluster)
     failures = [
@@ -202,7 +203,7 @@ def _show(
             show_ranks(reports)
         show_table(checks, options.quiet)
         return
-    record = {} if path is None else state.submission(path)
+    record = {} if path is None else job_record.submission(path)
     sizes = [one for report in reports for one in report.all_reduce]
     fields = {
         "status": check_results.worst_status(checks),

@@ -57,7 +57,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
     path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
     kind = safe_files.file_system(_existing(path))
-    if found.status == OK and config.cluster.engine == "slurm" and kind in OF_ONE_MACHINE:
+    if found.status == OK and config.engine.other_machines and kind in OF_ONE_MACHINE:
         advice = "set runs_dir=... to a folder on a file system that all nodes share"
         found = Check("runs_dir", WARNING, f"{found.detail}; on {kind}, which other machines cannot see", advice)
     yield found
@@ -127,7 +127,7 @@ ASK_SITE = "wait, or ask the site; if SLURM_CONF is set, it must be this cluster
 
 def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Yield the checks of Slurm. Stop where one makes the next ones impossible."""
-    if config.cluster.engine == "local":
+    if not config.engine.uses_slurm:
         yield Check("Slurm", OK, f"not needed: cluster {config.cluster.name} runs on this machine")
         return
     missing = [name for name in COMMANDS if shutil.which(name) is None]
@@ -298,11 +298,9 @@ def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check
 
 def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Check the variables of this shell that hpcinit does not pass to jobs."""
-    _, dropped = job_environment.job_environment(
-        env, config.secrets, config.secret_names, devices=config.cluster.engine == "slurm"
-    )
+    _, dropped = job_environment.job_environment(env, config)
     inside = env.get("SLURM_JOB_ID")
-    if inside and config.cluster.engine == "slurm":
+    if inside and config.engine.uses_slurm:
         advice = "nothing to do if you meant that; otherwise submit from a login shell"
         yield Check("this shell", WARNING, f"it runs inside job {inside}", advice)
     if dropped.foreign:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from hpcinit.records import run_folder
+from hpcinit.engine import from_environment
 from hpcinit.records.node_facts import Leftover, OldFiles
 from hpcinit.records.timeline import ENV_ALLOCATED
 from hpcinit.slurm import queue, slurm_client
@@ -53,7 +53,7 @@ class Task:
 
 def find(env: Mapping[str, str], timeout_s: float) -> tuple[tuple[Leftover, ...], OldFiles | None]:
     """Return the leftover processes and files. timeout_s: for all commands of Slurm together."""
-    if not all(env.get(name) for name in NEEDED) or run_folder.ENV_ENGINE in env:
+    if not all(env.get(name) for name in NEEDED) or not from_environment(env).uses_slurm:
         return (), None
     return tuple(_processes(env, timeout_s)), _files(_old_segments(float(env.get(ENV_ALLOCATED) or 0)))
 
@@ -109,7 +109,7 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
         jobs = _jobs(found, (place / "cgroup").read_text(errors="replace"))
     except OSError:  # it has ended, or is not readable
         return None
-    if name in DAEMONS or run_folder.ENV_ENGINE in found or any(found.get(key) != env.get(key) for key in SAME):
+    if name in DAEMONS or not from_environment(found).uses_slurm or any(found.get(key) != env.get(key) for key in SAME):
         return None
     return Task(pid, name, jobs) if found.get(JOB) and jobs else None
 

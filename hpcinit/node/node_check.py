@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from hpcinit.base import failure_kinds, processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
+from hpcinit.engine import from_environment
 from hpcinit.records import run_folder
 from hpcinit.records.check_results import OK
 from hpcinit.records.spec import OFF, REPLACE, Spec
@@ -56,7 +57,7 @@ def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
     wanted = spec.check_node
     if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
         return None
-    if run_folder.ENV_ENGINE in env or not slurm_step.slurm_step_of_this_process().step:
+    if not from_environment(env).uses_slurm or not slurm_step.slurm_step_of_this_process().step:
         return None
     try:
         (ours, theirs), parent = os.pipe(), os.getpid()
@@ -158,7 +159,7 @@ def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
     Each node writes before it reads, so of two nodes at least one sees the other. The first node reads all records, the
     others read only its record.
     """
-    from hpcinit.records.node_facts import Nccl, from_document  # noqa: PLC0415
+    from hpcinit.records.node_facts import Nccl  # noqa: PLC0415
 
     folder = Path(env.get(run_folder.ENV_FOLDER) or ".") / run_folder.NCCL
     first = nodelist.expand(env.get("SLURM_STEP_NODELIST") or env[NODE])[0]
@@ -169,6 +170,6 @@ def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
         own_is_first = first == env[NODE]
         paths = list(folder.glob(f"{attempt}.*.json")) if own_is_first else [folder / f"{attempt}.{first}.json"]
         for path in sorted(paths)[:MOST_COMPARED]:
-            with suppress(OSError, ValueError, TypeError):
-                found.append(from_document(Nccl, safe_files.read_json(path)))
+            if one := run_folder.read_record(Nccl, path):
+                found.append(one)
     return [one for one in found if one.host != own.host]

@@ -13,7 +13,8 @@ from pathlib import Path
 from hpcinit.base import console, json_output, safe_files
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
-from hpcinit.observe import find_runs, overview, state
+from hpcinit.engine import SLURM, Engine
+from hpcinit.observe import find_runs, overview
 from hpcinit.records import run_folder
 from hpcinit.slurm import slurm_client, tokens
 
@@ -41,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     runs = [run for run in runs if run.path not in lost]
     for run in runs:
         _check(run, options.save)
+    SLURM.cancel(lost)
     for path, jobs in lost.items():
-        _scancel(jobs)
         if options.json:
             print(_json(path, jobs, save=False))
         elif not options.quiet:
@@ -114,31 +115,8 @@ def _check(run: overview.Run, save: bool) -> None:
         raise RequestError(
             f"{run.path.name} has not started, so there is nothing to save: hpcinit cancel {run.path.name}"
         )
-    if not save and now and now.engine == "local" and now.by_hand and not now.over:
-        raise RequestError(
-            f"{run.path.name} was started manually, as process {now.job_id}: stop it in its terminal with Ctrl-C"
-        )
-    if not save and now and now.engine == "local" and (host := _elsewhere(run.path)):
-        raise RequestError(
-            f"{run.path.name} runs on {host}, and its processes are not visible here. On {host}, type: hpcinit cancel "
-            f"{run.path.absolute()}"
-        )
-    # A controller that lost its state has given the id to another job, which only its reply shows.
-    silent = [] if save else [part for _, part in run.parts if part.away and not part.over]
-    if silent:
-        job = silent[0].job_id
-        with slurm_client.on_cluster(state.clusters(run.path)):
-            scancel = " ".join(slurm_client.addressed(["scancel", job]))
-        raise Failure(
-            f"{run.path.name} was not canceled: Slurm does not answer ({silent[0].reason}), so it is unknown whether "
-            f"job {job} is still its job; try again when `squeue` answers, or type: {scancel}"
-        )
-
-
-def _elsewhere(path: Path) -> str:
-    from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
-
-    return engine.elsewhere(path)
+    if not save:
+        run.engine.check_cancelable(run.path, [now for _, now in run.parts])
 
 
 def _jobs(run: overview.Run) -> list[str]:
@@ -185,37 +163,16 @@ def _request_save(run: overview.Run) -> None:
 
 def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
     """Cancel these jobs of the runs and record it in their folders. Raise Failure if a job cannot be canceled."""
-    from hpcinit.local import engine  # noqa: PLC0415 - imports psutil, which only runs without Slurm need
-
-    local = [run for run in runs if run.now and run.now.engine == "local"]
-    for run in local:
-        if run.now and not run.now.over:
-            engine.cancel(run.path)
-    clusters: dict[str, list[overview.Run]] = {}
+    jobs: dict[Engine, dict[Path, Sequence[str]]] = {}
     for run in runs:
-        if run not in local:
-            clusters.setdefault(state.clusters(run.path), []).append(run)
-    for name, its_runs in clusters.items():
-        if jobs := [job for run in its_runs for job in open_jobs[run.path]]:
-            with slurm_client.on_cluster(name):
-                _scancel(jobs)
-        for path, now in (part for run in its_runs for part in run.parts):
-            if now.others or not (now.over or now.purged):
-                _record(path, [now.job_id, *now.others])
+        jobs.setdefault(run.engine, {})[run.path] = open_jobs[run.path]
+    for engine, its in jobs.items():
+        engine.cancel(its)
+    for path, now in (part for run in runs if run.engine.has_queue for part in run.parts):
+        if now.others or not (now.over or now.purged):
+            _record(path, [now.job_id, *now.others])
 
 
 def _record(path: Path, jobs: Sequence[str]) -> None:
     """Record the cancellation for `status`. Without accounting, Slurm forgets a job that never started."""
     (path / run_folder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")
-
-
-def _scancel(jobs: Sequence[str]) -> None:
-    command = ["scancel", *jobs]
-    try:
-        done = slurm_client.run(command)
-    except slurm_client.NotStarted as error:
-        raise Failure(f"{error}: run this on the machine where the job was submitted") from None
-    except slurm_client.TimedOut as error:
-        raise Failure(f"{error}; try again when `squeue` answers") from None
-    if done.status != 0:
-        raise Failure(f"{' '.join(done.command)}: {done.stderr.strip()}")

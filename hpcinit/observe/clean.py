@@ -21,8 +21,8 @@ from hpcinit.base import console, json_output, safe_files
 from hpcinit.base.console import plain
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
-from hpcinit.observe import find_runs, outside, overview, state
-from hpcinit.records import heartbeats, run_folder, run_numbers
+from hpcinit.observe import find_runs, outside, overview
+from hpcinit.records import heartbeats, job_record, run_folder, run_numbers
 
 DAY_S = 86_400.0
 ALIVE_S = 120.0  # a rank that wrote a heartbeat within this time is treated as running
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(plain(f"{one.run.path.name:24} {one.state:10} {_age(one.age_s):>7}  {_size(one.size):>9}"))
     size = _size(sum(one.size for one in found))
-    question = f"remove {_count(len(found))} ({size}) with their logs and checkpoints? [y/N] "
+    question = f"remove {counted(len(found), 'run')} ({size}) with their logs and checkpoints? [y/N] "
     if options.yes or (not options.json and _confirmed(question)):
         removed = _remove(found)
     else:
@@ -87,9 +87,9 @@ def main(argv: Sequence[str]) -> int:
         print(json_output.line("clean", {**fields, "removed": one.run.path in removed}))
     if removed and not options.json:
         freed = sum(one.size for one in found if one.run.path in removed)
-        console.note(f"removed {_count(len(removed))}, {_size(freed)}")
+        console.note(f"removed {counted(len(removed), 'run')}, {_size(freed)}")
     if options.yes and len(removed) < len(found):
-        raise Failure(f"{_count(len(found) - len(removed))} could not be removed; see the messages above")
+        raise Failure(f"{counted(len(found) - len(removed), 'run')} could not be removed; see the messages above")
     return 0
 
 
@@ -152,7 +152,7 @@ def _inner_runs(run: overview.Run) -> Iterator[Path]:
 
 def _is_alive(path: Path) -> bool:
     """Return whether a rank wrote a heartbeat recently although its job is over: Slurm cannot reach its node."""
-    if state.exit_status(path) is not None:
+    if job_record.exit_status(path) is not None:
         return False
     beats = (file.stat().st_mtime for file in (path / heartbeats.FOLDER).glob("*/*.json"))
     return time.time() - max(beats, default=0.0) < ALIVE_S
@@ -253,10 +253,6 @@ def _remove(found: Sequence[Finished]) -> set[Path]:
             left = hidden if hidden.exists() else path
             console.warning(f"cannot remove {left}: {error.strerror} ({error.filename}); remove it with rm -r")
     return removed
-
-
-def _count(number: int) -> str:
-    return f"{number} run{'s' * (number != 1)}"
 
 
 def _age(seconds: float) -> str:

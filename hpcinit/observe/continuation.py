@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcinit.observe import find_runs, state
-from hpcinit.records import run_folder
+from hpcinit.records import job_record, run_folder
 
 RESTARTS_ALONE = "it restarts automatically, from its last checkpoint if the program saved one"
 _DEPENDENCY = re.compile(r"^#SBATCH --dependency=(.*)$", re.MULTILINE)
@@ -30,7 +30,7 @@ def continues(path: Path, now: state.State) -> str:
     if now.others:  # the chain's end is recorded, so these jobs run nothing (submit/lib/chain.sh)
         jobs = ", ".join(now.others)
         return f"the chain still has job {jobs} in the queue, which will run nothing: hpcinit cancel {path.name}"
-    return "; ".join(_dependents(path, now)) if now.engine == "slurm" else ""
+    return "; ".join(_dependents(path, now)) if now.engine.has_queue else ""
 
 
 def _look(path: Path) -> str:
@@ -40,7 +40,7 @@ def _look(path: Path) -> str:
 def _dependents(path: Path, now: state.State) -> Iterator[str]:
     """Yield a sentence for each run in the same folder whose job waits for this run, or may start because it ended."""
     # Slurm drops a dependency once it is fulfilled; the script keeps it.
-    jobs = {job.partition("_")[0] for job in (now.job_id, *state.jobs(state.last_submission(path)))}
+    jobs = {job.partition("_")[0] for job in (now.job_id, *job_record.jobs(job_record.last_submission(path)))}
     waits_for = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, jobs))})(?![\d-])")
     here = path.absolute()
     here = here.parent if find_runs.is_sweep(here.parent) else here

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
+from hpcinit.engine import SLURM
 from hpcinit.observe import resubmitted, state
-from hpcinit.records import run_folder
+from hpcinit.records import job_record, run_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -50,12 +51,6 @@ class Task:
         """Return the name of the run that replaced the task, as commands accept it, or ''."""
         return "" if self.path == self.sweep / str(self.number) else name_of(self.path)
 
-    @property
-    def status(self) -> int:
-        """Return an exit status for a program that waits for this task."""
-        known = self.state.exit_status
-        return (known or 1) if self.state.name != "COMPLETED" else known or 0
-
 
 def is_sweep(path: Path) -> bool:
     return os.path.isfile(f"{path}/{run_folder.SWEEP}")  # noqa: PTH113 - fast, as in state._json
@@ -70,11 +65,7 @@ def combinations(path: Path) -> dict[int, tuple[str, ...]]:
     """Return the overrides that differ, for each task by number. Raise RequestError if the file cannot be read."""
     try:
         document = safe_files.read_json(path / run_folder.SWEEP)
-        # Older versions wrote one text.
-        return {
-            int(number): tuple(map(str, words if isinstance(words, list) else [words]))
-            for number, words in document["tasks"].items()
-        }
+        return {int(number): tuple(map(str, words)) for number, words in document["tasks"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{path / run_folder.SWEEP} cannot be read: {error}; was it edited?") from None
 
@@ -103,12 +94,12 @@ def with_states(
 
 
 def _submitted(now: state.State | RequestError) -> state.State:
-    return state.State(NOT_SUBMITTED, "-", "slurm") if isinstance(now, RequestError) else now
+    return state.State(NOT_SUBMITTED, "-", SLURM) if isinstance(now, RequestError) else now
 
 
 def task_of_job(word: str, path: Path) -> Path | None:
     """Return the task with the job id `word` ('4242_17'), or the sweep if `word` is one of its arrays ('4242')."""
-    jobs = [str(job["job_id"]) for job in state.submission(path).get("sweep", [])]
+    jobs = [str(job["job_id"]) for job in job_record.submission(path).get("sweep", [])]
     if word in jobs and (path / run_folder.SWEEP).is_file():
         alone = [path / str(number) for number in combinations(path) if _job_id(path / str(number)) == word]
         return alone[0] if alone else path
@@ -125,7 +116,7 @@ def open_jobs(tasks: Sequence[Task]) -> list[str]:
 
 def failed_tasks(path: Path) -> list[Task]:
     """Return the tasks that ended without success."""
-    return [task for task in read_sweep(path) if task.state.over and task.status]
+    return [task for task in read_sweep(path) if task.state.over and task.state.status]
 
 
 def count_states(tasks: Sequence[Task]) -> str:
@@ -139,7 +130,7 @@ def _is_open(task: Task) -> bool:
 
 def _job_id(task: Path) -> str:
     try:
-        return str(state.submission(task)["job_id"])
+        return str(job_record.submission(task)["job_id"])
     except RequestError:
         return ""
 
@@ -193,14 +184,14 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
 
 def _queue(path: Path) -> tuple[str, str]:
     """Return what makes the job ids of a run unique: its engine and cluster. A local run has a process id."""
-    return state.last_submission(path)["engine"], state.clusters(path)
+    return job_record.last_submission(path)["engine"], job_record.clusters(path)
 
 
 def _of_job(word: str, known: Sequence[Path]) -> Iterator[Path]:
     """Yield the runs and tasks of sweeps that have a job with the id `word`."""
     for path in known:
         with contextlib.suppress(RequestError):
-            if word in (*state.jobs(state.submission(path)), state.last_job(path)):
+            if word in (*job_record.jobs(job_record.submission(path)), job_record.last_job(path)):
                 yield task_of_job(word, path) or path
             elif task := task_of_job(word, path):
                 yield task

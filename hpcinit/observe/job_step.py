@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base.errors import Failure, RequestError
+from hpcinit.engine import Engine
 from hpcinit.observe import find_runs, stack_collector, state
-from hpcinit.records import run_folder, spec, timeline
+from hpcinit.records import job_record, run_folder, spec, timeline
 from hpcinit.records.components import node_of
 from hpcinit.records.spec import Spec
 from hpcinit.slurm import nodelist, queue, slurm_client
@@ -36,7 +37,7 @@ class RunningJob:
 
     path: Path
     spec: Spec
-    engine: str
+    engine: Engine
     job_id: str
     components: tuple[tuple[str, ...], ...]
 
@@ -44,16 +45,12 @@ class RunningJob:
     def nodes(self) -> tuple[str, ...]:
         return tuple(node for component in self.components for node in component)
 
-    @property
-    def slurm(self) -> bool:
-        return self.engine == "slurm"
-
     def host(self, rank: int) -> str:
         """Return the node of a rank: as recorded at its last start, else by block distribution."""
         size = self.spec.world_size
         if not 0 <= rank < size:
             raise RequestError(f"rank {rank} does not exist: the run has the ranks 0 to {size - 1}")
-        if not self.slurm:
+        if not self.engine.other_machines:
             return self.nodes[0]
         for attempt in reversed(timeline.read(self.path)):
             for one in attempt.ranks:
@@ -82,17 +79,17 @@ def running(word: str, runs_dir: Path) -> RunningJob:
             f"hpcinit watch {path.name}"
         )
     plan = spec.load(path / run_folder.SPEC, to_run=False)
-    if now.engine != "slurm":
-        return RunningJob(path, plan, "local", now.job_id, ((os.uname().nodename,),))
+    if not now.engine.other_machines:
+        return RunningJob(path, plan, now.engine, now.job_id, ((os.uname().nodename,),))
     try:
-        with slurm_client.on_cluster(state.clusters(path)):
+        with slurm_client.on_cluster(job_record.clusters(path)):
             found = queue.allocation(now.job_id)
     except Unreachable as error:
         raise Failure(f"{error}, so the nodes of {path.name} are unknown; try again later") from None
     if found is None:
         raise Failure(f"Slurm lists no nodes for job {now.job_id} of {path.name}: has it just ended? hpcinit status")
     components = tuple(tuple(nodelist.expand(text)) for text in found.nodelists)
-    return RunningJob(path, plan, "slurm", found.job_id, components)
+    return RunningJob(path, plan, now.engine, found.job_id, components)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -107,9 +104,9 @@ def srun(job: RunningJob, nodes: Sequence[str], command: Sequence[str], options:
 
     Without Slurm, return `command`.
     """
-    if not job.slurm:
+    if not job.engine.other_machines:
         return list(command)
-    name = state.clusters(job.path)
+    name = job_record.clusters(job.path)
     first = ["srun", *([f"--clusters={name}"] if name else [])]
     parts: list[str] = []
     for group, component in enumerate(job.components):

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from hpcinit.base.errors import RequestError
-from hpcinit.observe import find_runs, job_state, state
+from hpcinit.engine import SLURM, Engine, slurm_engine
+from hpcinit.observe import find_runs, state
 from hpcinit.slurm.queue import QueueQuery
 from hpcinit.slurm.slurm_client import Unreachable
 
@@ -40,19 +41,18 @@ class Run:
         return [(task.path, task.state) for task in self.tasks if task.state.name != find_runs.NOT_SUBMITTED]
 
     @property
+    def engine(self) -> Engine:
+        """Return the engine of its jobs, and Slurm if it has none: a sweep is a job array."""
+        return self.parts[0][1].engine if self.parts else SLURM
+
+    @property
     def over(self) -> bool:
         return all(now.over for _, now in self.parts)
 
     @property
     def status(self) -> int:
         """Return an exit status for a program that waits for the run. For a sweep, it is the highest of its tasks."""
-        return max((exit_status(now) for _, now in self.parts), default=1)
-
-
-def exit_status(now: state.State) -> int:
-    """Return an exit status for a program that waits for a run: 0 only if the run succeeded."""
-    known = now.exit_status
-    return (known or 0) if now.name == "COMPLETED" else known or 1
+        return max((now.status for _, now in self.parts), default=1)
 
 
 def read(paths: Sequence[Path], queue: QueueQuery | None = None, newest: bool = False) -> list[Run]:
@@ -115,6 +115,6 @@ def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
         if name in there or name in found or job.over or not script.startswith("job") or not script.endswith(".sh"):
             continue
         if resolve(above) == resolve(str(runs_dir)):
-            now = job_state.of_slurm(job)._replace(job_id=job.base_id, folder_deleted=True)
+            now = slurm_engine.of_slurm(job)._replace(job_id=job.base_id, folder_deleted=True)
             found[name] = Run(runs_dir / name, now)
     return list(found.values())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.observe import overview, state
+from hpcinit.records import job_record
 
 QUICK_S, SLOW_S = 1.0, 10.0  # between two queries of the controller
 PATIENCE = 5  # after n seconds without a change, the interval is n/5
@@ -35,7 +36,8 @@ class Polls:
         if (exits := self._exit_statuses()) != self._exits:
             self._changed, self._exits = clock, exits
         pause = min(SLOW_S, max(QUICK_S, (clock - self._changed) / PATIENCE))
-        if self._is_local() or clock - self._queried >= pause:
+        of_slurm = any(now.engine.uses_slurm for run in self.now if not run.over for _, now in run.parts)
+        if not of_slurm or clock - self._queried >= pause:
             before, self._queried = self._names(), clock
             fresh = {
                 run.path: run for run in overview.read([run.path for run in self.now if not run.over], newest=True)
@@ -56,16 +58,12 @@ class Polls:
             for run in self.now
         ]  # fmt: skip
 
-    def _is_local(self) -> bool:
-        """Return whether all runs that are not over run without Slurm."""
-        return all(run.now is not None and run.now.engine == "local" for run in self.now if not run.over)
-
     def _names(self) -> list[tuple[str, str]]:
         return [(now.job_id, now.name) for run in self.now for _, now in run.parts]
 
     def _exit_statuses(self) -> list[int | None]:
         open_ = [path for run in self.now for path, now in run.parts if not now.over and now.name != "PENDING"]
-        return [state.exit_status(path) for path in open_] if len(open_) <= FEW else []
+        return [job_record.exit_status(path) for path in open_] if len(open_) <= FEW else []
 
 
 def _later(now: state.State, seconds: int) -> state.State:

@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 
 def read(path: Path) -> dict[str, Any]:
     """Return {step, total, values: {name: number}, time}, or {} if there is no readable record."""
-    try:
-        document = safe_files.read_json(f"{path}/{run_folder.PROGRESS}")
-    except (OSError, ValueError):
-        return {}
-    known = isinstance(document, dict) and {"step", "total", "values"} <= document.keys()
-    return document if known else {}
+    document = safe_files.json_or_empty(f"{path}/{run_folder.PROGRESS}")
+    return document if {"step", "total", "values"} <= document.keys() else {}
 
 
 def line(path: Path) -> str:
@@ -115,17 +111,15 @@ def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None)
 
     document: the result of read(), if the caller has it. A run that reached its last step did not stop early.
     """
-    if now.name != "COMPLETED":
-        return ""
+    record = safe_files.json_or_empty(path / run_folder.STOPPED) if now.name == "COMPLETED" else {}
     try:
-        if document and document["step"] >= document["total"]:
+        if not record or (document and document["step"] >= document["total"]):
             return ""
-        record = safe_files.read_json(path / run_folder.STOPPED)
         # Ranks of an array task record a number that differs from the task's name '17_1'. Only that task uses the
         # folder.
         own = record["job"] in ("", now.job_id) or "_" in now.job_id
         return sentence(record["reason"]) if own else ""
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcinit.base.errors import RequestError
-from hpcinit.observe import state
+from hpcinit.records import job_record
 
 MOST_CHARACTERS = 300  # of what distinguishes a run
 NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the others do not describe the run
@@ -30,7 +30,7 @@ class Submission(NamedTuple):
 def read(path: Path) -> Submission:
     """Return the submission of the run or task in `path`, or an empty one without a usable submission.json."""
     try:
-        record = state.last_submission(path)
+        record = job_record.last_submission(path)
         program = record["program"]
         words = record.get("typed", [])  # a run of an older version has none
         return Submission(submitted(path), program[0], tuple(program[1:]), tuple(map(str, words)))
@@ -41,7 +41,7 @@ def read(path: Path) -> Submission:
 def submitted(path: Path) -> float | None:
     """Return when the run or task in `path` was submitted, in seconds since 1970, or None without a submission.json."""
     try:
-        at = state.last_submission(path).get("submitted")
+        at = job_record.last_submission(path).get("submitted")
     except RequestError:
         return None
     return at if isinstance(at, int | float) else None

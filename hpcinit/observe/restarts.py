@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base.text import counted
 from hpcinit.records import elastic_restarts, run_folder
 from hpcinit.records.requeues import Restart, read
 
@@ -48,7 +49,7 @@ def summary(found: Sequence[Restart]) -> str:
     if not found:
         return ""
     rest = left(found)
-    return f"{len(found)} restart{'s' * (len(found) > 1)}" + (f", {rest} left" if rest is not None else "")
+    return counted(len(found), "restart") + (f", {rest} left" if rest is not None else "")
 
 
 def restarts_line(found: Sequence[Restart]) -> str:
@@ -74,7 +75,7 @@ def line_inside(found: Sequence[elastic_restarts.Restart]) -> str:
 
 def summary_inside(found: Sequence[elastic_restarts.Restart]) -> str:
     """Return '2 restarts inside the job', or ''."""
-    return f"{len(found)} restart{'s' * (len(found) > 1)} inside the job" if found else ""
+    return f"{counted(len(found), 'restart')} inside the job" if found else ""
 
 
 def _at(one: Restart) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcinit.base.errors import RequestError
-from hpcinit.observe import find_runs, progress, requests, restarts, state
+from hpcinit.observe import find_runs, progress, requests, restarts
 from hpcinit.observe.overview import Run
 from hpcinit.observe.state import State
-from hpcinit.records import results, world_size
+from hpcinit.records import job_record, results, world_size
 from hpcinit.slurm import reasons
 
 OLD_S = 60.0  # the age of the last step is shown from here on
@@ -38,7 +38,7 @@ def _fields(path: Path, now: State, task: find_runs.Task | None = None) -> dict[
         "parameters": parameters(task) if task else {},
         "resubmitted": task.resubmitted if task else "",
         **now.to_json(),
-        "clusters": state.clusters(path),
+        "clusters": job_record.clusters(path),
         "meaning": reasons.explain(now.reason),
         "progress": {key: value for key, value in document.items() if key != "not_finite"},
         "not_finite": document.get("not_finite", {}),
@@ -87,7 +87,7 @@ def details(path: Path, now: State, table: bool = False) -> str:
     parts = [
         f"its run folder was deleted; cancel it: scancel {now.job_id}" if now.folder_deleted else "",
         "started manually" if now.by_hand else "",
-        f"on {name}" if (name := state.clusters(path)) else "",
+        f"on {name}" if (name := job_record.clusters(path)) else "",
         now.link,
         now.reason,
         "" if table else times(now),

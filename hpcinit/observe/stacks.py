@@ -147,7 +147,11 @@ def main(argv: Sequence[str]) -> int:
     job = job_step.running(options.run, options.runs_dir)
     nodes = list(dict.fromkeys(job.host(rank) for rank in wanted)) or list(job.nodes)
     reports, error = _ask(job, nodes, wanted)
-    silent = [] if not job.slurm else [node for node in nodes if node not in {one["host"] for one in reports}]
+    silent = (
+        []
+        if not job.engine.other_machines
+        else [node for node in nodes if node not in {one["host"] for one in reports}]
+    )
     if silent and not reports:
         raise Failure(
             f"no node of job {job.job_id} answered: {error or 'the step printed nothing'}. The run continues. "
@@ -203,7 +207,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
     """Return the reports of the nodes that answered, and Slurm's output."""
     asked = {
         "run": str(job.path),
-        "slurm": job.slurm,
+        "slurm": job.engine.uses_slurm,
         "tasks": STARTS[job.spec.launch.kind].task_per_rank,
         "ranks": list(wanted),
         "samples": SAMPLES,
@@ -212,7 +216,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
     }
     command = job_step.collector(asked)
     env = job_step.environment(slurm_client.environment())
-    if not job.slurm:
+    if not job.engine.other_machines:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )

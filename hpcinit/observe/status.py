@@ -16,10 +16,12 @@ from hpcinit.base import console, json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
-from hpcinit.observe import find_runs, overview, progress, requests, state
+from hpcinit.engine import from_record
+from hpcinit.observe import find_runs, overview, progress, requests
 from hpcinit.observe.overview import Run
 from hpcinit.observe.requests import Submission
 from hpcinit.observe.run_details import again, details, documents, job_of, result, settings, submitted
+from hpcinit.records import job_record
 from hpcinit.slurm import reasons
 from hpcinit.slurm.queue import QueueQuery
 
@@ -146,7 +148,7 @@ def _deleted(name: str, runs_dir: Path, queue: QueueQuery) -> list[Run]:
 
 def _uses_slurm(path: Path) -> bool:
     try:
-        return bool(state.submission(path)["engine"] == "slurm")
+        return from_record(job_record.submission(path)).uses_slurm
     except RequestError:
         return False
 

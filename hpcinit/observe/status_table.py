@@ -135,4 +135,4 @@ def _interest(task: find_runs.Task) -> int:
     """Return a sort key: running tasks first, then failed, waiting and successful ones."""
     if not task.state.over:
         return 2 if task.state.name in ("PENDING", find_runs.NOT_SUBMITTED) else 0
-    return 1 if task.status else 3
+    return 1 if task.state.status else 3

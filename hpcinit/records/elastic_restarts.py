@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,22 +49,9 @@ def from_json(line: str) -> Restart:
         found = run_folder.from_known_fields(Restart, json.loads(line))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    _check_types(found)
+    if not 0 <= found.time < LATEST or any(not -1 <= one < 2**31 for one in (found.number, found.rank, found.step)):
+        raise ValueError(f"a time or a number is out of range: {found!r:.200}")
     return found
-
-
-def _check_types(found: Restart) -> None:
-    """Raise ValueError if a value does not have its field's type: another version or program may have written it."""
-    for name in ("job", "host", "how", "error"):
-        getattr(found, name).encode()  # UnicodeEncodeError is a ValueError; a lone surrogate fits in no file
-    for name in ("number", "rank", "step"):
-        value = getattr(found, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**31:
-            raise ValueError(f"{name} is {value!r:.40}, expected a number")
-    if not isinstance(found.time, (int, float)) or not 0 <= found.time < LATEST:
-        raise ValueError(f"time is {found.time!r:.40}, expected seconds since 1970")
-    if not isinstance(found.secondary, bool):
-        raise ValueError(f"secondary is {found.secondary!r:.40}, expected true or false")
 
 
 def cause(found: Sequence[Restart]) -> Restart:
@@ -87,18 +73,12 @@ def agents_folder(step: str) -> str:
 
 def read(folder: Path) -> Iterator[Restart]:
     """Yield the recorded restarts of the run folder. Skip lines that cannot be read."""
-    with suppress(OSError):
-        for line in safe_files.read_text(folder / run_folder.ELASTIC).splitlines():
-            with suppress(ValueError, TypeError, AttributeError):
-                yield from_json(line)
+    return run_folder.read_lines(Restart, folder / run_folder.ELASTIC)
 
 
 def furthest(folder: Path) -> int:
     """Return the last step that rank 0 reported, or -1 if it has not reported any."""
-    try:
-        step = safe_files.read_json(folder / run_folder.PROGRESS)["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return -1
+    step = safe_files.json_or_empty(folder / run_folder.PROGRESS).get("step")
     return step if isinstance(step, int) else -1
 
 

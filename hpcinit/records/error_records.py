@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import safe_files
 from hpcinit.records import run_folder
 
 
@@ -70,28 +70,9 @@ def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
     Skip files that are unreadable, incomplete or from another version.
     """
     for path in _named(folder, name):
-        try:
-            record = run_folder.from_known_fields(ErrorRecord, safe_files.read_json(path))
-            _check_types(record)
-            yield Found(record, path.stat().st_mtime)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            continue
-
-
-TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("time", "monotonic"), (int, float)),
-    **dict.fromkeys(("rank", "step"), (int,)),
-    **dict.fromkeys(("host", "error", "traceback", "phase", "job", "kind", "host_at_fault", "quoted"), (str,)),
-    "rank_at_fault": (int, type(None)),
-    "hang": (dict, type(None)),
-}
-
-
-def _check_types(record: ErrorRecord) -> None:
-    """Raise ValueError if a value does not have the type of its field."""
-    for name, types in TYPES.items():
-        if not isinstance(getattr(record, name), types):
-            raise ValueError(f"{name} is {getattr(record, name)!r:.40}, expected {types[0].__name__}")
+        with suppress(OSError):
+            if record := run_folder.read_record(ErrorRecord, path):
+                yield Found(record, path.stat().st_mtime)
 
 
 def _named(folder: Path, name: str) -> list[Path]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 from hpcinit.base import safe_files
 from hpcinit.base.text import counted, rank_names
@@ -295,32 +295,9 @@ def from_document(document: Mapping[str, Any]) -> HangReport:
 
     Raise ValueError, TypeError or AttributeError for values of other types.
     """
-    found = run_folder.from_known_fields(HangReport, document)
-    silent, stuck = _parts(SilentNode, found.silent_nodes), _parts(StuckRank, found.stuck)
-    report = replace(
-        found,
-        last_steps=tuple((step, tuple(ranks)) for step, ranks in found.last_steps),
-        waiting=_parts(Waiting, found.waiting),
-        unheard=tuple(found.unheard),
-        silent_nodes=silent,
-        stuck=stuck,
-        text=tuple(found.text),
-        cpu=tuple((percent, tuple(ranks)) for percent, ranks in found.cpu),
-    )
-    texts = [report.host, report.state, *(one.host for one in silent), *(one.host for one in stuck), *report.text]
-    if not (report.rank is None or isinstance(report.rank, int)) or not all(isinstance(one, str) for one in texts):
-        raise ValueError("rank is not a number, or a name is not text")
+    report = run_folder.from_known_fields(HangReport, document)
     report.lines()  # raises if a field does not fit its sentence
     return report
-
-
-T = TypeVar("T")
-
-
-def _parts(kind: type[T], documents: Iterable[Any]) -> tuple[T, ...]:
-    """Return the parts of a report, with tuples instead of JSON's lists."""
-    values = ({k: tuple(v) if isinstance(v, list) else v for k, v in one.items()} for one in documents)
-    return tuple(run_folder.from_known_fields(kind, one) for one in values)
 
 
 def of_record(record: ErrorRecord | None) -> HangReport:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcinit.base import safe_files
+from hpcinit.records import run_folder
 
 FOLDER = "heartbeats"
 STOPPED, IN_KERNEL, GONE, MUTE = "stopped", "in the kernel", "gone", "mute"  # values of RankHeartbeat.state
@@ -45,16 +45,8 @@ def read(folder: Path) -> list[NodeHeartbeats]:
 
     Skip unreadable files.
     """
-    found = []
     try:
         paths = sorted(folder.glob("*.json"))
     except OSError:
         return []
-    for path in paths:
-        try:
-            document = safe_files.read_json(path)
-            ranks = tuple(RankHeartbeat(**one) for one in document["heartbeats"])
-            found.append(NodeHeartbeats(document["host"], document["time"], ranks))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # being replaced, or written by another version
-    return found
+    return [found for path in paths if (found := run_folder.read_record(NodeHeartbeats, path))]

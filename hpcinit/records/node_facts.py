@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -161,20 +159,3 @@ class Node:
     nccl: Nccl | None = None
     processes: tuple[Leftover, ...] = ()
     files: OldFiles | None = None
-
-
-def from_document(kind: Any, document: Mapping[str, Any]) -> Any:
-    """Return a dataclass `kind` from its asdict(), ignoring fields of later versions.
-
-    Raise TypeError if a field is missing.
-    """
-    types = get_type_hints(kind)
-    return kind(**{key: _decoded(types[key], value) for key, value in document.items() if key in types})
-
-
-def _decoded(kind: Any, value: Any) -> Any:
-    parts = get_args(kind)  # of tuple[Gpu, ...] and of Node | None
-    if isinstance(value, list):
-        return tuple(_decoded(parts[0], item) for item in value) if parts else value
-    whole = next((one for one in (kind, *parts) if is_dataclass(one)), None)
-    return from_document(whole, value) if whole and isinstance(value, Mapping) else value

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpcinit.base import safe_files
 from hpcinit.base.text import home
 from hpcinit.records import run_folder
 
@@ -92,19 +91,7 @@ def file(env: Mapping[str, str], cluster: str) -> Path:
 
 def read(path: Path) -> list[NodeFailure]:
     """Return the failures in the file, or none if it does not exist. Skip other lines."""
-    try:
-        lines = safe_files.read_text(path).splitlines()
-    except OSError:
-        return []
-    return [one for one in map(_line, lines) if one is not None]
-
-
-def _line(text: str) -> NodeFailure | None:
-    try:
-        one = run_folder.from_known_fields(NodeFailure, json.loads(text))
-        return one if one.time >= 0 and isinstance(one.host, str) and isinstance(one.kind, str) else None
-    except (ValueError, TypeError, AttributeError):
-        return None
+    return [one for one in run_folder.read_lines(NodeFailure, path) if one.time >= 0]
 
 
 def append(path: Path, found: Iterable[NodeFailure]) -> None:

@@ -75,11 +75,8 @@ def _write(folder: Path, use: ProgramUse) -> None:
 
 def read(folder: Path) -> ProgramUse | None:
     """Return the record, or None if it is missing or invalid."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        found = run_folder.from_known_fields(ProgramUse, safe_files.read_json(folder / run_folder.PROGRAM_USE))
-        if found.uses in STEPS:
-            return ProgramUse(found.uses, tuple(map(str, found.no_effect)))
-    return None
+    found = run_folder.read_record(ProgramUse, folder / run_folder.PROGRAM_USE)
+    return found if found and found.uses in STEPS else None
 
 
 def _of_init(spec: Spec) -> Iterator[str]:

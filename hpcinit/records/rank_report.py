@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from hpcinit.base import safe_files
-from hpcinit.records import node_facts
+from hpcinit.records import run_folder
 from hpcinit.records.node_facts import Node
 
 FOLDER = "doctor"
@@ -114,16 +114,8 @@ def read(folder: Path) -> list[Report]:
 
 def _reports(place: Path) -> Iterator[Report]:
     for path in place.glob("rank-*.json"):
-        try:
-            yield rank_reports_of(safe_files.read_json(path))
-        except (OSError, ValueError, TypeError):
-            continue
-
-
-def rank_reports_of(document: Mapping[str, Any]) -> Report:
-    """Return the Report from its asdict(). Raise TypeError for another document."""
-    found: Report = node_facts.from_document(Report, document)
-    return found
+        if report := run_folder.read_record(Report, path):
+            yield report
 
 
 # Which links are measured, in which order, and which of them are slow.

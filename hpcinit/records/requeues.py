@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,20 +29,7 @@ class Restart:
 
 def read(path: Path) -> list[Restart]:
     """Return the restarts of a run, oldest first. Skip unreadable lines."""
-    try:
-        return list(_lines(iter(safe_files.read_text(f"{path}/{run_folder.RESTARTS}").splitlines())))
-    except OSError:
-        return []
-
-
-def _lines(text: Iterator[str]) -> Iterator[Restart]:
-    for line in text:
-        try:
-            one = run_folder.from_known_fields(Restart, json.loads(line))
-        except (ValueError, TypeError, AttributeError):
-            continue
-        if isinstance(one.restart, int) and isinstance(one.reason, str):
-            yield one
+    return list(run_folder.read_lines(Restart, f"{path}/{run_folder.RESTARTS}"))
 
 
 def append(path: Path, restart: Restart) -> None:

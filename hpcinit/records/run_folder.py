@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hpcinit.base import safe_files
 
 SPEC = "spec.json"  # login node writes, ranks read
 CONFIG = "config.yaml"  # the composed config, to read and to run again
@@ -63,10 +70,48 @@ REASONS = (PREEMPTED, NODE_FAIL, HANG, TIME_LIMIT, FAILURE)
 T = TypeVar("T")
 
 
-def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a dataclass `kind` from the keys of `document`. Ignore keys of later versions.
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
-    Raise TypeError if a field without a default is missing, AttributeError if `document` is not a mapping.
+
+def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
+    """Return a dataclass `kind` from its asdict() or its JSON, where a list may be a tuple, and a dict a dataclass.
+
+    Keys of later versions are ignored. Raise TypeError if a field without a default is missing, ValueError if a value
+    does not have the type of its field, AttributeError if `document` is not a mapping.
     """
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: value for key, value in document.items() if key in known})
+    types = _types(kind)  # type: ignore[arg-type]
+    return kind(**{name: _typed(name, types[name], value) for name, value in document.items() if name in types})
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+        parts, whole = get_args(one), get_origin(one) or one
+        if whole is tuple and isinstance(value, (list, tuple)):
+            each = parts[:1] * len(value) if parts[-1] is ... else parts
+            return tuple(_typed(name, *pair) for pair in zip(each, value, strict=True))
+        if is_dataclass(whole) and isinstance(value, Mapping):
+            return from_known_fields(whole, value)  # type: ignore[arg-type]
+        accepted = (int, float) if whole is float else whole
+        if whole is Any or (isinstance(value, accepted) and (whole is bool or not isinstance(value, bool))):
+            if isinstance(value, str):
+                value.encode()  # UnicodeEncodeError is a ValueError; a lone surrogate fits in no file
+            return value
+    raise ValueError(f"{name} is {value!r:.40}, expected {getattr(kind, '__name__', kind)}")
+
+
+def read_lines(kind: type[T], path: str | Path) -> Iterator[T]:
+    """Yield the records of a file with one in each line. Skip lines that a full disk cut off or another version wrote,
+    and a file that cannot be read."""
+    with suppress(OSError):
+        for line in safe_files.read_text(path).splitlines():
+            with suppress(ValueError, TypeError, AttributeError, RecursionError):
+                yield from_known_fields(kind, json.loads(line))
+
+
+def read_record(kind: type[T], path: str | Path) -> T | None:
+    """Return the record in a file, or None if it is missing, unreadable, or written by another version."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return from_known_fields(kind, safe_files.read_json(path))
+    return None

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcinit.base import safe_files
 from hpcinit.records import run_folder
 
 if TYPE_CHECKING:
@@ -77,10 +75,4 @@ def record(folder: Path, found: WrongWorldSize) -> None:
 
 def read(folder: Path) -> WrongWorldSize | None:
     """Return the finding of the run, or None if there is none or it cannot be read."""
-    try:
-        document: Mapping[str, object] = safe_files.read_json(folder / run_folder.WORLD_SIZE)
-        found = run_folder.from_known_fields(WrongWorldSize, document)
-        str(found)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
-    return found
+    return run_folder.read_record(WrongWorldSize, folder / run_folder.WORLD_SIZE)

@@ -17,8 +17,8 @@ from hpcinit.base import json_output
 from hpcinit.base.console import plain
 from hpcinit.base.errors import HpcinitError, RequestError
 from hpcinit.base.text import ranges
-from hpcinit.observe import find_runs, state
-from hpcinit.records import run_folder, spec, timeline
+from hpcinit.observe import find_runs
+from hpcinit.records import job_record, run_folder, spec, timeline
 from hpcinit.records.timeline import Attempt
 from hpcinit.report import startup_phases
 from hpcinit.report.startup_phases import Phase, Report, seconds
@@ -175,7 +175,7 @@ def gather_reports(run: Path) -> list[Report]:
     """Return a report for each attempt, the first one first. Raise RequestError if no rank wrote a timeline."""
     attempts = timeline.read(run)
     if not attempts:
-        record = state.submission(run)
+        record = job_record.submission(run)
         raise RequestError(
             f"no start-up timeline in {run / run_folder.TIMELINE}: job {record['job_id']} has not started yet, its "
             f"ranks could not write there (see hpcinit why), or an older hpcinit submitted it"
@@ -230,9 +230,9 @@ def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
 def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
     """Yield ('JOB.RESTART', time of its submission or requeue in seconds since 1970)."""
     with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
-        record = state.submission(run)
+        record = job_record.submission(run)
         at = float(record["submitted"])
-        yield from ((f"{_number(job)}.0", at) for job in state.jobs(record))
+        yield from ((f"{_number(job)}.0", at) for job in job_record.jobs(record))
     for line in _lines(run / run_folder.RESTARTS):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             yield f"{_number(line['job'])}.{int(line['restart'])}", float(line["time"])

@@ -30,7 +30,6 @@ from hpcinit.runtime import (
     deepspeed_setup,
     devices,
     extension_locks,
-    horovod_setup,
     init_request,
     mesh,
     private_names,
@@ -206,7 +205,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         notes.extend(seeds.make_deterministic(os.environ))
     asked = {"timeout_s": plan.timeout.total_seconds(), "formula": plan.formula} if world.rank == 0 else {}
     kept, where = _group(world, spec, plan, asked)
-    horovod_setup.start_horovod(world)
+    process_group.start_horovod(world)
     above = plan.deepspeed and deepspeed_setup.start_deepspeed(plan.backend, plan.collective_timeout, device)
     if above and world.rank == 0:
         private_names.report_lost("deepspeed")

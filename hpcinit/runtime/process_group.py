@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import time
@@ -23,6 +24,7 @@ from hpcinit.rendezvous.server import RendezvousServer
 from hpcinit.runtime import startup
 from hpcinit.runtime.torch_store import open_store
 from hpcinit.world import World, network
+from hpcinit.world.launchers.mpi import check_horovod, horovod
 
 LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
 SIDE = "hpcinit-side/"  # prefix of the names of side groups
@@ -249,3 +251,21 @@ def _unwrapped(backend: object) -> object:
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg
     return backend
+
+
+def start_horovod(world: World) -> None:
+    """Call hvd.init(), as every program that horovodrun starts must, unless this process has already called it.
+
+    Call it after all ranks have connected, because hvd.init() waits for each of them and names none. Do nothing under
+    another launcher, or if this Python's Horovod was built without torch. Raise WorldError if Horovod reports another
+    rank or size.
+    """
+    if world.launcher != horovod.NAME:
+        return
+    try:
+        hvd = importlib.import_module("horovod.torch")
+    except ImportError:
+        return
+    if not hvd.is_initialized():
+        hvd.init()
+    check_horovod(world)

@@ -37,7 +37,7 @@ def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]
     changed, notes, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
     for request in requests:
         config = request.config
-        if config.cluster.engine != "slurm" or not config.excluded_nodes.exclude:
+        if not config.engine.other_machines or not config.excluded_nodes.exclude:
             changed.append(request)
             continue
         place = (config.cluster.name, config.runs_dir, str(config.excluded_nodes.expiry_h))

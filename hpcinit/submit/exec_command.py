@@ -89,10 +89,10 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
     job = job_step.running(options.run, options.runs_dir)
     rank, host = _place(job, options.rank, options.node)
     container = _container(job)
-    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and job.slurm
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() and job.engine.other_machines
     asked = {
         "run": str(job.path),
-        "slurm": job.slurm,
+        "slurm": job.engine.uses_slurm,
         "tasks": STARTS[job.spec.launch.kind].task_per_rank,
         "rank": rank,
         "workdir": job.spec.workdir,

@@ -99,7 +99,7 @@ def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
     """Return the script. code: the run's snapshot. run: its folder. Raise RequestError for cluster=local."""
     hetjob.refuse(config, "hpcinit export")
-    if config.cluster.engine != "slurm":
+    if not config.engine.uses_slurm:
         raise RequestError(
             f"cluster {config.cluster.name} has no Slurm (engine: {config.cluster.engine}), so a batch script cannot "
             "run there; export the request for another cluster: hpcinit export cluster=x nodes=2 -- train.py"

@@ -14,9 +14,8 @@ from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.base.text import ranges
 from hpcinit.observe import continuation, find_runs, logs, progress, state
-from hpcinit.observe.overview import exit_status
 from hpcinit.observe.poll import Poll, Polls
-from hpcinit.records import run_folder
+from hpcinit.records import job_record, run_folder
 from hpcinit.slurm import reasons
 from hpcinit.why import why_command
 
@@ -33,7 +32,7 @@ def follow(path: Path) -> int:
         console.print(f"\nstopped waiting; the job is still running. Check it:  hpcinit status {run}", markup=False)
         console.print(f"watch it:  hpcinit logs -f {run}    cancel it:  hpcinit cancel {run}", markup=False)
         return INTERRUPTED
-    status = exit_status(end)
+    status = end.status
     _report(path, end, status, console)
     return status
 
@@ -74,7 +73,7 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
         if what := continuation.continues(path, end):
             console.print(what, markup=False)
         else:
-            again = f"{'bash' if end.engine == 'local' else 'sbatch'} {_script(path, end)}"
+            again = f"{end.engine.script_command} {_script(path, end)}"
             console.print(f"run it again manually:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
@@ -87,7 +86,7 @@ def _script(path: Path, end: state.State) -> str:
     own = path / run_folder.SCRIPT
     if own.exists():
         return shlex.quote(str(own))
-    command = state.submission(path)["command"]
+    command = job_record.submission(path)["command"]
     return f"--array={end.job_id.partition('_')[2]} {shlex.quote(command[-1])}"
 
 
@@ -101,11 +100,11 @@ def follow_sweep(path: Path) -> int:
         console.print(f"\nstopped waiting; the jobs are still running. Check them:  hpcinit status {run}", markup=False)
         console.print(f"cancel them:  hpcinit cancel {run}", markup=False)
         return INTERRUPTED
-    bad = [task.number for task in tasks if task.status]
+    bad = [task.number for task in tasks if task.state.status]
     console.print(find_runs.count_states(tasks), markup=False)
     if bad:
         console.print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}", markup=False)
-    return max(task.status for task in tasks)
+    return max(task.state.status for task in tasks)
 
 
 def _watch_tasks(path: Path, console: Console) -> list[find_runs.Task]:
@@ -116,7 +115,7 @@ def _watch_tasks(path: Path, console: Console) -> list[find_runs.Task]:
             over = polls.ask()
             tasks = [task for task in polls.now[0].tasks if task.state.name != find_runs.NOT_SUBMITTED]
             for task in tasks:
-                if task.state.over and task.status and task.number not in reported:
+                if task.state.over and task.state.status and task.number not in reported:
                     reported.add(task.number)
                     console.print(f"task {task.number}  {task.combination}: {_end(task)}", markup=False)
             if over:
@@ -130,4 +129,4 @@ def _watch_tasks(path: Path, console: Console) -> list[find_runs.Task]:
 
 
 def _end(task: find_runs.Task) -> str:
-    return f"{task.state.name} {task.state.reason}".rstrip() + f", exit status {task.status}"
+    return f"{task.state.name} {task.state.reason}".rstrip() + f", exit status {task.state.status}"

@@ -117,15 +117,13 @@ def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[di
     return {k: v for k, v in slurm_client.environment(env).items() if k not in dropped}, dropped
 
 
-def job_environment(
-    env: Mapping[str, str], secrets: Mapping[str, str], patterns: Sequence[str], devices: bool
-) -> tuple[dict[str, str], DroppedVariables]:
+def job_environment(env: Mapping[str, str], config: Config) -> tuple[dict[str, str], DroppedVariables]:
     """Return sbatch's environment, and what was dropped: other jobs' variables and secrets.
 
-    secrets: those that the job itself reads from files. patterns: more names of secrets. A proxy is passed on, even
-    with a password, unless a pattern matches it.
+    A proxy is passed on, even with a password, unless config.secret_names names it.
     """
-    kept, foreign = clean_environment(env, devices)
+    secrets, patterns = config.secrets, config.secret_names
+    kept, foreign = clean_environment(env, devices=config.engine.other_machines)
     passed = {k for k in kept if k in KEPT or (PROXY.fullmatch(k) and not secret_names.named(k, patterns))}
     hidden = {k for k in kept if k not in passed and secret_names.is_secret(k, env[k], patterns)}
     found = sorted(k for k in kept if k in secrets or k in hidden)

@@ -11,7 +11,7 @@ from hpcinit.observe import cancel as cancel_command
 from hpcinit.observe import find_runs, state, watch
 from hpcinit.observe.poll import Polls
 from hpcinit.observe.state import State
-from hpcinit.records import results
+from hpcinit.records import job_record, results
 from hpcinit.why import why_command
 
 Print = Callable[[str], None]
@@ -34,7 +34,7 @@ def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
 
 def job_id(run: Path) -> str:
     """Return the id of the run's job."""
-    return str(state.submission(run)["job_id"])
+    return str(job_record.submission(run)["job_id"])
 
 
 def cancel(runs: Sequence[Path], show: Print) -> None:

@@ -15,7 +15,7 @@ from hpcinit.config.schema import Config
 
 def wanted(config: Config) -> bool:
     """Return whether the batch script counts its job's restarts and requeues it."""
-    return bool(config.restart.max_restarts) and config.cluster.engine == "slurm"
+    return bool(config.restart.max_restarts) and config.engine.has_queue
 
 
 def policy(config: Config) -> list[str]:
@@ -33,7 +33,7 @@ def policy(config: Config) -> list[str]:
 def option(config: Config) -> dict[str, bool]:
     """Return sbatch's option that allows or forbids a requeue. Without restart.max_restarts, use the site's default."""
     spares = {"no-kill": True} if config.spare_nodes else {}  # the job continues after it lost a node
-    if config.restart.max_restarts is None or config.cluster.engine != "slurm":
+    if config.restart.max_restarts is None or not config.engine.has_queue:
         return spares
     return {**spares, **({"requeue": True} if config.restart.max_restarts else {"no-requeue": True})}
 

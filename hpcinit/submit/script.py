@@ -134,7 +134,7 @@ def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: S
 
 def _cores_of_tasks(config: Config) -> list[str]:
     """Return lines that let one task use the cores of all ranks of its node, if it starts them all."""
-    if STARTS[config.launch.kind].task_per_rank or config.cluster.engine != "slurm" or not cpus_per_rank(config):
+    if STARTS[config.launch.kind].task_per_rank or not config.engine.uses_slurm or not cpus_per_rank(config):
         return []
     why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."
     return [why, "unset SLURM_CPUS_PER_TASK", ""]
@@ -201,21 +201,21 @@ def slurm_time(minutes: int) -> str:
 
 def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]:
     """Return the lines before the ranks start."""
-    slurm, chain = config.cluster.engine == "slurm", config.chain > 1
+    queue, chain = config.engine.has_queue, config.chain > 1
     after = {"hpcinit_pythons": _words(_pythons(config)), "hpcinit_policy": _words(restart.policy(config))}
     blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
-        (slurm, run.guard, {}),
+        (queue, run.guard, {}),
         (True, "token", {}),
         (True, "run_folder", {run_folder.ENV_FOLDER: run.in_shell()}),
         (chain, "chain", {}),
         (True, "record", {"hpcinit_job": run.job_id}),
         (chain, "chain_end", {}),
-        (slurm, "after", after),
+        (queue, "after", after),
     ]
     lines = [line for wanted, name, values in blocks if wanted for line in [*shell_blocks.block(name, values), ""]]
     lines += [*_end_time(config), *job_setup.setup_lines(config, run, noted=True), *code_lines(run, code)]
     unlimited = "" if restart.wanted(config) else "1"
-    return lines + (["", *shell_blocks.block("restarted", {"hpcinit_unlimited": unlimited})] if slurm else [])
+    return lines + (["", *shell_blocks.block("restarted", {"hpcinit_unlimited": unlimited})] if queue else [])
 
 
 def _pythons(config: Config) -> list[str]:
@@ -274,7 +274,7 @@ def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
 
 def _command(config: Config, steps: Sequence[str]) -> list[str]:
     """Return lines that run `steps`, which start the ranks, and then hpcinit.after."""
-    after = ["hpcinit_after $?"] if config.cluster.engine == "slurm" and config.worlds != hetjob.EACH else []
+    after = ["hpcinit_after $?"] if config.engine.has_queue and config.worlds != hetjob.EACH else []
     if not config.spare_nodes:
         return [*steps, *after]
     launcher, _, rest = steps[0].partition(" ")

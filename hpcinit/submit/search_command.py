@@ -18,8 +18,7 @@ from hpcinit.base.errors import INTERRUPTED, Failure, HpcinitError, RequestError
 from hpcinit.base.text import counted
 from hpcinit.config import job_spec
 from hpcinit.config.request import Ended, Request
-from hpcinit.observe import state
-from hpcinit.records import results, run_folder, run_numbers
+from hpcinit.records import job_record, results, run_folder, run_numbers
 from hpcinit.records.results import Value
 from hpcinit.submit import folder, transaction
 from hpcinit.submit.messages import print_reliably
@@ -61,7 +60,7 @@ class Trials:
         if status == INTERRUPTED:
             print(f"the search stopped after {self._so_far()}", file=sys.stderr)
             raise Ended(status)
-        end = time.monotonic() + (LATE_S if config.cluster.engine == "slurm" else 0)
+        end = time.monotonic() + (LATE_S if config.engine.other_machines else 0)
         outcomes = [_outcome(request, runs.get(request.number), end) for request in requests]
         self._record(requests, runs, outcomes)
         self._done += len(requests)
@@ -106,7 +105,7 @@ def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitE
         return Failure(f"{trial} was not submitted")
     logs = f"hpcinit logs {shlex.quote(str(run))}"
     while True:
-        status = state.exit_status(run)
+        status = job_record.exit_status(run)
         try:
             value = results.read_numbers(run)
         except RequestError as error:

@@ -35,8 +35,7 @@ def differences(run: str, recorded: Iterable[str], config: Config) -> str:
 
     recorded: names() of that submission. Variables of the config are ignored, because they are submitted again.
     """
-    slurm = config.cluster.engine == "slurm"
-    env, _ = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
+    env, _ = job_environment.job_environment(os.environ, config)
     then, now = set(recorded), set(names(env))
     set_again = {*config.cluster.env, *config.job.env, *config.secrets}
     missing = sorted(name for name in then - now - set_again if not SESSION.fullmatch(name))

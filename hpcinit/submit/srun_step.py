@@ -4,7 +4,7 @@
 - launch=fork: a task per node, the fork server `python -m hpcinit.fork SPEC`
 - launch=torchrun: a task per node, the elastic agent `python -m hpcinit.elastic SPEC`
 
-With cluster=local, `python -m hpcinit.local.step` replaces srun and takes the same options.
+With cluster=local, `python -m hpcinit.engine.local_step` replaces srun and takes the same options.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def srun_step_line(
     """
     python = environment.python(config)
     here = sys.executable if config.container.image else python
-    launcher = ["srun"] if config.cluster.engine == "slurm" else [here, "-m", "hpcinit.local.step"]
+    launcher = config.engine.step_command(here)
     flags = {**options(config, run), **(more or {}), **container.container_options(config, run, workdir)}
     if str(config.cluster.srun.get("distribution")).startswith("arbitrary"):
         del flags["nodes"]  # Slurm 26.05 refuses both

@@ -198,14 +198,14 @@ def _all(
             end = f"interrupted, but the job was already submitted; to cancel it: hpcinit cancel {run}"
             print(f"{end}{_others(requests, number + 1)}", file=sys.stderr)
             return INTERRUPTED
-        # cluster=local has no queue: with wait=true the jobs of a sweep run one after the other.
-        if request.config.wait and request.config.cluster.engine == "local":
+        # Without a queue, the jobs of a sweep with wait=true run one after the other.
+        if request.config.wait and not request.config.engine.has_queue:
             status = max(status, followed := _follow(request, done, as_json))
             if followed == INTERRUPTED:
                 print(f"hpcinit: interrupted{_others(requests, number + 1)}", file=sys.stderr)
                 return INTERRUPTED
     for request, done in jobs:
-        if request.config.wait and request.config.cluster.engine != "local" and status != INTERRUPTED:
+        if request.config.wait and request.config.engine.has_queue and status != INTERRUPTED:
             status = max(status, _follow(request, done, as_json))
     return status
 

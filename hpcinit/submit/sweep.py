@@ -165,9 +165,7 @@ def is_one(requests: Sequence[Request]) -> bool:
     configs = [request.config for request in requests]
     return (
         len(configs) > 1
-        and all(
-            config.cluster.engine == "slurm" and config.chain == 1 and config.snapshot == "none" for config in configs
-        )
+        and all(one.engine.has_queue and one.chain == 1 and one.snapshot == "none" for one in configs)
         and len({(config.runs_dir, config.dry_run, config.wait) for config in configs}) == 1
     )
 

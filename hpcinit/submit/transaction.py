@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from hpcinit.checks.checkout import SnapshotPlan
 from hpcinit.config import hetjob, job_spec
 from hpcinit.config.request import Request
 from hpcinit.config.schema import Config
-from hpcinit.records import run_folder, secret_names
+from hpcinit.engine import from_record
+from hpcinit.records import job_record, run_folder, secret_names
 from hpcinit.slurm import exactly_once, scontrol, slurm_client, tokens
 from hpcinit.slurm.queue import QueueQuery
 from hpcinit.submit import code_snapshot, folder, job_environment, restart, script, shell_variables
@@ -75,7 +77,7 @@ class Transaction:
         Raise RequestError if another process has the claim, and SubmitError if it cannot be written.
         """
         self._request = request
-        if self._config.cluster.engine == "slurm" and not self._config.again:
+        if self._config.engine.has_queue and not self._config.again:
             longest_s = exactly_once.longest_s(self._config.cluster.submit_patience_s, jobs)
             self._claims.enter_context(folder.claim_held(self.path, request, longest_s))
             self._queued = tokens.own_jobs(self.env, ended=False)
@@ -94,7 +96,7 @@ class Transaction:
     def submit(
         self, script: Path, options: Sequence[str] = (), parts: Sequence[Path] = ()
     ) -> tuple[str, Sequence[str]]:
-        """Submit `script` to Slurm or the local engine, exactly once. Return the job id and the command.
+        """Submit `script` to the engine, exactly once. Return the job id and the command.
 
         options: options of sbatch. parts: the run folders that belong to this job. Raise SubmitError if there is no
         job, and its subclass MaybeSubmitted if there may be one.
@@ -102,11 +104,8 @@ class Transaction:
         self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own
         exists = True  # the job exists or may exist
         try:
-            if self._config.cluster.engine == "local":
-                from hpcinit.local import engine  # noqa: PLC0415
-
-                return engine.start(self.path, self._config.time_min, self.env)
-            return self._sbatch(script, options)
+            how = partial(self._sbatch, script, options)
+            return self._config.engine.submit(self.path, self._config.time_min, self.env, how)
         except (SubmitError, KeyboardInterrupt) as error:
             exists = isinstance(error, MaybeSubmitted)
             raise
@@ -175,8 +174,7 @@ def begin(
     """
     require_sbatch(config)
     provenance = Provenance(job_spec.workdir(config), secret_names.masked(argv, config.secret_names))
-    slurm = config.cluster.engine == "slurm"
-    env, dropped = job_environment.job_environment(os.environ, config.secrets, config.secret_names, devices=slurm)
+    env, dropped = job_environment.job_environment(os.environ, config)
     provenance.variables = shell_variables.names(env)
     with (
         signals.deferred_interrupts() as received,
@@ -199,8 +197,7 @@ def mark(path: Path, record: Mapping[str, Any]) -> None:
     try:
         folder.mark_submitted(path, record)
     except OSError as error:
-        command = "scancel" if record["engine"] == "slurm" else "kill"
-        end = " ".join(slurm_client.addressed([command, str(record["job_id"])]))
+        end = " ".join(slurm_client.addressed([from_record(record).cancel_command, str(record["job_id"])]))
         raise MaybeSubmitted(
             f"job {record['job_id']} was submitted, but its record {path / run_folder.SUBMISSION} cannot be written: "
             f"{error.strerror}; the job will run, to cancel it: {end}"
@@ -209,7 +206,7 @@ def mark(path: Path, record: Mapping[str, Any]) -> None:
 
 def require_sbatch(config: Config) -> None:
     """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS names another cluster."""
-    if config.cluster.engine != "slurm":
+    if not config.engine.uses_slurm:
         return
     other, named = os.environ.get("SLURM_CLUSTERS"), config.cluster.clusters
     if other and (ours := named or _cluster_name()) and other.lower() != ours.lower():
@@ -239,9 +236,8 @@ def _started_by(script: Path) -> Callable[[], str]:
     """Return a function that returns the id of the job that started `script`, from the run folder's record, or ''."""
 
     def started() -> str:
-        from hpcinit.observe import state  # noqa: PLC0415 - only after trouble
 
-        return state.last_job(script.parent)
+        return job_record.last_job(script.parent)
 
     return started
 
@@ -326,7 +322,7 @@ def submit(
             folder.make_component(path, number, make_spec(each, workdir, code, path).to_json())
         write_more(path, asked.number)
         one.check_duplicates()
-        asks_slurm = config.validate and config.cluster.engine == "slurm"
+        asks_slurm = config.validate and config.engine.uses_slurm
         expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asks_slurm else ""
         if config.dependency:  # Slurm's estimate ignores dependencies
             expected = ""

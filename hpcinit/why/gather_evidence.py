@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.errors import SpecError
+from hpcinit.engine import slurm_engine
 from hpcinit.observe import logs, progress, state
 from hpcinit.records import (
     causes,
@@ -21,6 +22,7 @@ from hpcinit.records import (
     hang_report,
     heartbeats,
     job_log,
+    job_record,
     program_use,
     run_folder,
     spec,
@@ -52,16 +54,18 @@ _NOT_LAST = re.compile(r"^(slurmstepd\S*:(?! error: execve\(\))|srun:|hpcinit: |
 
 def gather(path: Path, now: state.State) -> Evidence:
     """Return the evidence of the last attempt of the run in `path`. now: the run's state."""
-    attempt = _json(path / run_folder.EXIT)
+    attempt = safe_files.json_or_empty(path / run_folder.EXIT)
     job_id = str(attempt.get("job", "")) or now.job_id
     restart = attempt.get("restart")
     # The log first: srun reports the end of a rank after the rank has written its record.
     log = job_log.read(_text(path / run_folder.JOB_LOG), spec.ranks_per_task(path))
     every = list(error_records.read(path / run_folder.ERRORS))
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
-    slurm = now.engine == "slurm" and not now.away  # otherwise each query would time out
+    slurm = now.engine.uses_slurm and not now.away  # otherwise each query would time out
     job = _record("job", job_id, "JobId") if slurm else {}
-    if job and state.is_other(state.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")):
+    if job and slurm_engine.is_other(
+        job_record.last_submission(path), job_id, job.get("Comment", ""), job.get("Command", "")
+    ):
         job = {}
     started = _started(path, job_id, restart)
     hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
@@ -88,7 +92,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     return Evidence(
         state="NODE_FAIL" if silent and nodes else now.name,
         reason=now.reason,
-        exit_status=now.exit_status if now.exit_status is not None else state.exit_status(path),
+        exit_status=now.exit_status if now.exit_status is not None else job_record.exit_status(path),
         who=now.reason.partition("by ")[2] if now.name == "CANCELLED" else "",
         found=found,
         log=job_log.with_preemption(log, preempted_at),
@@ -113,7 +117,7 @@ def gather(path: Path, now: state.State) -> Evidence:
 
 def dumps(path: Path, now: state.State) -> tuple[Mapping[int, Mapping[str, Any]], frozenset[int]]:
     """Return the flight recorder's dumps of the last attempt, and the ranks whose program ended with status 0."""
-    attempt = _json(path / run_folder.EXIT)
+    attempt = safe_files.json_or_empty(path / run_folder.EXIT)
     job_id, restart = str(attempt.get("job", "")) or now.job_id, attempt.get("restart")
     returned = (rank.rank for rank in _started(path, job_id, restart) if rank.returned is not None)
     return flight_recorder.read_attempt(path, job_id, restart), frozenset(returned)
@@ -309,11 +313,3 @@ def _text(path: Path) -> str:
             return large_logs.read(file, MOST_OF_JOB_LOG)[0]
     except OSError:
         return ""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = safe_files.read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

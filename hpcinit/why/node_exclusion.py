@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcinit.base import safe_files
 from hpcinit.base.text import brief
+from hpcinit.engine import ENGINES
 from hpcinit.records import node_records, run_folder
 from hpcinit.records.node_records import NodeFailure
 
@@ -30,8 +31,8 @@ def record_faulty_nodes(run: Path, found: Evidence) -> None:
     """
     if not safe_files.is_own(run):
         return
-    submission = _json(run / run_folder.SUBMISSION)
-    if submission.get("engine") == "slurm":
+    submission = safe_files.json_or_empty(run / run_folder.SUBMISSION)
+    if _has_nodes(submission):
         path = node_records.file(os.environ, str(submission.get("cluster", "")))
         with contextlib.suppress(OSError):
             node_records.append(
@@ -46,18 +47,22 @@ def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[Node
     """
     found: list[NodeFailure] = []
     for run in _recent(runs_dir, now - expiry_h * 3600):
-        submission = _json(run / run_folder.SUBMISSION)
-        mine = submission.get("engine") == "slurm" and submission.get("cluster") == cluster
-        if mine and _has_evidence(run):
+        submission = safe_files.json_or_empty(run / run_folder.SUBMISSION)
+        if submission.get("cluster") == cluster and _has_nodes(submission) and _has_evidence(run):
             found += _failures(run, submission, _left(run, str(submission.get("job_id", ""))))
     return found
+
+
+def _has_nodes(submission: Mapping[str, Any]) -> bool:
+    engine = ENGINES.get(submission.get("engine", ""))
+    return engine is not None and engine.other_machines
 
 
 def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iterator[NodeFailure]:
     named = faulty_nodes(found)
     if not named:
         return
-    job = str(_json(run / run_folder.EXIT).get("job", "") or submission.get("job_id", ""))
+    job = str(safe_files.json_or_empty(run / run_folder.EXIT).get("job", "") or submission.get("job_id", ""))
     try:
         at = (run / run_folder.JOB_LOG).stat().st_mtime
     except OSError:
@@ -107,7 +112,7 @@ def _left(run: Path, job_id: str) -> Evidence:
     from hpcinit.records import error_records, hang_report, job_log  # noqa: PLC0415
     from hpcinit.why.evidence import Evidence  # noqa: PLC0415
 
-    attempt = _json(run / run_folder.EXIT)
+    attempt = safe_files.json_or_empty(run / run_folder.EXIT)
     job_id = str(attempt.get("job", "")) or job_id
     restart = attempt.get("restart")
     every = list(error_records.read(run / run_folder.ERRORS))
@@ -126,14 +131,6 @@ def _end(path: Path) -> bytes:
             return file.read()
     except OSError:
         return b""
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = safe_files.read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 # Which nodes caused the end of a run, if any: from the output of Slurm and the driver, and from the heartbeats.

@@ -31,7 +31,7 @@ def grouped(tasks: Sequence[Task], explain: Callable[[Task], Verdict]) -> list[G
     """Return the failed tasks by the kind of failure and its error, in which numbers may differ; largest first."""
     found: dict[tuple[str, str], tuple[list[Task], Verdict]] = {}
     for task in tasks:
-        if (task.state.over and task.status) or task.state.purged:
+        if (task.state.over and task.state.status) or task.state.purged:
             verdict = explain(task)
             key = verdict.kind, re.sub(r"\d+", "N", verdict.error)
             found.setdefault(key, ([], verdict))[0].append(task)

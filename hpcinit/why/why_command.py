@@ -15,9 +15,10 @@ from hpcinit.base import console, failure_kinds, json_output
 from hpcinit.base.console import plain_lines, say
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
+from hpcinit.engine import slurm_engine
 from hpcinit.observe import continuation, find_runs, progress, restarts, stacks, state
 from hpcinit.observe.continuation import RESTARTS_ALONE
-from hpcinit.records import hang_report, job_log, run_folder, world_size
+from hpcinit.records import hang_report, job_log, job_record, run_folder, world_size
 from hpcinit.slurm import memory_use, reasons, slurm_client
 from hpcinit.why import (
     diagnosis,
@@ -221,11 +222,11 @@ def culprits(verdict: Verdict) -> list[dict[str, Any]]:
 
 def explain_run(path: Path, now: state.State) -> Verdict:
     """Return the verdict on a run, with a warning about process groups whose size differs from the job's."""
-    with slurm_client.on_cluster(state.clusters(path)):
+    with slurm_client.on_cluster(job_record.clusters(path)):
         verdict, found = _explain(path, now), world_size.read(path)
         if (
             verdict.kind == failure_kinds.HOST_MEMORY
-            and now.engine == "slurm"
+            and now.engine.uses_slurm
             and (used := memory_use.describe(now.job_id, lambda line: _is_other(path, now.job_id, line)))
         ):
             verdict = replace(verdict, evidence=(*verdict.evidence, used))
@@ -235,7 +236,7 @@ def explain_run(path: Path, now: state.State) -> Verdict:
 
 
 def _is_other(path: Path, job_id: str, submitted: str) -> bool:
-    return state.is_other(state.last_submission(path), job_id, submitted, submitted)
+    return slurm_engine.is_other(job_record.last_submission(path), job_id, submitted, submitted)
 
 
 def _explain(path: Path, now: state.State) -> Verdict:

@@ -46,9 +46,9 @@ def test_nothing_runs_on_a_login_node(hpcinit: Run, tmp_path: Path, words: tuple
 
 def test_this_machine_without_slurm_or_on_request(hpcinit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """cluster=local runs on this machine; without sbatch on PATH it is the default."""
-    assert "hpcinit.local" in hpcinit("submit", "cluster=local", *JOB).stdout
+    assert "hpcinit.engine" in hpcinit("submit", "cluster=local", *JOB).stdout
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "hpcinit.local" in hpcinit("submit", *JOB).stdout
+    assert "hpcinit.engine" in hpcinit("submit", *JOB).stdout
 
 
 def test_the_variable_and_the_settings_file(hpcinit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_primary_config_may_choose_this_machine(hpcinit: Run) -> None:
     """`override cluster: local` in a primary config is a choice, also with sbatch on PATH."""
     Path("conf").mkdir()
     Path("conf/mine.yaml").write_text("defaults:\n  - hpcinit\n  - override cluster: local\n  - _self_\n")
-    assert "hpcinit.local" in hpcinit("submit", "--config-name", "mine", *JOB).stdout
+    assert "hpcinit.engine" in hpcinit("submit", "--config-name", "mine", *JOB).stdout
 
 
 def test_settings_are_no_primary_config(hpcinit: Run) -> None:

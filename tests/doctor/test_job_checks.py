@@ -16,13 +16,14 @@ from hpcinit.records import rank_report
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.node_facts import Gpu, GpuProcess, Interface, Name, Node, Place
 from hpcinit.records.rank_report import AllReduce, Copies, Link, Pair, Report, Rule
+from hpcinit.records.run_folder import from_known_fields
 
 DATA = Path(__file__).parent.parent / "data/doctor/two-nodes.json"
 H100 = "NVIDIA H100 80GB HBM3"
 
 
 def recorded() -> list[Report]:
-    return [rank_report.rank_reports_of(one) for one in json.loads(DATA.read_text())["reports"]]
+    return [from_known_fields(Report, one) for one in json.loads(DATA.read_text())["reports"]]
 
 
 def judged(reports: Sequence[Report], nodes: int = 2, ranks_per_node: int = 2) -> list[Check]:
@@ -74,7 +75,7 @@ def test_a_report_is_read_as_written(tmp_path: Path) -> None:
     (tmp_path / "doctor/rank-9.json").write_text('{"rank": 9')
     (tmp_path / "doctor/rank-8.json").write_text('{"rank": 8}')
     assert rank_report.read(tmp_path) == gpus(2)
-    assert rank_report.rank_reports_of({**json.loads(json.dumps(asdict(gpus(2)[0]))), "of_tomorrow": 1}) == gpus(2)[0]
+    assert from_known_fields(Report, {**json.loads(json.dumps(asdict(gpus(2)[0]))), "of_tomorrow": 1}) == gpus(2)[0]
 
 
 def test_a_healthy_cluster() -> None:

@@ -48,7 +48,7 @@ export OMP_NUM_THREADS=1
 # Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
 # Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
 #   layout.dp_replicate=4
-/shared/me/venv/bin/python -m hpcinit.local.step --nodes=2 --ntasks=4 --ntasks-per-node=2 \
+/shared/me/venv/bin/python -m hpcinit.engine.local_step --nodes=2 --ntasks=4 --ntasks-per-node=2 \
     --export=ALL --mpi=none --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
     --output=/shared/me/runs/x-0001/logs/rank-%t.log \
     /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcinit.local import environment_variables
+from hpcinit.engine import local_step
 from hpcinit.records import run_folder
 from hpcinit.records.layout import Layout
 from hpcinit.records.spec import Comm, Launch, Precision, Program, Samples, Spec, Training
@@ -127,10 +127,10 @@ def _commands(job: Job, folder: Path, argument: str) -> list[tuple[list[str], di
         return [(agent, base)]
     per_node = 1 if job.launch == FORK else job.ranks
     number = f"{os.getpid()}{time.monotonic_ns() % 10000:04d}"
-    batch = environment_variables.batch(int(number), folder.name, 1, per_node, str(folder))
+    batch = local_step.batch_variables(int(number), folder.name, 1, per_node, str(folder))
     module = "hpcinit.fork" if job.launch == FORK else "hpcinit.run"
     return [
-        ([*python, "-m", module, spec], {**base, **batch, **environment_variables.task(batch, 1, per_node, rank)})
+        ([*python, "-m", module, spec], {**base, **batch, **local_step.task_variables(batch, 1, per_node, rank)})
         for rank in range(per_node)
     ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import RequestError
+from hpcinit.engine import LOCAL
 from hpcinit.observe import overview, requests, status
 from hpcinit.observe.requests import Submission
 from hpcinit.observe.state import State
@@ -179,7 +180,7 @@ def test_runs_without_a_value_are_last(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         if loss:
             (tmp_path / name / "progress.json").write_text(f'{{"step": 1, "total": 2, "values": {{"loss": {loss}}}}}')
-        runs.append(overview.Run(tmp_path / name, State("COMPLETED", "7", "local")))
+        runs.append(overview.Run(tmp_path / name, State("COMPLETED", "7", LOCAL)))
     assert [run.name for run in status.sort(runs, "loss", reverse=False)] == ["d", "b", "a", "c"]
     assert [run.name for run in status.sort(runs, "loss", reverse=True)] == ["b", "d", "a", "c"]
     with pytest.raises(RequestError, match="no run has this value; values of these runs: loss, step"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import RequestError
+from hpcinit.engine import SLURM
 from hpcinit.observe import find_runs, state
 from hpcinit.observe.logs import Tail
 from hpcinit.submit import folder
@@ -97,7 +98,7 @@ def test_no_name_at_all(hpcinit: Run, tmp_path: Path) -> None:
 )
 def test_only_final_states_are_over(word: str, over: bool) -> None:
     """An unknown state of a newer Slurm does not count as the end of a job."""
-    assert state.State(word, "1", "slurm").over is over
+    assert state.State(word, "1", SLURM).over is over
 
 
 def test_an_id_of_a_local_run_and_of_a_slurm_job(hpcinit: Run, tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hpcinit.observe.job_state import NO_REPLY, SOURCES, Known, State, state_of
+from hpcinit.engine.slurm_engine import NO_REPLY, SLURM, SOURCES, Known, State, state_of
 
-NONE = State("UNKNOWN", "7", "slurm", "purged")
-DONE = State("COMPLETED", "7", "slurm", "", 0, "exit.json", restart=1)
-EARLY = State("FAILED", "7", "slurm", "", 143, "exit.json")
+NONE = State("UNKNOWN", "7", SLURM, "purged")
+DONE = State("COMPLETED", "7", SLURM, "", 0, "exit.json", restart=1)
+EARLY = State("FAILED", "7", SLURM, "", 143, "exit.json")
 AWAY = "squeue: connect failure"
 
 
 def slurm(name: str, source: str = "squeue") -> State:
-    return State(name, "7", "slurm", "", None, source)
+    return State(name, "7", SLURM, "", None, source)
 
 
 @pytest.mark.parametrize(

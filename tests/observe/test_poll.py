@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.engine import SLURM
 from hpcinit.observe import poll
-from hpcinit.observe.job_state import State
+from hpcinit.observe.state import State
 from hpcinit.slurm import queue
 from hpcinit.submit import folder, follow
 from tests.slurm_lines import squeue_line
@@ -79,6 +80,6 @@ def test_a_completed_job_without_an_exit_record_is_a_success(run: Path, monkeypa
     """If Slurm reports COMPLETED before the exit record is visible, the exit status is 0. FAILED gives 1."""
     (run / "job.sh").touch()
     for name, status in (("COMPLETED", 0), ("FAILED", 1)):
-        end = State(name, "77", "slurm")
+        end = State(name, "77", SLURM)
         monkeypatch.setattr(follow, "_watch", lambda *_, end=end: end)
         assert (end.exit_status, follow.follow(run)) == (None, status)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hpcinit.engine import SLURM
 from hpcinit.observe import find_runs, overview, progress, run_details, status_table
 from hpcinit.observe.state import State
 from hpcinit.records import hang_report, world_size
@@ -19,7 +20,7 @@ from hpcinit.records.hang_report import HangReport
 from hpcinit.records.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpcinit.records.world_size import WrongWorldSize
 
-RUNNING = State("RUNNING", "77", "slurm", start="2026-11-21T14:00:00", elapsed_s=3723, left_s=60)
+RUNNING = State("RUNNING", "77", SLURM, start="2026-11-21T14:00:00", elapsed_s=3723, left_s=60)
 
 
 def training(path: Path, ago_s: float) -> Path:
@@ -49,7 +50,7 @@ def test_details_of_a_training_run(tmp_path: Path) -> None:
         == "for 1:02:03, 1:00 left  step 20/60  loss 2.312  lr 0.0003"
     )
     assert run_details.details(training(tmp_path, 312), RUNNING).endswith("lr 0.0003  last step 5:12 ago")
-    waiting = State("PENDING", "77", "slurm", "Priority", start="2026-11-21T14:00:00")
+    waiting = State("PENDING", "77", SLURM, "Priority", start="2026-11-21T14:00:00")
     assert "step" not in run_details.details(tmp_path, waiting) and "starts about" in run_details.details(
         tmp_path, waiting
     )
@@ -131,7 +132,7 @@ def test_a_run_that_stopped_early(tmp_path: Path, record: dict[str, str], job_id
     """A successful run that stopped before its last step shows why; the record of an earlier job does not count."""
     (tmp_path / "progress.json").write_text(json.dumps({"step": step, "total": 60, "values": {}}))
     (tmp_path / "stopped.json").write_text(json.dumps(record))
-    now = State("COMPLETED", job_id, "slurm", exit_status=0)
+    now = State("COMPLETED", job_id, SLURM, exit_status=0)
     assert shown_everywhere(tmp_path, now) == ([], why, f"stopped before its end: {why}" if why else "")
     assert shown_everywhere(tmp_path, now._replace(name="FAILED", exit_status=1)) == ([], "", "")
 
@@ -146,7 +147,7 @@ def test_the_table(tmp_path: Path) -> None:
             tmp_path,
             (f"seed={number}",),
             tmp_path / str(number),
-            State(name, f"9_{number}", "slurm", exit_status=status),
+            State(name, f"9_{number}", SLURM, exit_status=status),
         )
         for number, (name, status) in enumerate(states)
     ]
@@ -173,7 +174,7 @@ def test_the_table(tmp_path: Path) -> None:
 def test_nothing_is_broken_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
     """On a narrow terminal the parameters of a sweep stay columns, and no text of a row is broken inside a name or cut off."""
     words = [("lr=0.003", "model.width=2048"), ("lr=0.001", "model.width=512")]
-    state = State("COMPLETED", "12345_1", "slurm", exit_status=0, reason="NonZeroExitCode of the prolog")
+    state = State("COMPLETED", "12345_1", SLURM, exit_status=0, reason="NonZeroExitCode of the prolog")
     runs = [
         overview.Run(
             Path("sweep-0001"),

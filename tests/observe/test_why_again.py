@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.engine import LOCAL, SLURM
 from hpcinit.observe import overview, restarts, run_details, state
 from hpcinit.observe.state import State
 from hpcinit.records import run_folder
@@ -23,7 +24,7 @@ from tests.small_disks import fill, small_disk
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28071"
 PREEMPTED = "slurmstepd-n1: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-21T14:32:27 DUE TO PREEMPTION ***\n"
 REQUEUED = PREEMPTED.replace("PREEMPTION", "JOB REQUEUE")
-RUNS = State("RUNNING", "5", "local")
+RUNS = State("RUNNING", "5", LOCAL)
 
 
 def leave(run: Path, rank: int, error: str) -> None:
@@ -118,7 +119,7 @@ def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: 
     if reason:
         (tmp_path / run_folder.RESTARTS).write_text(f'{{"job": "5", "restart": 1, "time": 1, "reason": "{reason}"}}\n')
     for name in ("PENDING", "COMPLETING"):
-        verdict = why_command.explain_run(tmp_path, State(name, "5", "slurm", "BeginTime", restart=0, away=True))
+        verdict = why_command.explain_run(tmp_path, State(name, "5", SLURM, "BeginTime", restart=0, away=True))
         assert re.fullmatch(rf"job 5 waits \(BeginTime\) to restart: {headline}", verdict.headline)
         assert verdict.do.startswith("it restarts automatically, from its last checkpoint")
         assert "submit again" not in verdict.do
@@ -127,15 +128,15 @@ def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: 
 @pytest.mark.parametrize(
     ("now", "says"),
     [
-        (State("PENDING", "5", "slurm", "BeginTime", restart=0), "it restarts automatically"),
+        (State("PENDING", "5", SLURM, "BeginTime", restart=0), "it restarts automatically"),
         (
-            State("COMPLETING", "5", "slurm", restart=0),
+            State("COMPLETING", "5", SLURM, restart=0),
             "job 5 is still in the queue (COMPLETING), and Slurm may restart",
         ),
-        (State("PREEMPTED", "5", "slurm", restart=0, away=True), "unknown: Slurm does not answer"),
-        (State("UNKNOWN", "5", "slurm", restart=0, away=True), "unknown: Slurm does not answer"),
-        (State("FAILED", "5", "slurm", others=("6",)), "the chain still has job 6 in the queue"),
-        (State("PREEMPTED", "5", "slurm", restart=0), "submit it again"),
+        (State("PREEMPTED", "5", SLURM, restart=0, away=True), "unknown: Slurm does not answer"),
+        (State("UNKNOWN", "5", SLURM, restart=0, away=True), "unknown: Slurm does not answer"),
+        (State("FAILED", "5", SLURM, others=("6",)), "the chain still has job 6 in the queue"),
+        (State("PREEMPTED", "5", SLURM, restart=0), "submit it again"),
     ],
 )
 @pytest.mark.parametrize("log", [PREEMPTED, LOST])
@@ -159,7 +160,7 @@ def test_no_second_job_while_a_dependent_one_is_not_known_to_be_over(tmp_path: P
         mark_started(run, job)
         (run / run_folder.LOGS).mkdir()
     (first / run_folder.JOB_LOG).write_text(PREEMPTED)
-    now = State("PREEMPTED", "5", "slurm", restart=0)
+    now = State("PREEMPTED", "5", SLURM, restart=0)
     (second / run_folder.SCRIPT).write_text("#!/bin/bash\n#SBATCH --dependency=afterany:55\n")
     assert why_command.explain_run(first, now).do.startswith("submit it again")
     (second / run_folder.SCRIPT).write_text("#!/bin/bash\n#SBATCH --dependency=afterok:4,afterany:5\n")
@@ -217,7 +218,7 @@ def test_earlier_attempts(tmp_path: Path) -> None:
     assert (document["count"], document["left"]) == (2, 1)
     assert [one["reason"] for one in document["attempts"]] == ["hang", "slurm"]
     mark_started(tmp_path, restart=2)
-    now = State("RUNNING", "5", "slurm", restart=2)
+    now = State("RUNNING", "5", SLURM, restart=2)
     assert run_details.details(tmp_path, now) == "2 restarts, 1 left"
     [shown] = run_details.documents(overview.Run(tmp_path, now))
     assert shown["restarts"] == document
@@ -231,7 +232,7 @@ def test_a_failure_that_could_not_be_recorded(tmp_path: Path, full: bool) -> Non
         (place / run_folder.LOGS).mkdir()
         if full:
             fill(place)
-        verdict = why_command.explain_run(place, State("FAILED", "5", "local", exit_status=1))
+        verdict = why_command.explain_run(place, State("FAILED", "5", LOCAL, exit_status=1))
     if full:
         assert verdict.kind == "disk" and verdict.do.startswith(f"free space for {place}")
         assert "the run folder cannot be written (No space left on device)" in verdict.evidence[0]
@@ -245,7 +246,7 @@ def test_the_only_line_of_a_log(tmp_path: Path) -> None:
     line = "slurmstepd: error: execve(): python3.99: No such file or directory"  # recorded with Slurm 22.05
     (tmp_path / run_folder.LOGS / "rank-0.log").write_text(line + "\n")
     (tmp_path / run_folder.JOB_LOG).write_text("srun: error: n1: task 0: Exited with exit code 2\n")
-    verdict = why_command.explain_run(tmp_path, State("FAILED", "5", "local", exit_status=2))
+    verdict = why_command.explain_run(tmp_path, State("FAILED", "5", LOCAL, exit_status=2))
     assert verdict.headline.endswith(f": {line}") and verdict.kind == "file", verdict
     assert "exists on the compute nodes" in verdict.do
 
@@ -257,7 +258,7 @@ def test_the_last_job_of_a_chain_was_terminated(tmp_path: Path, others: tuple[st
     (tmp_path / run_folder.LOGS).mkdir()
     (tmp_path / run_folder.JOB_LOG).write_text("srun: error: n1: task 0: Exited with exit code 143\n")
     leave(tmp_path, 0, "SystemExit: 143")
-    now = State("FAILED", "5", "slurm", exit_status=143, link="job 3 of a chain of 3", others=others)
+    now = State("FAILED", "5", SLURM, exit_status=143, link="job 3 of a chain of 3", others=others)
     verdict = why_command.explain_run(tmp_path, now)
     assert verdict.headline.startswith("the chain is used up: job 3 of a chain of 3") == used_up, verdict
     assert ("chain=N" in verdict.do) == used_up

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.config.schema import Cluster, Config
 from hpcinit.submit.job_environment import DEVICES, KEPT, DroppedVariables, clean_environment, job_environment
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -47,8 +48,8 @@ def test_another_jobs_variables_are_dropped_and_named() -> None:
 def test_gpu_numbers_are_not_passed_to_a_cluster() -> None:
     """The visible GPUs of this machine are dropped for a cluster and kept for cluster=local."""
     env = dict.fromkeys(DEVICES, "3")
-    assert job_environment(env, {}, [], devices=True) == ({}, DroppedVariables(sorted(DEVICES), [], []))
-    assert job_environment(env, {}, [], devices=False) == (env, DroppedVariables([], [], []))
+    assert job_environment(env, Config()) == ({}, DroppedVariables(sorted(DEVICES), [], []))
+    assert job_environment(env, Config(cluster=Cluster(engine="local"))) == (env, DroppedVariables([], [], []))
 
 
 @pytest.mark.parametrize("page", ["sbatch", "srun"])
@@ -66,7 +67,7 @@ def test_every_input_variable_of_slurms_man_pages(page: str) -> None:
 
 def test_dropped_variables_are_shown_as_keys() -> None:
     """An account that a profile sets for sbatch is dropped, and the message shows the equivalent key."""
-    _, dropped = job_environment({"SBATCH_ACCOUNT": "proj", "SBATCH_DEBUG": "1"}, {}, [], devices=True)
+    _, dropped = job_environment({"SBATCH_ACCOUNT": "proj", "SBATCH_DEBUG": "1"}, Config())
     assert str(dropped) == "SBATCH_ACCOUNT, SBATCH_DEBUG; if they are meant for this job, use account=proj"
     assert str(DroppedVariables()) == ""
 

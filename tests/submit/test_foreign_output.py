@@ -13,7 +13,7 @@ import pytest
 from hpcinit.base.errors import MaybeSubmitted, SubmitError
 from hpcinit.config import compose
 from hpcinit.config.request import Request
-from hpcinit.local import engine
+from hpcinit.engine import local_job
 from hpcinit.slurm import exactly_once
 from hpcinit.submit import restart, transaction
 from tests.conftest import Run
@@ -142,7 +142,7 @@ def test_an_error_at_a_later_job_of_a_chain(tmp_path: Path, monkeypatch: pytest.
 def test_an_error_as_the_local_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The local engine runs nothing before it is released, so there is no job, and no folder remains."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine, "write_state", fail)
+    monkeypatch.setattr(local_job, "write_state", fail)
     config = compose.compose(["cluster=local", "job.module=null", "job.command=/bin/true"])
     with pytest.raises(SubmitError, match=r"cannot start the job of .*unexpected; nothing was submitted"):
         transaction.submit(Request(config, {}, "", []), ["hpcinit"])

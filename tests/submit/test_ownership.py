@@ -360,9 +360,9 @@ def test_a_folder_of_another_user_is_not_run(hpcinit: Run, place: Path) -> None:
 
     own(MALLORY, run, mode=0o755)
     assert f"{run} belongs to {MALLORY} (mode 0755), expected root" in said("hpcinit.run", f"{run}/spec.json")
-    assert f"{run} belongs to {MALLORY}" in said("hpcinit.local.engine", str(run), "5")
+    assert f"{run} belongs to {MALLORY}" in said("hpcinit.engine.local_job", str(run), "5")
     assert json.loads((run / "local.json").read_text())["state"] == "FAILED"
     assert f"{run} belongs to {MALLORY}" in said("hpcinit", "resubmit", str(run))
     own("root", run)
     own(MALLORY, run / "job.sh")
-    assert f"{run}/job.sh belongs to {MALLORY}" in said("hpcinit.local.engine", str(run), "5")
+    assert f"{run}/job.sh belongs to {MALLORY}" in said("hpcinit.engine.local_job", str(run), "5")

@@ -139,7 +139,7 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
     same = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.gpu_flag=null"]
     slurm = render("cluster=local", *same, "cluster.engine=slurm")
     local = render("cluster=local", *same)
-    ours = "/shared/me/venv/bin/python -m hpcinit.local.step --"
+    ours = "/shared/me/venv/bin/python -m hpcinit.engine.local_step --"
     unlimited = {"hpcinit_unlimited": "1"}
     pythons = Raw(f"(/shared/me/venv/bin/python {SUBMITTER})")
     after = {"hpcinit_pythons": pythons, "hpcinit_policy": Raw("(max_restarts=0)")}

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import pytest
 
 from hpcinit.node import node_findings
-from hpcinit.records.node_facts import Nccl, from_document
+from hpcinit.records.node_facts import Nccl
+from hpcinit.records.run_folder import from_known_fields
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submitting import folder_of, submit
@@ -142,7 +143,7 @@ def taken(case: Case) -> list[Nccl]:
         env = {**os.environ, **case.env, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
-        found: Nccl = from_document(Nccl, json.loads(done.stdout))
+        found = from_known_fields(Nccl, json.loads(done.stdout))
         return found
 
     with ThreadPoolExecutor() as pool:

@@ -245,13 +245,14 @@ BUILT: dict[str, Callable[[Path], None]] = {
 def of_folder(run: Path) -> dict[str, Any]:
     """Return what hpcinit decides about the run, and its advice."""
     from hpcinit.config.schema import Config
+    from hpcinit.engine import SLURM
     from hpcinit.observe.state import State
     from hpcinit.records import node_records
     from hpcinit.submit import excluded_nodes as submission
     from hpcinit.why import diagnosis, gather_evidence, why_command
     from hpcinit.why import node_exclusion as observed
 
-    failed = State("FAILED", "5", "slurm", away=True)  # so that Slurm is not queried
+    failed = State("FAILED", "5", SLURM, away=True)  # so that Slurm is not queried
     found = gather_evidence.gather(run, failed)
     verdict = diagnosis.diagnose(found)
     # Requeued after Slurm reported a failed node of the previous attempt.

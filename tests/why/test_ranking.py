@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base import failure_kinds
+from hpcinit.engine import LOCAL
 from hpcinit.observe.state import State
 from hpcinit.why import diagnosis, foreign_job, ranking, why_command
 from hpcinit.why.evidence import Verdict
@@ -104,7 +105,7 @@ def test_a_hang_in_the_logs_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "logs/job.log").write_text("".join(ABORTED.format(rank=rank) for rank in (0, 1, 3)))
     for path in (tmp_path / "logs").iterdir():
         os.utime(path, (0, 0))
-    found = why_command.explain_run(tmp_path, State("FAILED", "5", "local"))
+    found = why_command.explain_run(tmp_path, State("FAILED", "5", LOCAL))
     assert (found.kind, found.rank) == ("hang", 2), found.headline
     assert "the last output of rank 2: reading shard 17" in found.evidence
 

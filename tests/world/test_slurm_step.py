@@ -270,14 +270,14 @@ def test_mpi_variables_of_srun_are_slurms() -> None:
 
 def test_the_local_engine_is_read_as_slurm() -> None:
     """The variables of hpcinit's local engine are read as a step: four ranks on two loopback nodes."""
-    from hpcinit.local import environment_variables as local
+    from hpcinit.engine import local_step as local
 
-    job = local.batch(7, "x", 2, 2, "/tmp")
-    worlds = [launchers.read(job | local.task(job, 2, 2, rank)) for rank in range(4)]
+    job = local.batch_variables(7, "x", 2, 2, "/tmp")
+    worlds = [launchers.read(job | local.task_variables(job, 2, 2, rank)) for rank in range(4)]
     assert [(w.rank, w.local_rank, w.node_rank, w.host) for w in worlds] == [
         (0, 0, 0, "127.0.0.1"), (1, 1, 0, "127.0.0.1"), (2, 0, 1, "127.0.0.2"), (3, 1, 1, "127.0.0.2")
     ]  # fmt: skip
     with pytest.raises(WorldError, match=r"the job has 4 tasks: .*SLURM_STEP_ID is not set"):
         launchers.read(job)
     inside_a_real_step = Process(0, "4711.0")
-    assert launchers.read(job | local.task(job, 2, 2, 3), process=inside_a_real_step).rank == 3
+    assert launchers.read(job | local.task_variables(job, 2, 2, 3), process=inside_a_real_step).rank == 3

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hpcinit.base.console import say
+from hpcinit.engine import from_environment
 from hpcinit.records import run_folder
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.records.stop_reasons import SIGNAL_EARLY, Reason, Stop, Stopping
@@ -245,7 +246,7 @@ class Stopper:
 
 def _job(env: Mapping[str, str]) -> str:
     """Return this job's id for squeue and scontrol, or '' without Slurm."""
-    if "HPCINIT_ENGINE" in env:  # cluster=local, whose job ids are process ids
+    if not from_environment(env).uses_slurm:
         return ""
     if task := env.get("SLURM_ARRAY_TASK_ID"):  # SLURM_JOB_ID of one task can be the array's id, which means all tasks
         return f"{env.get('SLURM_ARRAY_JOB_ID')}_{task}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hpcinit.base.errors import WorldError
-from hpcinit.records import run_folder
+from hpcinit.engine import from_environment
 from hpcinit.world import ENV_WORLD, World, ports
 from hpcinit.world.launchers import slurm_step
 from hpcinit.world.launchers.mpi import check_horovod, horovod, mpich, openmpi
@@ -140,7 +140,7 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
 
 def display_name(world: World, env: Mapping[str, str]) -> str:
     """Return the launcher's name for people. cluster=local sets Slurm's variables, although there is no Slurm."""
-    return "local" if world.launcher == slurm_step.NAME and run_folder.ENV_ENGINE in env else world.launcher
+    return from_environment(env).name if world.launcher == slurm_step.NAME else world.launcher
 
 
 def _named(name: str) -> Launcher:

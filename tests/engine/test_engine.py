@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcinit.local import engine, step
+from hpcinit.base import processes
+from hpcinit.engine import local_job, local_step
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Program, Spec
 from tests import waiting
@@ -66,7 +66,7 @@ def edit_program(folder: Path, script: str) -> None:
 def test_ranks_on_virtual_nodes(hpcinit: Run) -> None:
     """Four ranks on two virtual nodes have torch's environment variables and a log each."""
     folder = start(hpcinit, 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR"', "nodes=2", "ranks_per_node=2")  # fmt: skip
-    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "COMPLETED")
     logs = [printed(folder, rank).strip() for rank in range(4)]
     assert logs == [f"{rank}/4 {rank % 2}/2 {rank // 2} 127.0.0.1" for rank in range(4)]
 
@@ -85,7 +85,7 @@ def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
     folder = start(hpcinit, f"sleep {number} & sleep {number}", "nodes=2")
     wait_for(lambda: len(processes_with(number)) == 4)
     assert hpcinit("cancel", folder.name).returncode == 0
-    wait_for(lambda: engine.read_state(folder)["state"] == "CANCELLED")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "CANCELLED")
     wait_for(lambda: not processes_with(number))
     assert "was over already" in hpcinit("cancel", folder.name).stdout
 
@@ -93,10 +93,10 @@ def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
 def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:
     """A failing rank ends the job with its exit status, not with the 143 of the ranks that are terminated for it."""
     folder = start(hpcinit, f'[ "$RANK" = 1 ] && exit 7; sleep {number}', "nodes=2")
-    wait_for(lambda: engine.read_state(folder)["state"] == "FAILED", timeout_s=10)
+    wait_for(lambda: local_job.read_state(folder)["state"] == "FAILED", timeout_s=10)
     assert "127.0.0.2: task 1: Exited with exit code 7" in hpcinit("logs", "--job", folder.name).stdout
     assert not processes_with(number)
-    assert "FAILED" in hpcinit("status", folder.name).stdout and engine.read_state(folder)["exit_status"] == 7
+    assert "FAILED" in hpcinit("status", folder.name).stdout and local_job.read_state(folder)["exit_status"] == 7
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -9 $$", 137)])
@@ -109,16 +109,16 @@ def test_wait_returns_the_exit_status(hpcinit: Run, script: str, status: int) ->
 def test_time_limit(hpcinit: Run, number: str, tmp_path: Path) -> None:
     """A job that reaches its time limit is stopped with the state TIMEOUT."""
     folder = start(hpcinit, "true")
-    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "COMPLETED")
     edit_program(folder, f"sleep {number}")
-    engine.start(folder, 2 / 60, os.environ)  # minutes, as in the config: 2 s
+    local_job.start(folder, 2 / 60, os.environ)  # minutes, as in the config: 2 s
     # On a slow machine the job may end before its program is seen.
-    wait_for(lambda: processes_with(number) or engine.read_state(folder)["state"] == "TIMEOUT")
-    wait_for(lambda: engine.read_state(folder)["state"] == "TIMEOUT")
+    wait_for(lambda: processes_with(number) or local_job.read_state(folder)["state"] == "TIMEOUT")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "TIMEOUT")
     wait_for(lambda: not processes_with(number))
 
 
-@pytest.mark.parametrize("victim", ["hpcinit.local.engine", "hpcinit.local.step"])
+@pytest.mark.parametrize("victim", ["hpcinit.engine.local_job", "hpcinit.engine.local_step"])
 def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -> None:
     """kill -9 of the engine or of the step leaves no rank running, and the state shows the failure."""
     folder = start(hpcinit, f"sleep {number}", "nodes=2")
@@ -128,7 +128,7 @@ def test_nothing_is_orphaned_by_kill_9(hpcinit: Run, number: str, victim: str) -
             with suppress(psutil.NoSuchProcess):  # the end of the first one ends the others
                 process.kill()
     wait_for(lambda: not processes_with(number))
-    wait_for(lambda: engine.read_state(folder)["state"] in {"NODE_FAIL", "FAILED"})
+    wait_for(lambda: local_job.read_state(folder)["state"] in {"NODE_FAIL", "FAILED"})
 
 
 @pytest.mark.parametrize("end", ["COMPLETED", "CANCELLED"])
@@ -149,9 +149,10 @@ def test_a_run_that_a_run_submitted_outlives_it(hpcinit: Run, end: str) -> None:
 
 def test_a_reused_process_id_is_not_the_engine(tmp_path: Path) -> None:
     """If another process has the recorded process id, the engine is dead, and cancel does not signal that process."""
-    engine.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "started": time.time() - 10**6})
-    assert engine.read_state(tmp_path)["state"] == "NODE_FAIL"
-    engine.cancel(tmp_path)  # must not signal this process
+    recorded = {**processes.identity(), "started": "1"}  # clock ticks since the boot
+    local_job.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "engine": recorded})
+    assert local_job.read_state(tmp_path)["state"] == "NODE_FAIL"
+    local_job.cancel(tmp_path)  # must not signal this process
 
 
 def test_signals_reach_the_ranks(hpcinit: Run) -> None:
@@ -160,29 +161,29 @@ def test_signals_reach_the_ranks(hpcinit: Run) -> None:
     folder = start(hpcinit, script, "nodes=2")
     logs = [folder / f"logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.exists() and "ready\n" in log.read_text() for log in logs))
-    for process in processes_with("hpcinit.local.step"):
+    for process in processes_with("hpcinit.engine.local_step"):
         if str(folder) in " ".join(process.info["cmdline"]):
             process.send_signal(signal.SIGUSR1)
-    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "COMPLETED")
     assert all("got it\n" in log.read_text() for log in logs)
 
 
 def test_a_signal_at_once_is_not_lost(hpcinit: Run, tmp_path: Path, number: str) -> None:
     """SIGTERM during the start of the engine cancels the job."""
     folder = start(hpcinit, "true")
-    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "COMPLETED")
     edit_program(folder, f"sleep {number}")
-    pid, _ = engine.start(folder, 1, os.environ)
+    pid, _ = local_job.start(folder, 1, os.environ)
     os.kill(int(pid), signal.SIGTERM)
-    wait_for(lambda: engine.read_state(folder)["state"] != "RUNNING")
-    assert engine.read_state(folder)["state"] == "CANCELLED" and not processes_with(number)
+    wait_for(lambda: local_job.read_state(folder)["state"] != "RUNNING")
+    assert local_job.read_state(folder)["state"] == "CANCELLED" and not processes_with(number)
 
 
 def test_an_engine_without_a_submitter_runs_nothing(hpcinit: Run, tmp_path: Path) -> None:
     """If the submitter died before it recorded the state, the engine runs nothing."""
     folder = start(hpcinit, "echo ran")
-    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
-    command = [sys.executable, "-m", "hpcinit.local.engine", str(folder), "1"]
+    wait_for(lambda: local_job.read_state(folder)["state"] == "COMPLETED")
+    command = [sys.executable, "-m", "hpcinit.engine.local_job", str(folder), "1"]
     assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 1
     assert printed(folder, 0) == "ran\n"
 
@@ -190,11 +191,11 @@ def test_an_engine_without_a_submitter_runs_nothing(hpcinit: Run, tmp_path: Path
 def test_a_batch_script_that_cannot_start_is_a_failure(hpcinit: Run, tmp_path: Path) -> None:
     """If the working folder does not exist, the job fails with a message in its log."""
     folder = start(hpcinit, "true")
-    wait_for(lambda: engine.read_state(folder)["state"] == "COMPLETED")
+    wait_for(lambda: local_job.read_state(folder)["state"] == "COMPLETED")
     spec = json.loads((folder / "spec.json").read_text())
     (folder / "spec.json").write_text(json.dumps({**spec, "workdir": "/nowhere"}))
-    engine.start(folder, 1, os.environ)
-    wait_for(lambda: engine.read_state(folder)["state"] == "FAILED")
+    local_job.start(folder, 1, os.environ)
+    wait_for(lambda: local_job.read_state(folder)["state"] == "FAILED")
     assert "cannot start the batch script in /nowhere" in (folder / "logs/job.log").read_text()
 
 
@@ -232,22 +233,22 @@ def test_paths_with_blanks_can_be_pasted(hpcinit: Run, tmp_path: Path, monkeypat
 
 def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk has no space for a second file, the engine overwrites the first one."""
-    engine.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "started": 0})
+    local_job.write_state(tmp_path, {"state": "RUNNING", "pid": os.getpid(), "engine": processes.identity()})
     (tmp_path / f"local.json.{os.getpid()}.tmp").mkdir()  # a fake for a disk without space for a new file
-    assert engine._ended(tmp_path, {}, "COMPLETED", 0) == 0
-    assert engine.read_state(tmp_path)["state"] == "COMPLETED"
+    assert local_job._ended(tmp_path, {}, "COMPLETED", 0) == 0
+    assert local_job.read_state(tmp_path)["state"] == "COMPLETED"
 
 
 def test_unknown_option_of_the_step_is_refused() -> None:
     """The local step refuses options that hpcinit does not render."""
     with pytest.raises(SystemExit):
-        step.parse(["--ntasks=1", "--ntasks-per-node=1", "--output=x", "--frob=1", "true"])
+        local_step.parse(["--ntasks=1", "--ntasks-per-node=1", "--output=x", "--frob=1", "true"])
 
 
 WATCHED = """
 import os, sys
 from pathlib import Path
-from hpcinit.local import {module}
+from hpcinit.engine import {module}
 kill = os.killpg
 def watched(group, number):
     try:
@@ -265,7 +266,7 @@ def test_the_step_signals_no_group_whose_rank_was_reaped() -> None:
     """The step signals no reaped rank: another process may have its id."""
     options = ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", "sh", "-c"]
     rank = 'test "$SLURM_PROCID" = 0 && exit 0; sleep 0.5; exit 3'
-    code = [sys.executable, "-c", WATCHED.format(module="step")]
+    code = [sys.executable, "-c", WATCHED.format(module="local_step")]
     done = subprocess.run([*code, *options, rank], capture_output=True, text=True, timeout=60, check=False)
     signals = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("signal ")]
     assert done.returncode == 3 and signals and all(state != "reaped" for _, state in signals), done.stderr
@@ -276,7 +277,7 @@ def test_the_engine_signals_no_group_whose_script_was_reaped(tmp_path: Path) -> 
     spec = Spec("x", "local", 1, 1, Program("command", "true"), str(tmp_path), "nonce")
     (tmp_path / run_folder.SPEC).write_text(spec.to_json())
     (tmp_path / run_folder.SCRIPT).write_text("touch up; exec sleep 300\n")
-    command = [sys.executable, "-c", WATCHED.format(module="engine"), str(tmp_path), "5"]
+    command = [sys.executable, "-c", WATCHED.format(module="local_job"), str(tmp_path), "5"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write("go\n")

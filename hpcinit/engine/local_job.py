@@ -1,12 +1,16 @@
 """A job without Slurm: a background process runs the batch script, enforces its time limit and records its end.
 
-    python -m hpcinit.local.engine RUN_FOLDER TIME_MIN
+    python -m hpcinit.engine.local_job RUN_FOLDER TIME_MIN
 
-This is not a scheduler: a job starts at once, and no resources are reserved.
+This is not a scheduler: a job starts at once, and no resources are reserved. No process of a job outlives it: this
+process adopts its descendants whose parent died, and ends them all. Except other runs: a program may submit runs with
+cluster=local, whose processes this one adopts. They are separate jobs, as on Slurm, and stay.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -23,19 +27,23 @@ import psutil
 from hpcinit.base import processes, safe_files, signals
 from hpcinit.base.errors import NOTHING_SUBMITTED, SpecError, SubmitError
 from hpcinit.base.supervisor import Child, Supervisor
-from hpcinit.local import environment_variables, orphans
+from hpcinit.engine.local_step import batch_variables
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
 
 STATE = "local.json"  # in the run folder: the job's state, which squeue would report on Slurm
 GO = b"go\n"  # on the engine's stdin: the job is recorded, run it
 ENDING = (signal.SIGTERM, signal.SIGINT)
+MODULE = ["-m", "hpcinit.engine.local_job"]  # in the command line of this process, after Python
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
+# prctl(2)
+PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     """Start the job of a complete run folder in the background. Return its id (the process id) and the command."""
-    command = [sys.executable, *orphans.ENGINE, str(path), str(time_min)]
+    command = [sys.executable, *MODULE, str(path), str(time_min)]
     # The engine starts with these signals blocked and unblocks them after it installed its handlers: none is lost.
     before = signals.block(ENDING)
     try:
@@ -77,10 +85,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"hpcinit: error: {error}", flush=True)
         return _ended(path, {"pid": os.getpid(), "started": time.time()}, "FAILED", 2)
     env = dict(os.environ)
-    env |= environment_variables.batch(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
+    env |= batch_variables(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
     env[run_folder.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
-    orphans.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
+    adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
         die_with_this = partial(processes.die_with_parent, os.getpid())
@@ -89,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"hpcinit: error: cannot start the batch script in {spec.workdir}: {error}", flush=True)
         return _ended(path, state, "FAILED", 1)
     end = _watch(job, stop_signals, time.monotonic() + 60 * time_min)
-    orphans.kill_descendants()
+    kill_descendants()
     code = job.ended() or 0
     status = code if code >= 0 else 128 - code
     return _ended(path, state, end or ("COMPLETED" if status == 0 else "FAILED"), status)
@@ -128,15 +136,63 @@ def _end(job: Child) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         job.signal(number)
         deadline = time.monotonic() + KILL_WAIT_S
-        while time.monotonic() < deadline and orphans.group_runs(job.pid):
+        while time.monotonic() < deadline and group_runs(job.pid):
             time.sleep(0.02)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose parent dies. Does nothing on systems other than Linux."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _reap() -> None:
+    """Reap every child that exited. Do not call this while another thread waits for a child."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _of_this_job() -> list[psutil.Process]:
+    """Return the descendants of this process, without the engines of other runs and their descendants."""
+    found, others = psutil.Process().children(recursive=True), set[psutil.Process]()
+    for one in found:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if one.cmdline()[1:3] == MODULE:
+                others.update([one, *one.children(recursive=True)])
+    return [one for one in found if one not in others]
+
+
+def kill_descendants() -> None:
+    """Send SIGKILL to the descendants of this job, including adopted orphans, until none is left.
+
+    One pass is not enough: a process may fork after the list was read.
+    """
+    for _ in range(100):
+        _reap()
+        left = _of_this_job()
+        if not left:
+            return
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.01)
+
+
+def group_runs(group: int) -> bool:
+    """Return whether a descendant of this process runs in this process group."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return the last state of the run in `path`; NODE_FAIL if its engine was killed before it recorded the end."""
-    state = _read(path)
+    state = safe_files.json_or_empty(path / STATE)
     if state.get("state") == "RUNNING" and _has_ended(state):
-        state = _read(path)  # the engine may have ended after the first read
+        state = safe_files.json_or_empty(path / STATE)  # the engine may have ended after the first read
         if state.get("state") == "RUNNING":
             return {**state, "state": "NODE_FAIL", "exit_status": 128 + signal.SIGKILL}
     return state
@@ -144,45 +200,34 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def elsewhere(path: Path) -> str:
     """Return the host of the run's engine if it may run there, invisible to this host or container; else ''."""
-    state = _read(path)
-    return state["engine"]["host"] if state.get("state") == "RUNNING" and _has_ended(state) is None else ""
+    state = safe_files.json_or_empty(path / STATE)
+    return state["engine"]["host"] if _has_ended(state) is None else ""
 
 
 def cancel(path: Path) -> None:
     """Signal the engine of the run in `path` to stop its job. Its id may be another process's on another host."""
-    state = _read(path)
+    state = safe_files.json_or_empty(path / STATE)
     if _has_ended(state) is False:
         os.kill(int(state["pid"]), signal.SIGTERM)
 
 
 def _has_ended(state: Mapping[str, Any]) -> bool | None:
     """Return whether the engine has ended, or None if that is not visible from this host or container."""
-    recorded = state.get("engine")
-    return processes.Process(**recorded).has_ended() if recorded else not is_alive(state)
+    return state.get("state") != "RUNNING" or processes.Process(**state["engine"]).has_ended()
 
 
-def is_alive(state: Mapping[str, Any]) -> bool:
-    """Whether the process with the recorded id is still the engine. Ids are reused, so compare the start time."""
+def is_alive(pid: int, started: float) -> bool:
+    """Return whether the process `pid`, which ran at the time `started`, still runs. Ids are reused."""
     try:
-        process = psutil.Process(int(state["pid"]))
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < float(state["started"]) + 2
-    except (psutil.NoSuchProcess, KeyError):
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < started + 2
+    except psutil.NoSuchProcess:
         return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = json.loads((path / STATE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return document
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
     safe_files.write_atomically(path / STATE, json.dumps(state) + "\n")
 
-
-# Checks of the request against this machine
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

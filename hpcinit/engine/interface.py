@@ -1,0 +1,124 @@
+"""What an engine must answer: what starts jobs, Slurm (`slurm_engine.py`) or this machine alone (`local_engine.py`).
+
+No other package compares engines. Another scheduler would be a third module here, and its line in `__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcinit.records.job_record import JobRecord
+from hpcinit.slurm.queue import FINAL, KNOWN, QueueQuery
+
+Submitted = tuple[str, Sequence[str]]  # a job id, and the command that submitted the job
+NO_REPLY = "no reply"  # the value of State.source when the scheduler did not reply
+
+
+@dataclass(frozen=True)
+class Engine(ABC):
+    """What starts the jobs of a cluster.
+
+    name: the value of cluster.engine. has_queue: a job requests resources and waits for them, so it can depend on other
+    jobs, be requeued and be one of an array; otherwise it starts at once. other_machines: its ranks run on nodes, which
+    share only some file systems with this machine. uses_slurm: Slurm's commands, and options of sbatch and srun, apply.
+    script_command: runs a batch script again. cancel_command: ends a job, given its id.
+    """
+
+    name: str
+    has_queue: bool
+    other_machines: bool
+    uses_slurm: bool
+    script_command: str
+    cancel_command: str
+
+    @abstractmethod
+    def step_command(self, python: str) -> list[str]:
+        """Return the command that starts the ranks inside a job, without its options, which are srun's.
+
+        python: the interpreter of the batch script's host.
+        """
+
+    @abstractmethod
+    def submit(self, path: Path, time_min: float, env: Mapping[str, str], sbatch: Callable[[], Submitted]) -> Submitted:
+        """Start the job of the complete run folder `path`, exactly once; return its id and the command that did it.
+
+        time_min: its time limit in minutes. env: its environment. sbatch: submits its script with submitit's executor,
+        which is in hpcinit.submit. Raise SubmitError if there is no job, MaybeSubmitted if there may be one.
+        """
+
+    @abstractmethod
+    def states(self, records: Sequence[JobRecord], early: QueueQuery | None = None) -> list[State]:
+        """Return the states of these runs of this engine. early: squeue for all jobs of the user, already started."""
+
+    @abstractmethod
+    def check_cancelable(self, path: Path, jobs: Sequence[State]) -> None:
+        """Raise RequestError or Failure if the jobs of the run in `path` cannot be cancelled from here."""
+
+    @abstractmethod
+    def cancel(self, jobs: Mapping[Path, Sequence[str]]) -> None:
+        """Cancel these jobs of runs, by their folders. Raise Failure if a job could not be cancelled."""
+
+
+class State(NamedTuple):  # a frozen dataclass takes five times as long to make, and a sweep has a thousand jobs
+    """The state of one job.
+
+    name: Slurm's state (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
+    reason: why the job waits or what ended it, from Slurm. exit_status: after the end, if a source has it.
+    source: which source reported the state. by_hand: the user started the script of the last attempt manually.
+    link: 'job 2 of a chain of 5', or ''. others: other jobs of the chain that are still in the queue.
+    restart: number of the last attempt that this job started, from its own record, or None before the first.
+    away: whether the controller did not reply.
+    start: when it started, or Slurm's estimate, in this machine's time ('2026-11-21T14:02:00'), or ''.
+    elapsed_s, left_s: seconds since the start and until the time limit, or None if no source has them.
+    folder_deleted: whether the job is in the queue although its run folder does not exist.
+    """
+
+    name: str
+    job_id: str
+    engine: Engine
+    reason: str = ""
+    exit_status: int | None = None
+    source: str = ""
+    by_hand: bool = False
+    link: str = ""
+    others: tuple[str, ...] = ()
+    start: str = ""
+    elapsed_s: int | None = None
+    left_s: int | None = None
+    restart: int | None = None
+    away: bool = False
+    folder_deleted: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.name in FINAL
+
+    @property
+    def status(self) -> int:
+        """Return the exit status for a program that waits for the job: 0 only if it succeeded."""
+        return (self.exit_status or 0) if self.name == "COMPLETED" else self.exit_status or 1
+
+    @property
+    def requeued(self) -> bool:
+        """Return whether the job waits for another attempt after one ended. It may not have left its nodes yet."""
+        waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
+        return waits and self.restart is not None
+
+    @property
+    def is_unknown_state(self) -> bool:
+        """Return whether this version of hpcinit does not know the name of the state."""
+        return self.name not in KNOWN
+
+    @property
+    def purged(self) -> bool:
+        """Return whether Slurm replied but does not know the job, and the job did not record its end."""
+        return self.name == "UNKNOWN" and self.source == ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, with `state` instead of `name`."""
+        fields = self._asdict()
+        return {"state": fields.pop("name"), **fields, "engine": self.engine.name}

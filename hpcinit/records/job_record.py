@@ -1,0 +1,134 @@
+"""What a run folder records of its jobs: submission.json, and exit.json of the last attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import safe_files
+from hpcinit.base.errors import RequestError
+from hpcinit.records import run_folder
+
+_submissions: dict[str, dict[str, Any]] = {}  # submission.json as last read, which `status` needs again
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The jobs of a run. submission: submission.json. attempt: exit.json, or {} before the first start."""
+
+    path: Path
+    submission: Mapping[str, Any]
+    attempt: Mapping[str, Any]
+
+    @property
+    def submitted(self) -> str:
+        """Return the id of the submitted job, the first one of a chain."""
+        return str(self.submission["job_id"])
+
+    @property
+    def last(self) -> str:
+        """Return the id of the job that last ran the script, or ''. It differs from the submitted one after a manual
+        start."""
+        return str(self.attempt.get("job", ""))
+
+    @property
+    def job_id(self) -> str:
+        return self.last or self.submitted
+
+    @property
+    def jobs(self) -> list[str]:
+        return jobs(self.submission)
+
+    @property
+    def is_chain(self) -> bool:
+        return len(self.jobs) > 1 and (not self.last or self.last in self.jobs)
+
+    @property
+    def exit_status(self) -> int | None:
+        """Return the exit status that the batch script of the last attempt recorded, or None before its end."""
+        status = self.attempt.get("exit_status")
+        return status if isinstance(status, int) else None
+
+    @property
+    def restart(self) -> int | None:
+        """Return the number of the last attempt, 0 for the first, or None before it."""
+        number = self.attempt.get("restart")
+        return number if isinstance(number, int) else None
+
+    @property
+    def clusters(self) -> str:
+        """Return cluster.clusters: the cluster of the jobs, or '' for that of SLURM_CONF, and without Slurm."""
+        return str(self.submission.get("clusters", ""))
+
+
+def read(path: Path) -> JobRecord:
+    """Return the record of the run in `path`. Raise RequestError as submission()."""
+    return JobRecord(path, submission(path), safe_files.json_or_empty(f"{path}/{run_folder.EXIT}"))
+
+
+def submission(path: Path) -> dict[str, Any]:
+    """Return submission.json. Raise RequestError that describes the folder's actual content if it is not usable."""
+    try:
+        document = safe_files.read_json(f"{path}/{run_folder.SUBMISSION}")
+    except FileNotFoundError:
+        if (path / run_folder.SCRIPT).exists():
+            raise RequestError(_unsubmitted(path)) from None
+        raise RequestError(f"{path} is not a run folder: it has no {run_folder.SUBMISSION}") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path / run_folder.SUBMISSION} cannot be read: {error}") from None
+    if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
+        raise RequestError(f"{path / run_folder.SUBMISSION} has no job_id and engine: was it edited?")
+    _submissions[str(path)] = document
+    return document
+
+
+def last_submission(path: Path) -> dict[str, Any]:
+    """Return submission.json as this process last read it; read it if it has not yet.
+
+    Raise RequestError if the file cannot be read.
+    """
+    return _submissions.get(str(path)) or submission(path)
+
+
+def jobs(record: Mapping[str, Any]) -> list[str]:
+    """Return the ids of all jobs in a submission.json: one, or those of a chain."""
+    return [str(job) for job in record.get("jobs", [record["job_id"]])]
+
+
+def last_job(path: Path) -> str:
+    """Return the id of the job that last ran the script, or ''. After a manual start it is not the submitted one."""
+    return str(safe_files.json_or_empty(path / run_folder.EXIT).get("job", ""))
+
+
+def exit_status(path: Path) -> int | None:
+    """Return the exit status that the batch script of the last attempt recorded, or None before its end."""
+    status = safe_files.json_or_empty(path / run_folder.EXIT).get("exit_status")
+    return status if isinstance(status, int) else None
+
+
+def clusters(path: Path) -> str:
+    """Return the run's cluster.clusters: the cluster of its jobs, or '' if that is SLURM_CONF's."""
+    try:
+        return str(last_submission(path).get("clusters", ""))
+    except RequestError:
+        return ""
+
+
+def _unsubmitted(path: Path) -> str:
+    """Return a message about a run folder whose submission was not confirmed (MaybeSubmitted)."""
+    script, job = path.absolute() / run_folder.SCRIPT, last_job(path)
+    if job:
+        ended = exit_status(path)
+        return (
+            f"{path} has no {run_folder.SUBMISSION}, but job {job} started its script"
+            + (f" and ended with exit status {ended}" if ended is not None else f"; see squeue --jobs={job}")
+            + f"; its logs are in {path / run_folder.LOGS}"
+        )
+    return (
+        f"{path} has a script but no {run_folder.SUBMISSION}: hpcinit was killed during the submission, or Slurm "
+        "did not confirm the job. Look for the job: squeue --all --me --states=all --format='%i %T %o' | "
+        f"grep -F {script} ; "
+        "no output means that nothing was submitted"
+    )
