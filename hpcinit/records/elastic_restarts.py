@@ -36,6 +36,10 @@ class Restart:
     step: int = -1
     secondary: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.time < LATEST or any(not -1 <= one < 2**31 for one in (self.number, self.rank, self.step)):
+            raise ValueError(f"a time or a number is out of range: {asdict(self)}")
+
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.how}" + (f" ({self.error})" if self.error else "")
 
@@ -46,12 +50,9 @@ class Restart:
 def from_json(line: str) -> Restart:
     """Return the Restart in a line. Raise ValueError, TypeError or AttributeError if there is none."""
     try:
-        found = run_folder.from_known_fields(Restart, json.loads(line))
+        return run_folder.from_known_fields(Restart, json.loads(line))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not 0 <= found.time < LATEST or any(not -1 <= one < 2**31 for one in (found.number, found.rank, found.step)):
-        raise ValueError(f"a time or a number is out of range: {found!r:.200}")
-    return found
 
 
 def cause(found: Sequence[Restart]) -> Restart:
