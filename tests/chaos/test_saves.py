@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.observe.state import exit_status
+from hpcinit.records.job_record import exit_status
 from tests.chaos.conftest import ALL
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm

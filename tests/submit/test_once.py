@@ -24,7 +24,7 @@ import pytest
 from hpcinit.base import console
 from hpcinit.base.console import ProgressLine
 from hpcinit.base.errors import MaybeSubmitted, NotReached, SubmitError
-from hpcinit.observe import state
+from hpcinit.records import job_record
 from hpcinit.slurm import exactly_once, tokens
 from hpcinit.slurm.sbatch import sbatch
 from hpcinit.submit.executor import Executor
@@ -277,7 +277,7 @@ def test_a_purged_job_is_found_by_its_exit_record(cluster: MiniSlurm, env: dict[
     script = script_in(tmp_path)
     assert tokens.find(env, tokens.new(), script, [], alone=True) == []
     (tmp_path / "exit.json").write_text('{"job": "4242", "pid": 1, "restart": 0, "began": 5}\n')
-    started = functools.partial(state.last_job, tmp_path)
+    started = functools.partial(job_record.last_job, tmp_path)
     found = tokens.find(env, tokens.new(), script, [], True, started)
     assert found is not None and [job.job_id for job in found] == ["4242"]
     assert tokens.find(env, tokens.new(), script, [], False, started) == []
