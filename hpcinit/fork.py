@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hpcinit import run
@@ -22,6 +23,7 @@ from hpcinit.cli.main import guarded
 from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.launch.fork_server import ForkSupervisor, end_as
 from hpcinit.launch.signal_monitor import SignalMonitor
+from hpcinit.launch.warm_restart import WarmRestarts
 from hpcinit.node import node_check
 from hpcinit.records import run_folder, safeguards
 from hpcinit.records.spec import Spec
@@ -60,11 +62,17 @@ def main(argv: Sequence[str]) -> int:
     except HpcinitError as error:
         fork_server.fail_prefork(here, spec, folder, error)
         raise
-    supervisor = ForkSupervisor(here, spec.launch, folder, monitor)
-    rank = supervisor.fork(lambda local, parent: fork_server.become_child(here, spec, folder, local, parent, cpus))
-    if rank is None:
-        return end_as(supervisor.wait())
-    return run.become_rank(argv, spec, protected, imported)
+    restarts = WarmRestarts(here, spec, folder) if spec.launch.warm else None
+    while True:
+        supervisor = ForkSupervisor(here, spec.launch, folder, monitor, restarts)
+        rank = supervisor.fork(partial(fork_server.become_child, here, spec, folder, cpus=cpus, restarts=restarts))
+        if rank is not None:
+            return run.become_rank(argv, spec, protected, imported)
+        ended = supervisor.wait()
+        status = ended if restarts is None else restarts.next_start(supervisor, ended)
+        if status is not None:
+            monitor.end()
+            return end_as(status)
 
 
 def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:

@@ -21,7 +21,7 @@ class Node:
 
     def __init__(
         self, folder: Path, code: str, ranks: int = 2, *, preload: Sequence[str] = (), signal: str = "",
-        env: Mapping[str, str] | None = None, **launch: Any,
+        env: Mapping[str, str] | None = None, entry: Sequence[str] = ("-m", "hpcinit.fork"), **launch: Any,
     ) -> None:  # fmt: skip
         self.folder, self.ranks = folder, ranks
         for below in ("logs", "errors"):
@@ -35,7 +35,7 @@ class Node:
         (folder / "spec.json").write_text(spec.to_json())
         job = local_step.batch_variables(os.getpid(), "forked", 1, 1, str(folder))
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "hpcinit.fork", str(folder / "spec.json")],
+            [sys.executable, "-u", *entry, str(folder / "spec.json")],
             env={**os.environ, **job, **local_step.task_variables(job, 1, 1, 0), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

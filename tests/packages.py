@@ -94,7 +94,7 @@ PACKAGES = {
     ),
     "launch": Package(
         "starts ranks: the fork server and its children, the torchrun agent",
-        (*JOB, "deepspeed", "rendezvous", "runtime"),
+        (*JOB, "node", "deepspeed", "rendezvous", "runtime"),
         ("torch",),
     ),
     "jobs": Package(

@@ -190,8 +190,11 @@ class Descriptor:
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), f"cannot create a signalfd: {os.strerror(ctypes.get_errno())}")
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the next signal, or None after the timeout."""
-        if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
+    def wait(self, timeout_s: float, files: Iterable[int] = ()) -> int | None:
+        """Return the next signal, or None after the timeout. Return None, too, when one of `files` is readable."""
+        if self._fd not in select.select([self._fd, *files], [], [], max(0.0, timeout_s))[0]:
             return None
         return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)
+
+    def close(self) -> None:
+        os.close(self._fd)

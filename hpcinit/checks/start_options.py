@@ -74,14 +74,19 @@ def launch(config: Config) -> Iterator[str]:
             f"launch.max_restarts is {chosen.max_restarts}, but launch.kind is {chosen.kind}, expected torchrun: set "
             "launch=torchrun, or restart.max_restarts instead"
         )
+    warm = config.restart.warm
+    if warm and chosen.kind != "fork":
+        yield f"restart.warm is true, but launch.kind is {chosen.kind}, expected fork: set launch=fork, or remove it"
+    if warm and not chosen.kill_on_bad_exit:
+        yield "restart.warm is true, but launch.kill_on_bad_exit is false: a rank that fails would not end the others"
+    if warm and chosen.wait_s:
+        yield f"restart.warm is true, but launch.wait_s is {chosen.wait_s}, expected 0: a rank may wait for a restart"
     text = None if config.comm.ports is None else str(config.comm.ports)
     if text is not None and (reason := ports.problem(text)):
         yield f"comm.ports {reason}"
-    elif start.restarts_ranks and text and "-" not in text:
-        yield (
-            f"comm.ports is {text!r}, expected a range such as 20000-20100: with launch=torchrun, the agents need "
-            "ports too. Set a range, or launch=srun"
-        )
+    elif (start.restarts_ranks or warm) and text and "-" not in text:
+        who = "with restart.warm, the fork servers" if warm else "with launch=torchrun, the agents"
+        yield f"comm.ports is {text!r}, expected a range such as 20000-20100: {who} need ports too"
     if start.task_per_rank:
         return
     for key, value, known in (("cpu_bind", chosen.cpu_bind, CPU_BIND), ("gpu_bind", chosen.gpu_bind, GPU_BIND)):

@@ -133,15 +133,22 @@ def training(config: Config) -> Training:
     )
 
 
+# What run.wrap, run.load and the first step of an optimizer import: a second of each rank's time after each restart.
+WARM_MODULES = ("torch._dynamo", "hpcinit.train.checkpoint")
+
+
 def launch(config: Config) -> Launch:
     """Return the settings with which hpcinit starts the ranks."""
     deepspeed = ["deepspeed"] if uses_deepspeed(config) else []
+    warm = WARM_MODULES if config.restart.warm and "torch" in config.launch.preload else ()
     return _copied(
         Launch,
         config.launch,
-        preload=tuple(dict.fromkeys([*config.launch.preload, *deepspeed])),
+        preload=tuple(dict.fromkeys([*config.launch.preload, *deepspeed, *warm])),
         cpus=cpus_per_rank(config),
         gpu_bind=gpu_bind(config),
+        warm=config.restart.warm,
+        without_progress=config.restart.without_progress if config.restart.warm else Launch.without_progress,
     )
 
 

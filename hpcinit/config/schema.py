@@ -320,6 +320,7 @@ class Restart:
     without_progress: Optional[int] = key(
         "give up after this many consecutive restarts without progress; null: unlimited", 2, least=1
     )
+    warm: bool = key("launch=fork: when a rank fails, fork all ranks again in the same job, within seconds", False)
 
 
 @dataclass

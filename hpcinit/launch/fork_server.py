@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hpcinit.base import processes, signals
@@ -18,6 +19,7 @@ from hpcinit.base.supervisor import Child, Supervisor
 from hpcinit.base.text import ranges
 from hpcinit.launch import rank_binding
 from hpcinit.launch.signal_monitor import FORWARDED, SignalMonitor
+from hpcinit.launch.warm_restart import STOPPING, WarmRestarts
 from hpcinit.records import error_records, job_log, rank_log, run_folder
 from hpcinit.records.spec import Launch, Spec
 from hpcinit.records.startup_timeout import left_of_job
@@ -28,6 +30,7 @@ from hpcinit.world.launchers.slurm_step import ForkNode, fork_environment
 
 HANDLED = (*FORWARDED, signal.SIGCHLD)
 GRACE_S = 0.5  # from SIGTERM to SIGKILL, for ranks whose peer has failed
+NEW_S = 1.0  # a signal that arrives in this time after a fork may have been sent before it
 SAVING_S = 30.0  # to SIGKILL, for ranks that got a stop signal before one of them ended: Slurm's default KillWait
 STUCK_S = 10.0  # after SIGKILL, for a rank that is stuck in the kernel
 
@@ -36,12 +39,23 @@ class ForkSupervisor(Supervisor):
     """The ranks of `here`, by their rank number. fork() returns the local rank in each child and None in the parent,
     which then calls wait()."""
 
-    def __init__(self, here: ForkNode, launch: Launch, folder: Path, monitor: SignalMonitor) -> None:
+    def __init__(
+        self,
+        here: ForkNode,
+        launch: Launch,
+        folder: Path,
+        monitor: SignalMonitor,
+        restarts: WarmRestarts | None = None,
+    ) -> None:
+        """restarts: the warm restarts of this step, None without restart.warm."""
         super().__init__()
+        self._restarts = restarts
+        self.ended_by_order = False  # the first server has ordered to end the ranks, because another node's failed
+        self._forked_at = 0.0
         self.stuck_s = STUCK_S
         self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
         self._first_failed: Child | None = None  # the first rank that failed
-        self._stop_received = False  # a stop signal has arrived
+        self.stop_received = False  # a stop signal has arrived
 
     def fork(self, become: Callable[[int, int], None]) -> int | None:
         """Fork the ranks. become(local_rank, parent) makes the child a rank; its signals are blocked until then."""
@@ -52,30 +66,48 @@ class ForkSupervisor(Supervisor):
         for local_rank in range(self._here.ranks_per_node):
             if self.fork_child(self._here.first + local_rank):
                 self._monitor.forget()
+                if self._restarts is not None:
+                    self._restarts.forget()
                 become(local_rank, parent)
                 signals.unblock(HANDLED)
                 return local_rank
+        self._forked_at = time.monotonic()
         return None
 
     def wait(self) -> int:
         """Wait for the last rank. Return the exit status for this process; -9 for SIGKILL."""
-        self.supervise(signals.Descriptor(HANDLED).wait)
-        self._monitor.end()
+        received = signals.Descriptor(HANDLED)
+        self.supervise(received.wait if self._restarts is None else partial(self._restarts.wait, self, received))
+        received.close()
         return self._exit_status()
 
     def on_signal(self, number: int) -> bool:
         if number in (signal.SIGTERM, signal.SIGINT):
             self._say_succeeded()
-            self._stop_received = True
-        if not self._monitor.also_received(number):
+            self.stop_received = True
+        received = self._monitor.also_received(number)
+        # The monitor has it, but ranks that a restart has just forked may not exist for the process that sent it.
+        new = self._restarts is not None and time.monotonic() - self._forked_at < NEW_S
+        if not received or new:
             self.signal(number)
+        if self._restarts is not None and number in STOPPING:
+            self._restarts.stop()
         return False
+
+    def end_ranks(self) -> None:
+        """End the ranks, so that all nodes can start new ones. They may be saving after a stop signal."""
+        if not self.stop_received and self.left():
+            self.ended_by_order = True
+            self.terminate(GRACE_S)
 
     def on_exit(self, child: Child) -> bool:
         """Report a failed rank, and end the others if kill_on_bad_exit is set."""
         child.signal(signal.SIGKILL)  # processes that it has left running
         child.reap()
-        self._report_exit(child)
+        if not self.ended_by_order:
+            self._report_exit(child)
+            if self._restarts is not None and child.code:
+                self._restarts.report_failure(child)
         return False
 
     def on_stuck(self, running: Sequence[Child]) -> None:
@@ -87,7 +119,7 @@ class ForkSupervisor(Supervisor):
 
     def _say_succeeded(self) -> None:
         """Print which ranks ended with status 0 before another one failed: `hpcinit why` needs it."""
-        if self._first_failed is None and not self._stop_received and self.left():
+        if self._first_failed is None and not self.stop_received and self.left():
             for child in self.children.values():
                 if child.code == 0:
                     say(f"{self._here.host}: rank {child.number}: {job_log.SUCCEEDED}")
@@ -97,7 +129,7 @@ class ForkSupervisor(Supervisor):
         bad = child.code != 0
         if bad:
             self._say_succeeded()
-        if bad and not self._stop_received and (self._first_failed is None or not self._launch.kill_on_bad_exit):
+        if bad and not self.stop_received and (self._first_failed is None or not self._launch.kill_on_bad_exit):
             say(f"error: {self._here.host}: rank {child.number}: {job_log.how(child.code or 0)}")
             if quoted := self._last_error(child.number):
                 say(quoted)
@@ -111,7 +143,7 @@ class ForkSupervisor(Supervisor):
 
     def _end_others(self, others: Sequence[Child]) -> None:
         """Terminate the remaining ranks; give them time if they may be saving."""
-        if self._stop_received:  # the signal has reached them too, and they may be saving
+        if self.stop_received:  # the signal has reached them too, and they may be saving
             self.kill_in(SAVING_S)
             return
         names = ranges(child.number for child in others)
@@ -192,18 +224,25 @@ def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:
 
 
 def become_child(
-    here: ForkNode, spec: Spec, folder: Path, local_rank: int, parent: int, cpus: list[set[int]] | None
+    here: ForkNode,
+    spec: Spec,
+    folder: Path,
+    local_rank: int,
+    parent: int,
+    cpus: list[set[int]] | None,
+    restarts: WarmRestarts | None = None,
 ) -> None:
     """Make this process, a new child, the local rank `local_rank` of `here`.
 
-    cpus: the CPUs of each local rank, or None to keep those of the parent.
+    cpus: the CPUs of each local rank, or None to keep those of the parent. restarts: as for ForkSupervisor.
     """
     os.setsid()
     processes.die_with_parent(parent)
     rank = here.first + local_rank
     _redirect_streams(folder / run_folder.RANK_LOG.format(rank=rank))
     env = fork_environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus)
-    _replace_environment({**env, **rank_binding.devices(spec.launch, local_rank, env)})
+    more = restarts.become_child(local_rank) if restarts is not None else {}
+    _replace_environment({**env, **rank_binding.devices(spec.launch, local_rank, env), **more})
     if cpus is not None:
         rank_binding.apply(cpus[local_rank])
     _set_thread_count(None if cpus is None else len(cpus[local_rank]))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpcinit.records.node_facts import Gpu, GpuProcess, Xid
 
+TIMED_OUT = 124  # the status for this, as of timeout(1)
 TIMEOUT_S = 30.0  # without persistence mode the driver is loaded for each call
 # "nvidia-smi --help-query-gpu" describes them. Some drivers lack some of the last ones: R535 renamed the reasons of the
 # clocks, R450 has MIG, R570 the recovery action.
@@ -55,6 +56,15 @@ def query() -> tuple[tuple[Gpu, ...], str]:
     return (), lines[-1] if lines else f"exit status {status}"  # some GPUs may be listed before the one that is lost
 
 
+def pids(timeout_s: float) -> set[int] | None:
+    """Return the processes that have memory of a GPU of this node; none without nvidia-smi or if it fails, and None if
+    it does not answer in time."""
+    status, text = _run("compute-apps", ("pid",), timeout_s)
+    if status == TIMED_OUT:
+        return None
+    return {int(_number(line.strip()) or 0) for line in text.splitlines()} if status == 0 else set()
+
+
 def parse(fields: Sequence[str], gpus: str, processes: str) -> tuple[Gpu, ...]:
     """Return the GPUs in the output of --query-gpu and --query-compute-apps (csv,noheader,nounits)."""
     running: dict[str, list[GpuProcess]] = {}
@@ -92,15 +102,15 @@ def _number(cell: str) -> float | None:
     return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 
-def _run(of: str, fields: Sequence[str]) -> tuple[int | None, str]:
+def _run(of: str, fields: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
     """Return the exit status and the output. The status is None if the command does not exist."""
     command = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
     except OSError:
         return None, ""
     except subprocess.TimeoutExpired:
-        return 124, f"nvidia-smi did not answer in {TIMEOUT_S:g} s"
+        return TIMED_OUT, f"nvidia-smi did not answer in {timeout_s:g} s"
     return done.returncode, done.stdout + done.stderr if done.returncode else done.stdout
 
 

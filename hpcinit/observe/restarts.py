@@ -61,21 +61,28 @@ def restarts_line(found: Sequence[Restart]) -> str:
 
 
 def read_inside(path: Path) -> list[elastic_restarts.Restart]:
-    """Return the restarts inside a job, which launch=torchrun makes."""
+    """Return the restarts inside a job, with launch=torchrun or restart.warm."""
     return list(elastic_restarts.read(path))
 
 
 def line_inside(found: Sequence[elastic_restarts.Restart]) -> str:
-    """Return '2 restarts inside the job: rank 3 on n2: Killed (step 41), rank 0 on n1: ...', or ''."""
+    """Return '2 restarts inside the job: rank 3 on n2: Killed (step 41, 2.1 s to the next step), rank 0 ...', or ''."""
     if not found:
         return ""
-    ends = [f"{one}" + (f" (step {one.step})" if one.step >= 0 else "") for one in found[-MOST_SHOWN:]]
+    ends = [f"{one}{_step_and_loss(one)}" for one in found[-MOST_SHOWN:]]
     return f"{summary_inside(found)}: {'... ' * (len(found) > MOST_SHOWN)}{', '.join(ends)}"
 
 
 def summary_inside(found: Sequence[elastic_restarts.Restart]) -> str:
     """Return '2 restarts inside the job', or ''."""
     return f"{counted(len(found), 'restart')} inside the job" if found else ""
+
+
+def _step_and_loss(one: elastic_restarts.Restart) -> str:
+    parts = [f"step {one.step}"] if one.step >= 0 else []
+    if elastic_restarts.PHASES[-1] in one.phases:
+        parts.append(f"{sum(one.phases.values()):.1f} s to the next step")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _at(one: Restart) -> str:

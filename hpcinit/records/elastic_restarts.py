@@ -1,4 +1,4 @@
-"""Records restarts inside a job, with launch=torchrun: elastic.jsonl in the run folder, one line per restart.
+"""Records restarts inside a job, with launch=torchrun or restart.warm: elastic.jsonl, one line per restart.
 
 Before each restart, the error records and hang reports of the failed start are moved to a folder `before-...`. So the
 run folder shows only those of the last start.
@@ -7,15 +7,22 @@ run folder shows only those of the last start.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpcinit.base import safe_files
+from hpcinit.base.text import brief
 from hpcinit.records import run_folder, scratch
 
 LATEST = 1e11  # seconds since 1970: the year 5138
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
+# Environment variable of the ranks after a warm restart: the number of the restart in this step, 1 for the first.
+ENV_ROUND = "HPCINIT_ROUND"
+# The parts of a warm restart, in the order of time. They end with: the order that ends all ranks, the end of the last
+# rank, the fork of new ones, the return of init(), the return of run.load(), the first run.progress().
+PHASES = ("detect", "end", "fork", "rendezvous", "load", "first_step")
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,9 @@ class Restart:
 
     how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's error, or ''. step: the last reported one,
     or -1. time: seconds since 1970. secondary: whether the error is a consequence of another rank's failure.
+
+    furthest: with a warm restart, the last step of rank 0 or the last checkpoint that this start completed. phases:
+    seconds of each of PHASES, as far as known.
     """
 
     job: str
@@ -35,10 +45,15 @@ class Restart:
     error: str = ""
     step: int = -1
     secondary: bool = False
+    furthest: int = -1
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.time < LATEST or any(not -1 <= one < 2**31 for one in (self.number, self.rank, self.step)):
+        numbers = (self.number, self.rank, self.step, self.furthest)
+        if not 0 <= self.time < LATEST or any(not -1 <= one < 2**31 for one in numbers):
             raise ValueError(f"a time or a number is out of range: {asdict(self)}")
+        if not all(isinstance(value, (int, float)) for value in self.phases.values()):
+            raise ValueError(f"phases is {self.phases!r:.40}, expected seconds by name")
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.how}" + (f" ({self.error})" if self.error else "")
@@ -73,8 +88,36 @@ def agents_folder(step: str) -> str:
 
 
 def read(folder: Path) -> Iterator[Restart]:
-    """Yield the recorded restarts of the run folder. Skip lines that cannot be read."""
-    return run_folder.read_lines(Restart, folder / run_folder.ELASTIC)
+    """Yield the recorded restarts of the run folder. Skip lines that cannot be read.
+
+    A warm restart has a second line when its phases are complete, which replaces the first.
+    """
+    found: dict[tuple[str, int], Restart] = {}
+    for one in run_folder.read_lines(Restart, folder / run_folder.ELASTIC):
+        found[one.job, one.number] = one
+    yield from found.values()
+
+
+def of_failure(folder: Path, job: str, number: int, rank: int, host: str, status: int, step: int) -> Restart:
+    """Return the restart that the failure of a rank causes, with the error that it recorded in the start `job`.
+
+    status: its exit status, -9 for SIGKILL. step: the last that it reported, -1 if unknown.
+    """
+    from hpcinit.records import causes, error_records, job_log  # noqa: PLC0415 - as in set_aside()
+
+    records = error_records.read(folder / run_folder.ERRORS, f"rank-{rank}.json")
+    record = next((one.record for one in records if one.record.job == job), None)
+    return Restart(
+        job=job,
+        number=number,
+        time=record.time if record else time.time(),
+        rank=rank,
+        host=host,
+        how=job_log.how(status),
+        error=brief(record.error) if record else "",
+        step=step,
+        secondary=bool(record and causes.is_secondary(record)),
+    )
 
 
 def furthest(folder: Path) -> int:

@@ -175,7 +175,8 @@ class Launch:
     kind: 'srun' starts each rank. With 'fork' and 'torchrun', srun starts one process per node, which starts the node's
     ranks. preload: modules to import before the fork. max_restarts: how often torchrun's agents restart the ranks.
     wait_s: how long ranks may run after the first has exited; None or 0: forever. cpus: per rank, if set. cpu_bind,
-    gpu_bind: srun's options for one task per rank, or None for the site's default.
+    gpu_bind: srun's options for one task per rank, or None for the site's default. warm, without_progress: restart.warm
+    and restart.without_progress.
     """
 
     kind: str = "srun"
@@ -186,6 +187,8 @@ class Launch:
     cpus: int | None = None
     cpu_bind: str | None = None
     gpu_bind: str | None = None
+    warm: bool = False
+    without_progress: int | None = 2
 
     def __post_init__(self) -> None:
         one_of("launch.kind", self.kind, tuple(STARTS))

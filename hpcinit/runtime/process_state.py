@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hpcinit.records import timeline
     from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint
+    from hpcinit.runtime.shared_progress import Slot
 
 START = "start-up"
 
@@ -107,7 +108,8 @@ class ProcessState:
     removal: the last thread that removes old checkpoints.
     output_watch: this rank's, or None before it starts.
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
-        stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
+    slot: where a rank of a fork server with restart.warm reports its progress, None for other ranks.
+    stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
     """
 
     runtime: Any = None
@@ -127,12 +129,18 @@ class ProcessState:
     removal: threading.Thread | None = None
     output_watch: OutputWatch | None = None
     stacks_of: int = 0
+    slot: Slot | None = None
     stopped_early: bool = False
     stop_not_recorded: bool = False
 
     def reset(self) -> None:
         """Reset every field to its default, for tests. It closes nothing."""
         vars(self).update(vars(ProcessState()))
+
+    def report(self, name: str, value: float | None = None) -> None:
+        """Report a value of shared_progress.NAMES to this rank's fork server, if that wants it."""
+        if self.slot is not None:
+            self.slot.report(name, value)
 
     def leave_to_the_parent(self) -> None:
         """In a forked child, drop what belongs to the parent: close its files, and send nothing to its peers.

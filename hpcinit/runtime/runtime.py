@@ -31,6 +31,7 @@ from hpcinit.runtime import mesh as mesh_of_run
 from hpcinit.runtime import process_group, seeds
 from hpcinit.runtime.init_request import Plan, Request
 from hpcinit.runtime.lifecycle import phase
+from hpcinit.runtime.process_state import state
 from hpcinit.world import World
 
 if TYPE_CHECKING:
@@ -333,6 +334,7 @@ class Runtime:
                 timeout=timeout,
                 job=self.world.job,
             )
+        state.report("saved", step)
         self._session.longest_save = max(self._session.longest_save, timedelta(seconds=time.monotonic() - began))
         return written
 
@@ -360,7 +362,7 @@ class Runtime:
 
         timeout = self._patience(timeout)
         with phase.during("loading", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
-            return checkpoint.load(
+            loaded = checkpoint.load(
                 wrapped,
                 Path(folder),
                 layout=self.layout,
@@ -369,6 +371,8 @@ class Runtime:
                 timeout=timeout,
                 job=self.world.job,
             )
+        state.report("loaded")
+        return loaded
 
     def export(
         self,
@@ -463,6 +467,8 @@ class Runtime:
         """
         self._session.last_step = step
         phase.step_done(step)
+        state.report("step", step)
+        state.report("stepped")
         self._send_heartbeat(step)
         if self.rank or self.folder is None:
             return

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpcinit.base import BEGAN, processes
 from hpcinit.base.console import say
-from hpcinit.records import timeline
+from hpcinit.records import elastic_restarts, timeline
 from hpcinit.records.spec import Spec
 from hpcinit.rendezvous import join
 from hpcinit.rendezvous.rendezvous_client import RendezvousEndpoint
@@ -94,6 +94,7 @@ def reach(event: str, **more: object) -> None:
         mine.writer.write(mine.rank, {event: round(now(), 6), **more})
         if event == timeline.LAST:
             mine.close()
+            state.report("up")
     if state.rendezvous is not None and event in PHASES:
         state.rendezvous.report_phase(PHASES[event])
 
@@ -152,6 +153,9 @@ def _events_before_writing(env: Mapping[str, str], first_line: bool) -> dict[str
     """Return the events that occurred before this process could write."""
     found: dict[str, float | None] = {}
     found["allocated"] = _number_or_none(env.get(timeline.ENV_ALLOCATED, ""))
+    if elastic_restarts.ENV_ROUND in env:  # a warm restart: the fork server and its imports were there before
+        found["started"] = found["forked"] = _creation_time(os.getpid())
+        return {name: round(event, 6) for name, event in found.items() if event is not None}
     agent = env.get(timeline.ENV_AGENT_BEGAN)
     if agent is not None:
         found["started"] = _number_or_none(agent)

@@ -108,7 +108,7 @@ def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None
         config,
         chain=1,
         spare_nodes=0,
-        restart=replace(config.restart, max_restarts=None),
+        restart=replace(config.restart, max_restarts=None, warm=False),
         launch=replace(config.launch, kind="srun", max_restarts=0),
     )
     path = RunPath(workdir)  # in place of the run folder, which the script does not use
@@ -126,6 +126,7 @@ def _header(config: Config) -> list[str]:
         f"chain={config.chain}": config.chain > 1,
         f"spare_nodes={config.spare_nodes}": config.spare_nodes > 0,
         f"restart.max_restarts={config.restart.max_restarts}": bool(config.restart.max_restarts),
+        "restart.warm=true": config.restart.warm,
         f"launch={config.launch.kind}": config.launch.kind != kept.launch.kind,
     }
     version = versions.by_folder(tuple(sys.path)).get("hpcinit", "")

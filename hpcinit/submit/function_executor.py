@@ -286,6 +286,7 @@ def _problems(config: Any) -> Sequence[str]:
             bool(config.restart.max_restarts),
             "a checkpointable function requeues its own job, at most max_num_timeout times after the time limit",
         ),
+        "restart.warm=true": (config.restart.warm, "a function passes its error on, and no rank fails"),
         "launch=torchrun": (
             config.launch.kind == "torchrun",
             "submitit.JobEnvironment would read the rank of torchrun's agent; use launch=srun or launch=fork",

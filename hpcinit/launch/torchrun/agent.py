@@ -32,12 +32,11 @@ from hpcinit.base import background_writer, signals
 from hpcinit.base.console import say
 from hpcinit.base.processes import ENV_PARENT
 from hpcinit.base.supervisor import Child, Supervisor
-from hpcinit.base.text import brief
 from hpcinit.launch import rank_binding
 from hpcinit.launch.torchrun.agent_signals import ENDING, Signals
 from hpcinit.launch.torchrun.agent_watch import AgentWatch
 from hpcinit.launch.torchrun.rendezvous_handler import AgentRendezvous
-from hpcinit.records import causes, elastic_restarts, error_records, job_log, rank_log, run_folder, timeline
+from hpcinit.records import elastic_restarts, job_log, rank_log, run_folder, timeline
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
 from hpcinit.records.startup_timeout import left_of_job
@@ -231,19 +230,10 @@ class Node:
 
     def _failure(self, local_rank: int, status: int) -> Restart:
         """Return a rank's failure, with the error that it recorded in this round."""
-        rank, job = self._rank(local_rank), self._job()
-        records = error_records.read(self._folder / run_folder.ERRORS, f"rank-{rank}.json")
-        record = next((one.record for one in records if one.record.job == job), None)
-        return Restart(
-            job=job,
-            number=self.rendezvous.round + 1,
-            time=record.time if record else time.time(),
-            rank=rank,
-            host=self._agents.host or os.uname().nodename,
-            how=job_log.how(status),
-            error=brief(record.error) if record else "",
-            step=elastic_restarts.furthest(self._folder),
-            secondary=bool(record and causes.is_secondary(record)),
+        host, step = self._agents.host or os.uname().nodename, elastic_restarts.furthest(self._folder)
+        number = self.rendezvous.round + 1
+        return elastic_restarts.of_failure(
+            self._folder, self._job(), number, self._rank(local_rank), host, status, step
         )
 
     def _record_restart(self, why: Restart) -> None:

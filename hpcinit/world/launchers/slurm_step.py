@@ -17,6 +17,7 @@ from hpcinit.base import processes
 from hpcinit.base.errors import NodelistError, RequestError, WorldError
 from hpcinit.base.safe_files import read_or_empty
 from hpcinit.base.text import counted
+from hpcinit.records import elastic_restarts
 from hpcinit.slurm import nodelist
 from hpcinit.world import World, number, ports
 
@@ -313,13 +314,16 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 def identity(env: Mapping[str, str]) -> str:
     """Return 'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without the first component of a het job.
 
-    A requeued job keeps its id, so the name includes the restart count. Each component counts its own steps.
+    A requeued job keeps its id, so the name includes the restart count. Each component counts its own steps. After a
+    warm restart the name is 'JOB.STEPe1.RESTART'.
     """
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID", "0")
     step = set(nodelist.expand(env["SLURM_STEP_NODELIST"])) if env.get("SLURM_STEP_NODELIST") else set()
     first = next((i for i, hosts in enumerate(components(env)) if step & set(hosts)), 0)
     component = f"+{first}" if first else ""
-    return f"{job}{component}.{env.get('SLURM_STEP_ID', '0')}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    step_name = f"{job}{component}.{env.get('SLURM_STEP_ID', '0')}.{env.get('SLURM_RESTART_COUNT', '0')}"
+    warm = elastic_restarts.ENV_ROUND
+    return elastic_restarts.round_folder(step_name, number(env, warm, "unset it") if warm in env else 0)
 
 
 def starts_this_very_process(env: Mapping[str, str], process: Process) -> bool:

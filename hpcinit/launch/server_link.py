@@ -1,0 +1,186 @@
+"""The connections of the fork servers with the one of the first node, for restart.warm. No threads: a server forks.
+
+The servers find each other in hpcinit's rendezvous, which ends before the first fork. Then each has one connection to
+the first server, over which both send messages of the rendezvous' protocol. The first one decides, see decider.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from hpcinit.base import signals
+from hpcinit.base.errors import BringUpError
+from hpcinit.records import elastic_restarts
+from hpcinit.records.spec import Spec
+from hpcinit.records.startup_timeout import left_of_job
+from hpcinit.rendezvous import join, protocol
+from hpcinit.rendezvous.rendezvous_client import CONNECT_S, JoinRequest, connect
+from hpcinit.world import World, ports
+
+Message = dict[str, Any]
+# A node that has lost its network or its power sends no end of the connection: the kernel reports it after this time.
+SILENT_S = 15
+LOST: Message = {"lost": True}  # what receive() returns for a connection that has ended
+
+
+class Connection:
+    """A connection to another server. It blocks never: messages are short, and the kernel's buffer takes them."""
+
+    def __init__(self, own: socket.socket, lines: protocol.Lines) -> None:
+        self._socket, self._lines, self._open = own, lines, True
+        own.setblocking(False)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("KEEPIDLE", 5), ("KEEPINTVL", 2), ("KEEPCNT", 5), ("USER_TIMEOUT", 1000 * SILENT_S)):
+            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+
+    def files(self) -> list[int]:
+        return [self._socket.fileno()] if self._open else []
+
+    def send(self, message: Message) -> None:
+        with suppress(OSError):  # receive() finds out
+            self._socket.sendall(protocol.encode(message))
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived, and LOST, once, if the connection has ended."""
+        try:
+            data = self._socket.recv(65_536) if self._open else None
+            if data is None:
+                return []
+            if data:
+                return self._lines.feed(data)
+        except BlockingIOError:
+            return []
+        except (OSError, protocol.NotOurs):
+            pass
+        self.close()
+        return [LOST]
+
+    def close(self) -> None:
+        self._open = False
+        self._socket.close()
+
+
+class Link:
+    """This server's connections: the first server has one to each other node, the others have one to the first node.
+
+    decide: only for the first server; it takes a node's number and message, and returns orders for all servers.
+    """
+
+    def __init__(
+        self, connections: Mapping[int, Connection], decide: Callable[[int, Message], Iterable[Message]] | None = None
+    ) -> None:
+        self._connections, self._decide = connections, decide
+        self._orders: list[Message] = []  # of the first server for itself
+
+    def wait(self, received: signals.Descriptor, timeout_s: float) -> int | None:
+        """Return the next signal; None after the timeout, or when receive() has something to do."""
+        files = [file for connection in self._connections.values() for file in connection.files()]
+        return received.wait(0.0 if self._orders else timeout_s, files)
+
+    def send(self, message: Message) -> None:
+        """Send a message to the first server."""
+        if self._decide is None:
+            self._connections[0].send(message)
+        else:
+            self._take(0, message)
+
+    def receive(self) -> Sequence[Message]:
+        """Return the orders of the first server, and LOST if it is gone."""
+        if self._decide is None:
+            return self._connections[0].receive()
+        for node, connection in self._connections.items():
+            for message in connection.receive():
+                self._take(node, message)
+        self._take(0, {})
+        orders, self._orders = self._orders, []
+        return orders
+
+    def close(self) -> None:
+        """Close this process's connections, also in a forked rank, which has copies of them."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _take(self, node: int, message: Message) -> None:
+        assert self._decide is not None
+        for order in self._decide(node, message):
+            self._orders.append(order)
+            for connection in self._connections.values():
+                connection.send(order)
+
+
+def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
+    """Return this server's connections, by node, when all servers have started. Raise BringUpError if one is missing.
+
+    servers: their world, in which each is a rank. Call it before the first fork: the threads of the rendezvous have
+    ended when it returns.
+    """
+    if servers.world_size == 1:
+        return {}
+    # Not the ranks' name: they use the same host a moment later.
+    job = elastic_restarts.agents_folder(servers.job)
+    servers = replace(servers, job=job, master_ports=ports.of_job(os.environ, job))
+    timeout = spec.comm.timeout.start_up(spec.nodes, left_of_job(os.environ, time.time()))
+    deadline = time.monotonic() + timeout.total_seconds()
+    rendezvous = join.join(servers, spec, timeout, 0)
+    # With another key: a connection must not be taken for one of the rendezvous.
+    key = hashlib.sha256(f"{spec.nonce}|fork servers|{job}".encode()).hexdigest()
+    try:
+        rendezvous.report_phase("imported")
+        if servers.rank == 0:
+            with rendezvous.listen_for_store() as listener:  # type: ignore[attr-defined]  # rank 0 has a server
+                rendezvous.offer_store(listener.getsockname()[1])  # type: ignore[attr-defined]
+                found = _accept(listener, servers, key, deadline)
+        else:
+            port = rendezvous.wait_for_store(deadline, join.report_interval_s(servers))
+            reply = connect(rendezvous.address, port, JoinRequest(servers.rank, key, job, {}), CONNECT_S, deadline)
+            found = {0: Connection(reply.socket, reply.lines)}
+    except (OSError, protocol.NotOurs) as error:
+        raise BringUpError(f"restart.warm: the fork servers cannot connect to each other: {error}") from None
+    finally:
+        rendezvous.close()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(CONNECT_S)
+    return found
+
+
+def _accept(listener: socket.socket, servers: World, key: str, deadline: float) -> dict[int, Connection]:
+    """Return the connections of all other servers. Raise BringUpError at the deadline, by time.monotonic()."""
+    found: dict[int, Connection] = {}
+    while len(found) < servers.world_size - 1:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            accepted, _ = listener.accept()
+        except TimeoutError:
+            missing = [servers.hosts[node] for node in range(1, servers.world_size) if node not in found]
+            raise BringUpError(f"restart.warm: no fork server connected from {', '.join(missing)}") from None
+        lines = protocol.Lines()
+        try:
+            node = _check(accepted, lines, servers, key)
+            found[node] = Connection(accepted, lines)
+        except (OSError, EOFError, protocol.NotOurs):  # another program: it cannot prove that it has the key
+            accepted.close()
+    return found
+
+
+def _check(accepted: socket.socket, lines: protocol.Lines, servers: World, key: str) -> int:
+    """Return the node of the server that has connected. Raise NotOurs if it does not prove that it has the key."""
+    until = time.monotonic() + CONNECT_S
+    theirs, mine = protocol.text(protocol.receive(accepted, lines, until)[0], "challenge", 100), protocol.challenge()
+    proof = protocol.proof(key, "server", theirs, servers.job)
+    accepted.sendall(protocol.encode({"hello": protocol.GREETING, "proof": proof, "challenge": mine}))
+    hand = protocol.receive(accepted, lines, until)[0]
+    node = protocol.integer(hand, "rank", 1, servers.world_size - 1)
+    if not protocol.same(hand.get("proof"), protocol.proof(key, "peer", mine, str(node))):
+        raise protocol.NotOurs("no proof")
+    accepted.sendall(protocol.encode({"reply": 1}))
+    return node

@@ -1,0 +1,226 @@
+"""Restarts inside the job with launch=fork and restart.warm: this fork server ends its ranks and forks new ones.
+
+The server of the first node decides (decider.py). This one reports how its ranks ended, and obeys. It signals only its
+own children, which it has not reaped. It forks only after an order that the first server gives when no rank of any node
+runs, and never after a signal that asks to stop.
+
+What remains: if the first server is gone, or the order does not arrive, this server exits as without restart.warm, and
+its ranks with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcinit.base import background_writer, signals
+from hpcinit.base.console import say
+from hpcinit.base.supervisor import Child
+from hpcinit.base.text import rank_names
+from hpcinit.launch.decider import FINAL, Decider, refusal
+from hpcinit.launch.server_link import Link, connect_servers
+from hpcinit.launch.signal_monitor import FORWARDED
+from hpcinit.node import nvidia_smi
+from hpcinit.records import elastic_restarts, job_log, run_folder, timeline
+from hpcinit.records.elastic_restarts import Restart
+from hpcinit.records.spec import Spec
+from hpcinit.runtime.process_state import state
+from hpcinit.runtime.shared_progress import slots
+from hpcinit.world import launchers
+from hpcinit.world.launchers.slurm_step import ForkNode
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
+# From the order to end the ranks: SIGKILL after 0.5 s, 10 s for a rank that the kernel does not end, and the memory.
+LIMIT_S = MEMORY_S + 25.0
+RANK_PARTS = {"rendezvous": "up", "load": "loaded", "first_step": "stepped"}  # of a restart, and the values of a slot
+
+
+class Ranks(Protocol):
+    """What is needed of the supervisor of the ranks of one start (ForkSupervisor)."""
+
+    children: dict[int, Child]
+    stop_received: bool
+    ended_by_order: bool
+
+    def end_ranks(self) -> None: ...
+    def running(self) -> list[Child]: ...
+    def signal(self, number: int) -> None: ...
+
+
+class WarmRestarts:
+    """The restarts of one step, on one node. Raise BringUpError if another node's fork server does not start."""
+
+    def __init__(self, here: ForkNode, spec: Spec, folder: Path) -> None:
+        servers = launchers.read(os.environ)
+        self._here, self._spec, self._folder, self._job = here, spec, folder, servers.job
+        self._host = here.host or os.uname().nodename
+        hosts = servers.hosts if len(servers.hosts) == here.nodes else [f"node {node}" for node in range(here.nodes)]
+        self._decider = Decider(hosts, LIMIT_S, self._decide) if here.rank == 0 else None
+        self._link = Link(connect_servers(spec, servers), self._decider)
+        self._round = 0
+        self._why: Restart | None = None  # of this round
+        self._next: Restart | None = None  # the order to start ranks, until they are forked
+        self._over: Mapping[str, Any] | None = None  # the last order: there is no restart any more
+        self._stopped = False  # by a signal while no rank ran
+        self._missed: list[int] = []  # signals for ranks, which arrived while none ran
+        self._slots = slots(spec.ranks_per_node)
+        # Only in the first server: the restarts of this step, and when their parts ended.
+        self._before: list[Restart] = []
+        self._ended_at = self._forked_at = 0.0
+        self._recorded = 0  # the last round whose parts were recorded
+
+    # --- for the new ranks
+
+    def forget(self) -> None:
+        """Close this process's copies of the connections, in a forked rank."""
+        self._link.close()
+
+    def become_child(self, local_rank: int) -> dict[str, str]:
+        """Return further variables of the environment of a rank. Call it in the rank, after its log is open."""
+        state.slot = self._slots[local_rank]
+        found = {"TORCHELASTIC_RESTART_COUNT": str(self._round)}
+        if self._why is not None:
+            say(self._message(self._why))
+            found |= {elastic_restarts.ENV_ROUND: str(self._round), timeline.ENV_ALLOCATED: f"{self._why.time:.6f}"}
+        return found
+
+    # --- while ranks run
+
+    def wait(self, ranks: Ranks, received: signals.Descriptor, timeout_s: float) -> int | None:
+        """Return the next signal, None after the timeout. Obey the orders that arrive meanwhile."""
+        while self._missed:
+            ranks.signal(self._missed.pop())
+        self._forked_at = self._forked_at or time.time()
+        self._record_phases(only_complete=True)
+        number = self._link.wait(received, timeout_s)
+        self._obey(ranks)
+        return number
+
+    def report_failure(self, child: Child) -> None:
+        """Report to the first server how a rank ended that no order has ended."""
+        step, code = int(self._slots[child.number - self._here.first]["step"]), child.code or 0
+        failed = elastic_restarts.of_failure(
+            self._folder, self._round_job(), self._round + 1, child.number, self._host, code, step
+        )
+        self._link.send({"round": self._round, "failed": failed.to_json(), "final": code in FINAL})
+
+    def stop(self) -> None:
+        """Report to the first server that this step stops: there is no restart any more."""
+        self._link.send({"stop": True})
+
+    # --- when no rank of this node runs
+
+    def next_start(self, ranks: Ranks, status: int) -> int | None:
+        """Wait for what follows. Return None if the ranks must be forked again, else the exit status of this server.
+
+        status: that of the ranks, -9 for SIGKILL.
+        """
+        with closing(signals.Descriptor(FORWARDED)) as received:
+            if not self._ends(ranks):
+                problem = self._wait_for_memory(ranks, received) if status or ranks.ended_by_order else ""
+                self._link.send({"round": self._round, "ended": problem})
+            while not self._ends(ranks) and self._next is None:
+                self._wait_without_ranks(ranks, received, 1.0)
+        self._record_phases(only_complete=False)
+        if self._next is None or self._ends(ranks):
+            node = self._over["node"] if self._over else -1
+            if node not in (-1, self._here.rank):
+                return 0  # srun reports the node of the rank that failed first, and no other
+            return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
+        self._round, self._why, self._next = self._round + 1, self._next, None
+        self._slots, self._forked_at = slots(self._spec.ranks_per_node), 0.0
+        return None
+
+    def _ends(self, ranks: Ranks) -> bool:
+        return self._over is not None or self._stopped or ranks.stop_received
+
+    def _wait_without_ranks(self, ranks: Ranks, received: signals.Descriptor, timeout_s: float) -> None:
+        """Wait for orders and signals. A signal that asks to stop ends the restarts of the step."""
+        number = self._link.wait(received, timeout_s)
+        if number in STOPPING:
+            self._stopped = True
+            self.stop()
+        elif number is not None and signal.Signals(number).name == f"SIG{self._spec.stop.signal}":
+            self._missed.append(number)
+        self._obey(ranks)
+
+    def _wait_for_memory(self, ranks: Ranks, received: signals.Descriptor) -> str:
+        """Wait until no GPU lists a rank that has ended. Return why the node can start no ranks, or ''."""
+        if running := ranks.running():
+            return f"{rank_names([child.number for child in running])} is still running after SIGKILL"
+        own, until, said = {child.pid for child in ranks.children.values()}, time.monotonic() + MEMORY_S, False
+        while (found := nvidia_smi.pids(timeout_s=5.0)) is None or found & own:
+            if time.monotonic() > until:
+                return f"the memory of the GPUs is not free {MEMORY_S:g} s after the ranks ended (nvidia-smi)"
+            if not said:
+                say(f"{self._host}: waiting up to {MEMORY_S:g} s until the GPUs' memory of the ended ranks is free")
+            said = True
+            self._wait_without_ranks(ranks, received, 0.5)
+            if self._ends(ranks):
+                break
+        return ""
+
+    def _obey(self, ranks: Ranks) -> None:
+        for order in self._link.receive():
+            if self._over is not None:
+                continue
+            if "end" in order:
+                ranks.end_ranks()
+            elif "start" in order:
+                self._next = elastic_restarts.from_json(order["why"])
+            else:
+                gone = "the fork server of the first node is gone"
+                self._over = order if "over" in order else {"over": gone, "node": -1}
+                if self._over["over"] and (self._decider is not None or "lost" in order):
+                    say(f"no warm restart any more: {self._over['over']}")
+
+    def _round_job(self) -> str:
+        return elastic_restarts.round_folder(self._job, self._round)
+
+    def _message(self, why: Restart) -> str:
+        return f"{job_log.NEW_ATTEMPT}warm restart {why.number} of job {self._job.partition('.')[0]}: {why}"
+
+    # --- in the first server
+
+    def _decide(self, cause: Restart) -> str:
+        """Return why the ranks do not start again, or '' after recording the restart. No rank runs."""
+        assert self._decider is not None
+        self._record_phases(only_complete=False)
+        self._ended_at, ordered = time.time(), self._decider.end_ordered or time.time()
+        phases = {"detect": round(max(ordered - cause.time, 0.0), 3), "end": round(self._ended_at - ordered, 3)}
+        furthest = max(int(slot[name]) for slot in self._slots for name in ("step", "saved"))
+        restart = replace(cause, furthest=furthest, phases=phases)
+        if refused := refusal(self._before, restart, self._spec.launch.without_progress):
+            return refused
+        self._before.append(restart)
+        with background_writer.suppressed("the folder of old error records"):
+            elastic_restarts.set_aside(self._folder, cause.job)
+        self._record(restart)
+        say(self._message(restart))
+        return ""
+
+    def _record(self, restart: Restart) -> None:
+        with background_writer.suppressed(run_folder.ELASTIC):
+            elastic_restarts.record(self._folder, restart)
+
+    def _record_phases(self, only_complete: bool) -> None:
+        """Record the parts of the last restart, once. only_complete: not before the first step."""
+        if not self._before or self._before[-1].number != self._round or self._recorded == self._round:
+            return
+        slot, at, phases = self._slots[0], self._ended_at, dict(self._before[-1].phases)
+        if only_complete and not slot["stepped"]:
+            return
+        self._recorded = self._round
+        ends = {"fork": self._forked_at, **{part: slot[name] for part, name in RANK_PARTS.items()}}
+        for part, end in ends.items():
+            if end:
+                phases[part], at = round(max(end - at, 0.0), 3), end
+        self._before[-1] = replace(self._before[-1], phases=phases)
+        self._record(self._before[-1])
