@@ -256,6 +256,22 @@ def discard(path: Path) -> None:
     remove_later(partial(remove_folder, path))
 
 
+def abandon(unfinished: Path) -> None:
+    """Take the unfinished step away from all of its writers, whose next call fails, and remove it in the background."""
+    with suppress(OSError):  # already gone, or published
+        discard(set_aside(unfinished))
+
+
+def what_is_left(folder: Path) -> str:
+    """Return the free space and the newest complete step, for the message of a save that failed."""
+    before = newest(folder, lambda _: None)
+    left = f"{before[0].name} is the newest checkpoint" if before else "there is no older checkpoint"
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB of disk space are free; {left}"
+    except OSError:
+        return left
+
+
 def _exists_already(final: Path) -> str:
     by = ""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
