@@ -121,7 +121,9 @@ class BackgroundSaves:
         """Wait until this rank's writer has finished. After the timeout kill it, and give the step up."""
         if not self.poll(timeout.total_seconds()) and self._process is not None:
             self._process.kill()
-            self.poll(END_S)
+            if not self.poll(END_S):  # the file system does not respond
+                self._end()
+                self._running = None
 
     def longest_s(self) -> float:
         """Return the duration of the longest save so far, also if it is still running."""

@@ -95,10 +95,8 @@ def save(
         )
     of_steps.name(step)  # raises RequestError for a negative step
     described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
-    # DeepSpeed writes its files itself.
-    saves = (
-        background_save.of_this_process() if not wait and wrapped.checkpoint_format == wrappers.TORCH_FORMAT else None
-    )
+    wait = wait or wrapped.checkpoint_format != wrappers.TORCH_FORMAT  # DeepSpeed writes its files itself
+    saves = None if wait else background_save.of_this_process()
     with native_checkpoint.patient(timeout):
         background_save.finish(timeout / 2)
         return _save(wrapped, folder, described, layout, loader, extra, job, timeout, keep, saves)

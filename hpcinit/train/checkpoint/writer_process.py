@@ -52,14 +52,14 @@ def save(asked: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
             _publish(asked, path, mine)
     except Exception as error:
         text = str(error) if isinstance(error, HpcinitError) else f"{type(error).__name__}: {error}"
-        gone = not path.exists()
+        gone, left = not path.exists(), of_steps.what_is_left(path.parent)
         of_steps.abandon(path)
         if gone:
             text = "a part was not written, or another job has removed the unfinished step"
         if rank == 0 or not gone:  # else the rank that failed has printed the reason
-            left = of_steps.what_is_left(path.parent)
             where = f"rank {rank} on {os.uname().nodename}"
             say(f"warning: cannot save step {step} in {path.parent}: {where}: {text}; {left}; training continues")
+        of_steps.wait_for_removals(REMOVAL_S)  # the next save needs the space
         return False
     finally:
         for descriptor in descriptors:
@@ -93,7 +93,7 @@ def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
 
 
 def _copy(descriptor: int, size: int, unfinished: Path, path: Path) -> None:
-    """Write the file and sync it. Create its folder, but never the unfinished step: another rank may have removed it."""
+    """Write the file and sync it. Create its folder, but not the unfinished step, which may have been removed."""
     if path.parent != unfinished:
         path.parent.mkdir(exist_ok=True)
     with path.open("wb") as stream:
