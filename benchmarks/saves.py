@@ -37,6 +37,7 @@ def rank(gb: float, tries: int, folder: Path) -> None:
     import hpcinit  # noqa: PLC0415
     from hpcinit.records.layout import Layout  # noqa: PLC0415
     from hpcinit.records.spec import Training  # noqa: PLC0415
+    from hpcinit.runtime.process_state import state  # noqa: PLC0415
 
     layout = Layout(dp_replicate=1, dp_shard=-1)
     with hpcinit.session(layout=layout, training=Training("fsdp")) as run:
@@ -57,7 +58,8 @@ def rank(gb: float, tries: int, folder: Path) -> None:
                 seconds.append(took.item())
                 while not saved.is_dir():
                     time.sleep(0.5)
-                time.sleep(1.0)  # until the writers have answered
+                while state.background_saves is not None and not state.background_saves.poll():
+                    time.sleep(0.5)
         if run.rank == 0:
             print(json.dumps({"wait=False": taken["wait=False"][1:], "wait=True": taken["wait=True"]}), flush=True)
 

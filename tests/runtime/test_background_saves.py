@@ -285,6 +285,10 @@ def hand_over(saves: BackgroundSaves, unfinished: of_steps.Unfinished, step: int
     saves.hand_over(unfinished, {**DESCRIBED, "step": step}, names, rank, keep=None)
 
 
+def unfinished_step(folder: Path, step: int) -> of_steps.Unfinished:
+    return begin(folder, step)
+
+
 def save(pair: list[BackgroundSaves], folder: Path, step: int) -> None:
     unfinished = begin(folder, step)
     for rank, saves in enumerate(pair):
@@ -379,13 +383,13 @@ def test_kill_9_of_a_writer_at_each_call(tmp_path: Path, pair: list[BackgroundSa
 PROGRAM = """
 import sys
 from pathlib import Path
-from tests.runtime.test_background_saves import BackgroundSaves, MINUTE, begin, hand_over
+from tests.runtime.test_background_saves import BackgroundSaves, hand_over, unfinished_step
 folder, pair = Path(sys.argv[1]), [BackgroundSaves(2), BackgroundSaves(2)]
 for saves in pair:
     saves.start()
 print(*(saves._process.pid for saves in pair), flush=True)
 step = int(sys.stdin.readline())
-unfinished = begin(folder, step)
+unfinished = unfinished_step(folder, step)
 for rank, saves in enumerate(pair):
     hand_over(saves, unfinished, step, rank)
 for saves in pair:
@@ -395,8 +399,8 @@ print("saved", flush=True)
 
 
 def test_kill_9_of_a_rank_at_each_call(tmp_path: Path, pair: list[BackgroundSaves], every: int) -> None:
-    """After kill -9 of a rank at any system call, from the start of a save to its end, its writers end, the newest
-    checkpoint is complete, and the next save removes the remains."""
+    """A rank is killed at any system call, from the start of a save to its end: its writers end, the newest checkpoint
+    is complete, and the next save removes the remains."""
     folder = tmp_path / "steps"
     save(pair, folder, 1)
 
