@@ -41,7 +41,7 @@ WRITERS = """
 def trained(code: str, number: int, folder: Path, **env: str) -> list[tuple[Any, str]]:
     """Run `code` on this many ranks; return the content of `found` and the output of each."""
     text = BEGIN.replace("deepspeed=True", "") + WRITERS + code + "\n        print(json.dumps(found))\n"
-    with ranks(text, number, folder, OMP_NUM_THREADS="1", FOLDER=str(folder / "checkpoints"), **env) as started:
+    with ranks(text, number, folder, OMP_NUM_THREADS="1", **{"FOLDER": str(folder / "checkpoints"), **env}) as started:
         ended = [rank.end() for rank in started]
     assert [status for status, _ in ended] == [0] * number, "\n".join(output for _, output in ended)
     return [(json.loads(output.splitlines()[-1]), output) for _, output in ended]
@@ -167,8 +167,7 @@ def test_a_full_disk(tmp_path: Path, left: int) -> None:
         found["later"] = [program.load(folder).step, names(folder)]
     """
     with small_disk(tmp_path / "small", "size=6m") as small:
-        (tmp_path / "checkpoints").symlink_to(small / "steps")
-        (zero, output), (one, second) = trained(code, 2, tmp_path, LEFT=str(left))
+        (zero, output), (one, second) = trained(code, 2, tmp_path, LEFT=str(left), FOLDER=str(small / "steps"))
     assert zero == one == {"full": [1, ["step-00000001"]], "later": [3, ["step-00000003"]]}, output + second
     warning = next(line for line in output.splitlines() if "warning: cannot save step 2" in line)
     assert warning.endswith("GB of disk space are free; step-00000001 is the newest checkpoint; training continues")
@@ -428,7 +427,8 @@ def test_kill_9_of_a_rank_at_each_call(tmp_path: Path, pair: list[BackgroundSave
         owners.write(folder / owners.CLAIM, owners.of_this_process(""))  # this process is the next attempt
         save(pair, folder, last)
         assert newest(folder) == last
-        assert not [name for name in left_in(folder) if name.startswith(".step")]
+        # An empty folder without an owner is never removed: the rank was killed right after mkdir.
+        assert not [name for name in left_in(folder) if name.startswith(".step") and any((folder / name).iterdir())]
     print(f"killed {killed} times")
     assert killed >= 3
 

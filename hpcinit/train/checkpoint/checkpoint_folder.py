@@ -204,7 +204,11 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     label = re.sub(r"[^\w.+-]", "_", owner.job) or "job"
     path = folder / f".{name(step)}.{label}.{save}.tmp"
     path.mkdir()
-    owners.write(path / OWNER, owner)
+    try:
+        owners.write(path / OWNER, owner)
+    except OSError:  # a full disk
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return Unfinished(path, save, owner)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,8 +118,15 @@ def _save(
     step, timeout_s = described["step"], timeout.total_seconds()
     unfinished: Unfinished | None = None
 
-    def begin() -> Unfinished:
-        return of_steps.begin(folder, step, owners.of_this_process(job), removals_s=timeout_s / 2)
+    def begin() -> Unfinished | None:
+        try:
+            return of_steps.begin(folder, step, owners.of_this_process(job), removals_s=timeout_s / 2)
+        except OSError as error:
+            if saves is None or error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            left = of_steps.what_is_left(folder)  # a full disk is a warning here as it is in a writer
+            say(f"warning: cannot save step {step} in {folder}: {error}; {left}; training continues")
+            return None
 
     def publish() -> Path:
         assert unfinished is not None
@@ -128,19 +136,18 @@ def _save(
 
     try:
         unfinished = native_checkpoint.on_rank_0(begin)
+        if unfinished is None:
+            return folder / of_steps.name(step)
+        path = unfinished.path
         if saves is not None and _start_saving(wrapped, unfinished, described, layout, loader, extra, saves, keep):
             return folder / of_steps.name(step)
-        rank, written = dist.get_rank(), _write(wrapped, unfinished.path, layout, loader, extra)
-        told = native_checkpoint.everywhere(lambda: of_steps.files_of(unfinished.path, written, rank))
+        rank, written = dist.get_rank(), _write(wrapped, path, layout, loader, extra)
+        told = native_checkpoint.everywhere(lambda: of_steps.files_of(path, written, rank))
         files = {name: file for each in told for name, file in each.items()}
         final = native_checkpoint.on_rank_0(publish)
     except CheckpointError as error:
         winner = owners.taken_by(folder, unfinished.owner) if unfinished else None
         text = _undone(folder, unfinished, step, error)
-        if saves is not None and unfinished is None:  # such as a full disk, which is a warning of the writer otherwise
-            if dist.get_rank() == 0:
-                say(f"warning: {text}; training continues")
-            return folder / of_steps.name(step)
         if unfinished and winner:  # the new owner may have removed the unfinished step; a restart would not help
             lost = owners.lost(folder, unfinished.owner, winner)
             raise RequestError(f"{text}; {lost}", quoted=error.quoted) from error
