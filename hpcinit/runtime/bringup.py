@@ -40,7 +40,7 @@ from hpcinit.runtime import (
     world_size_check,
 )
 from hpcinit.runtime.init_request import Plan, Request, resolve
-from hpcinit.runtime.lifecycle import loader_workers, sigterm, stack_signal
+from hpcinit.runtime.lifecycle import loader_workers, phase, sigterm, stack_signal
 from hpcinit.runtime.process_state import state
 from hpcinit.runtime.runtime import Runtime, Session
 from hpcinit.world import World, launchers
@@ -282,6 +282,9 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
         return
     ended, state.runtime = state.runtime, None
     atexit.unregister(shutdown)
+    if state.background_saves is not None:
+        with phase.during("saving"):  # also after SIGTERM, until Slurm's grace time is over
+            state.background_saves.close(ended.checkpoint_timeout / 2)
     startup.leave_rendezvous()
     ended._session.close()
     _destroy(ended._session.kept_groups, ended._session.deepspeed, timeout, ended.device)

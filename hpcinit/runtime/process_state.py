@@ -106,6 +106,7 @@ class ProcessState:
     claimed: (folder, token) of the checkpoint folders that this process claimed.
     damaged: (checkpoint, its save) -> what load() found wrong in it.
     removal: the last thread that removes old checkpoints.
+    background_saves: this rank's, of run.save(wait=False); None before the first. Its class uses this module.
     output_watch: this rank's, or None before it starts.
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
     slot: where a rank of a fork server with restart.warm reports its progress, None for other ranks.
@@ -127,6 +128,7 @@ class ProcessState:
     claimed: set[tuple[Path, str]] = field(default_factory=set)
     damaged: dict[tuple[Path, str], str] = field(default_factory=dict)
     removal: threading.Thread | None = None
+    background_saves: Any = None
     output_watch: OutputWatch | None = None
     stacks_of: int = 0
     slot: Slot | None = None
@@ -147,7 +149,7 @@ class ProcessState:
 
         Keep state that only describes the past, such as the phase, because a data loader's child can fail in it too.
         """
-        self.runtime = None
+        self.runtime = self.background_saves = None
         if self.rendezvous is not None:
             self.rendezvous.forget()
             self.rendezvous = None

@@ -301,6 +301,7 @@ class Runtime:
         samples: int | None = None,
         keep: int | None = None,
         timeout: timedelta | None = None,
+        wait: bool = True,
     ) -> Path:
         """Save an atomic checkpoint of all ranks in folder/step-N, and return that folder. Every rank must call it.
 
@@ -316,6 +317,10 @@ class Runtime:
             samples: number of samples processed so far. None: step x global batch.
             keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
             timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
+            wait: False: copy the state into memory and return; a process beside each rank writes the files while
+                training continues. A failure to write is then a warning, and the step is not saved. The next save, a
+                load and the end of the program wait for a save that is still running. Memory is needed for a copy of
+                this rank's part; if that does not fit, and with DeepSpeed, save() waits as with True.
         """
         from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
@@ -333,6 +338,7 @@ class Runtime:
                 keep=keep,
                 timeout=timeout,
                 job=self.world.job,
+                wait=wait,
             )
         state.report("saved", step)
         self._session.longest_save = max(self._session.longest_save, timedelta(seconds=time.monotonic() - began))
@@ -428,6 +434,9 @@ class Runtime:
                 self.world, self.stopping, self.collective_timeout, self.folder, dict(os.environ),
                 session.first_step_watch,
             )  # fmt: skip
+        if state.background_saves is not None:
+            running = timedelta(seconds=state.background_saves.longest_s())
+            session.longest_save = max(session.longest_save, running)
         self._session.stopper.longest_save = self._session.longest_save
         return self._session.stopper.ask()
 

@@ -191,11 +191,11 @@ def test_content_that_changed_is_not_loaded(tmp_path: Path) -> None:
     code = """
         from datetime import timedelta
         from hpcinit.runtime import process_state
-        from hpcinit.train.checkpoint import native_checkpoint
+        from hpcinit.train.checkpoint import native_checkpoint, save_and_load
         def newest(folder):
             # What load() would load, without loading it.
             with native_checkpoint.patient(timedelta(minutes=2)):
-                return checkpoint._newest(folder, "", timedelta(minutes=2))[1].step
+                return save_and_load._newest(folder, "", timedelta(minutes=2))[1].step
         for name, training in {"ddp": ddp, "zero 1": zero(1)}.items():
             found[name] = {}
             program = Program(run, plain, training)

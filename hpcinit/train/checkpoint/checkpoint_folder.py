@@ -204,7 +204,11 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     label = re.sub(r"[^\w.+-]", "_", owner.job) or "job"
     path = folder / f".{name(step)}.{label}.{save}.tmp"
     path.mkdir()
-    owners.write(path / OWNER, owner)
+    try:
+        owners.write(path / OWNER, owner)
+    except OSError:  # a full disk
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return Unfinished(path, save, owner)
 
 
@@ -254,6 +258,22 @@ def sweep(folder: Path, owner: Owner) -> None:
 def discard(path: Path) -> None:
     """Remove the folder in the background."""
     remove_later(partial(remove_folder, path))
+
+
+def abandon(unfinished: Path) -> None:
+    """Take the unfinished step away from all of its writers, whose next call fails, and remove it in the background."""
+    with suppress(OSError):  # already gone, or published
+        discard(set_aside(unfinished))
+
+
+def what_is_left(folder: Path) -> str:
+    """Return the free space and the newest complete step, for the message of a save that failed."""
+    before = newest(folder, lambda _: None)
+    left = f"{before[0].name} is the newest checkpoint" if before else "there is no older checkpoint"
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB of disk space are free; {left}"
+    except OSError:
+        return left
 
 
 def _exists_already(final: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -23,6 +26,7 @@ from hpcinit.base.errors import CheckpointError, HpcinitError, RequestError
 from hpcinit.runtime import process_group
 from hpcinit.runtime.process_state import state
 from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint.staged_files import StagedFiles
 
 # Either all ranks continue, or all of them raise: a rank that continued alone would wait for the others.
 
@@ -109,18 +113,51 @@ FOLDER = "dcp"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> list[str]:
-    """Save into `folder` and return this rank's files. Raise CheckpointError on every rank if one fails."""
+def save_native(
+    model: nn.Module, optimizer: Optimizer | None, folder: Path, staged: StagedFiles | None = None
+) -> list[str]:
+    """Save into `folder`, or into `staged`, and return this rank's files.
+
+    Raise CheckpointError on every rank if one fails.
+    """
+    in_memory = None if staged is None else _InMemory(staged)
+    writer = FileSystemWriter(folder / FOLDER, sync_files=in_memory is None)
+    checksums = torch.serialization.get_crc32_options()
+    if in_memory is not None:
+        writer.fs = in_memory
+        torch.serialization.set_crc32_options(False)  # it takes longer than the copy, and checkpoint.json has checksums
     try:
-        state_dict_saver.save(
-            _state(model, optimizer),
-            storage_writer=FileSystemWriter(folder / FOLDER),
-            process_group=agreement_group(),
-        )
+        state_dict_saver.save(_state(model, optimizer), storage_writer=writer, process_group=agreement_group())
     except CheckpointException as error:
         raise _told(error) from error
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    if in_memory is not None:
+        return in_memory.names
     mine = [f"{FOLDER}/__{dist.get_rank()}_*"]
     return of_steps.matching(folder, *mine, *([f"{FOLDER}/.metadata"] if dist.get_rank() == 0 else []))
+
+
+class _InMemory(FileSystem):
+    """The file system of a FileSystemWriter that writes into memory. names: the files, as in the checkpoint."""
+
+    def __init__(self, staged: StagedFiles) -> None:
+        self._staged, self.names = staged, list[str]()
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        # torch writes .metadata.tmp and renames it.
+        self.names.append(f"{FOLDER}/{Path(path).name.removesuffix('.tmp')}")
+        yield self._staged.open(self.names[-1])
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Do nothing: the writer process creates the folder."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Do nothing: the file has its name already."""
 
 
 def load_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:

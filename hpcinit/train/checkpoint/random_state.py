@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,10 +19,10 @@ from hpcinit.base.console import say
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 from hpcinit.runtime import seeds
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
 from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 EXTRA = "extra.pt"
+Write = Callable[[str, bytes], None]  # writes one file of the checkpoint: its relative path and its content
 
 
 @runtime_checkable
@@ -42,7 +42,7 @@ def check_loader(loader: object) -> None:
         )
 
 
-def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, folder: Path) -> list[str]:
+def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, write: Write) -> list[str]:
     """Write the position in the data, on the first rank of each share of the data, and return the file's relative path.
 
     Raise RequestError if the file could not be read back, OSError if it cannot be written.
@@ -50,7 +50,7 @@ def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, folder
     place = layout.coordinate(rank)
     if loader is None or place["pp"] or place["cp"] or place["tp"]:
         return []
-    return save_plain(loader.state_dict(), _loader_file(layout.data_rank(rank)), folder, "the loader's state_dict()")
+    return save_plain(loader.state_dict(), _loader_file(layout.data_rank(rank)), write, "the loader's state_dict()")
 
 
 def load_loader_state(loader: Stateful, layout: Layout, rank: int, folder: Path) -> None:
@@ -61,7 +61,7 @@ def is_in(files: Container[str]) -> bool:
     return _loader_file(0) in files
 
 
-def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str]:
+def save_plain(value: Any, relative: str, write: Write, called: str) -> list[str]:
     """Write one file and return its relative path.
 
     Raise RequestError if it could not be read back, OSError if it cannot be written.
@@ -79,7 +79,7 @@ def save_plain(value: Any, relative: str, folder: Path, called: str) -> list[str
             f"{called} contains objects other than numbers, strings, lists, dicts and tensors: convert them before "
             f"saving, because loading them needs pickle, which can run code ({type(error).__name__}: {why})"
         ) from error
-    of_steps.write(folder / relative, stream.getvalue())
+    write(relative, stream.getvalue())
     return [relative]
 
 
@@ -97,9 +97,9 @@ def _loader_file(data_rank: int) -> str:
 # the step and the rank. The numbers then differ from an uninterrupted run, but are reproducible and not repeated.
 
 
-def save_random_state(rank: int, folder: Path) -> list[str]:
+def save_random_state(rank: int, write: Write) -> list[str]:
     """Save the states of this rank's generators and return the files. Raise OSError if the file cannot be written."""
-    return save_plain(states(), _random_state_file(rank), folder, "a generator's state")
+    return save_plain(states(), _random_state_file(rank), write, "a generator's state")
 
 
 def load_random_state(path: Path, saved: Description, layout: Layout, by: str) -> bool:

@@ -33,6 +33,7 @@ from hpcinit.train.wrap.wrapped import Wrapped, modules_with
 
 if TYPE_CHECKING:
     from hpcinit.train.checkpoint.checkpoint_folder import Description
+    from hpcinit.train.checkpoint.staged_files import StagedFiles
 
 # ZeRO 0 in 16 bits makes an optimizer step before the first one, to allocate all memory at the start.
 
@@ -334,7 +335,7 @@ class Engine(Wrapped):
         if after:
             after()
 
-    def save_files(self, folder: Path) -> list[str]:
+    def save_files(self, folder: Path, staged: StagedFiles | None = None) -> list[str]:
         from hpcinit.train.checkpoint import deepspeed_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
 
         return deepspeed_checkpoint.save(self.engine, folder)

@@ -33,6 +33,7 @@ from hpcinit.train.wrap.wrapped import Wrapped, modules_with
 if TYPE_CHECKING:
     from hpcinit.records.layout import Layout
     from hpcinit.train.checkpoint.checkpoint_folder import Description
+    from hpcinit.train.checkpoint.staged_files import StagedFiles
 
 # The norm of all gradients combines parameters on different meshes.
 
@@ -320,10 +321,10 @@ class Native(Wrapped):
             for tensor in tensors:
                 yield tensor, _whole(tensor.detach())
 
-    def save_files(self, folder: Path) -> list[str]:
+    def save_files(self, folder: Path, staged: StagedFiles | None = None) -> list[str]:
         from hpcinit.train.checkpoint import native_checkpoint  # noqa: PLC0415 - takes a second to import, only for a save
 
-        return native_checkpoint.save_native(self.model, self.optimizer, folder)
+        return native_checkpoint.save_native(self.model, self.optimizer, folder, staged)
 
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
         from hpcinit.train.checkpoint import native_checkpoint  # noqa: PLC0415 - as above

@@ -29,6 +29,7 @@ from hpcinit.train.wrap.sequence import Attention, Ulysses
 if TYPE_CHECKING:
     from hpcinit.records.layout import Layout
     from hpcinit.train.checkpoint.checkpoint_folder import Description
+    from hpcinit.train.checkpoint.staged_files import StagedFiles
 
 # A function of parameters, or of parameter groups, as torch's optimizers take them.
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -219,10 +220,14 @@ class Wrapped(abc.ABC):
         """
 
     @abc.abstractmethod
-    def save_files(self, folder: Path) -> list[str]:
+    def save_files(self, folder: Path, staged: StagedFiles | None = None) -> list[str]:
         """Write the model and its optimizer below `folder`. Return this rank's files, relative to it.
 
         Every rank must call it. Raise CheckpointError on every rank if one rank cannot write.
+
+        Args:
+            folder: the unfinished step.
+            staged: write into these files in memory instead. Only for wrappers with torch's format.
         """
 
     @abc.abstractmethod

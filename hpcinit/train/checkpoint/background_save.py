@@ -1,0 +1,163 @@
+"""run.save(..., wait=False): a process beside the rank, its writer, saves a copy of the rank's state.
+
+The rank copies its files into memory (staged_files.py) and sends their descriptors to its writer, whose program is
+writer_process.py. The writers of all ranks agree through files in the unfinished step. If one fails, or its rank finds
+that it was killed, it renames the unfinished step, so that the others fail too, and rank 0's publishes nothing.
+
+The writer is a new Python, not a fork: a rank has threads and a device. The kernel kills it together with its rank, so
+that it publishes nothing after another attempt may have started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from hpcinit.base import signals
+from hpcinit.base.console import say
+from hpcinit.runtime.process_state import state
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint.checkpoint_folder import Unfinished
+from hpcinit.train.checkpoint.staged_files import StagedFiles
+
+DONE, FAILED = b"1", b"0"  # the answers of a writer
+CODE = "import sys; sys.path[:] = {path!r}; from hpcinit.train.checkpoint import writer_process as w; w.main({args})"
+# Slurm sends these to every process of the step. A writer is needed until its rank has stopped.
+IGNORED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+END_S = 5.0  # a writer without a save ends in milliseconds
+
+
+class BackgroundSaves:
+    """This rank's writer process, and the one save that it may be writing. staged: the rank's files in memory."""
+
+    def __init__(self, ranks_here: int) -> None:
+        self.staged = StagedFiles(ranks_here)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._running: tuple[Unfinished, int, int] | None = None  # with its step and rank
+        self._began, self._longest_s = 0.0, 0.0
+
+    def start(self) -> str:
+        """Start the writer if there is none. Return why that failed, or ''."""
+        if self._process is not None and self._process.poll() is None:
+            return ""
+        self._end()
+        # A sequence of packets: each request and its descriptors arrive together.
+        self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = CODE.format(path=sys.path, args=f"{its.fileno()}, {os.getpid()}")
+        # -I: no module of the working folder replaces one of Python's.
+        command = [sys.executable, "-I", "-c", code]
+        with its, signals.blocked(IGNORED):  # the writer inherits that
+            try:
+                self._process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+            except OSError as error:
+                return f"its writer process cannot be started: {error}"
+        return ""
+
+    def hand_over(
+        self, unfinished: Unfinished, described: dict[str, Any], names: list[str], rank: int, keep: int | None
+    ) -> None:
+        """Have the writer save the staged files `names`. described: fields of the Description."""
+        assert self._channel is not None
+        request = {
+            "path": str(unfinished.path.absolute()),
+            "save": unfinished.save,
+            "owner": asdict(unfinished.owner),
+            "described": described,
+            "files": [(name, self.staged[name].size) for name in names],
+            "rank": rank,
+            "keep": keep,
+            "damaged": [(str(path.absolute()), save, wrong) for (path, save), wrong in state.damaged.items()],
+        }
+        self._running, self._began = (unfinished, described["step"], rank), time.monotonic()
+        with suppress(OSError):  # the writer was killed: poll() reports it
+            descriptors = [self.staged[name].descriptor for name in names]
+            socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Wait at most `seconds` for the running save; return whether none is left. Report a writer that was killed."""
+        if self._running is None or self._channel is None or self._process is None:
+            return True
+        waiting = select.poll()
+        waiting.register(self._channel, select.POLLIN)
+        if not waiting.poll(1000 * seconds):
+            return False
+        try:
+            answer = self._channel.recv(1)
+        except ConnectionResetError:  # it was killed before it read the request
+            answer = b""
+        (unfinished, step, rank), self._running = self._running, None
+        if answer == DONE:
+            self._longest_s = max(self._longest_s, time.monotonic() - self._began)
+        elif not answer:
+            of_steps.abandon(unfinished.path)
+            status, left = self._process.wait(), of_steps.what_is_left(unfinished.path.parent)
+            say(
+                f"warning: the process that wrote step {step} for rank {rank} on {os.uname().nodename} has ended with "
+                f"status {status} (-9: killed, for example because the node has no memory left); {left}; training "
+                "continues"
+            )
+        return True
+
+    def finish(self, timeout: timedelta) -> None:
+        """Wait until this rank's writer has finished. After the timeout kill it, and give the step up."""
+        if not self.poll(timeout.total_seconds()) and self._process is not None:
+            self._process.kill()
+            if not self.poll(END_S):  # the file system does not respond
+                self._end()
+                self._running = None
+
+    def longest_s(self) -> float:
+        """Return the duration of the longest save so far, also if it is still running."""
+        running = not self.poll()
+        return max(self._longest_s, time.monotonic() - self._began if running else 0.0)
+
+    def close(self, timeout: timedelta) -> None:
+        """Finish the running save, end the writer and free the memory."""
+        self.finish(timeout)
+        self._end()
+        self.staged.free()
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            with suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)  # a forked child, such as a loader's worker, has a copy
+            self._channel.close()
+        if self._process is not None:
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._channel = self._process = None
+
+
+def of_this_process() -> BackgroundSaves:
+    """Return this rank's background saves; the first call creates them."""
+    if state.background_saves is None:
+        state.background_saves = BackgroundSaves(state.runtime.local_world_size if state.runtime else 1)
+    saves: BackgroundSaves = state.background_saves
+    return saves
+
+
+def finish(timeout: timedelta) -> None:
+    """Wait for the running save of this rank, if there is one."""
+    if state.background_saves is not None:
+        of_this_process().finish(timeout)

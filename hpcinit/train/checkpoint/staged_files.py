@@ -1,0 +1,104 @@
+"""Files in memory: what a rank would write into a checkpoint, until its writer process has written it to the disk.
+
+Each is a memfd, whose descriptor the writer receives. /dev/shm is not used: a container's may be small, and a process
+that writes more than fits there is killed by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+from typing import Any
+
+from hpcinit.base import free_memory
+
+GROWTH = 64 << 20  # the most that is allocated in advance
+MOST = 0.9  # the share of the free memory that all ranks of a node may take
+
+
+class StagedFile(io.RawIOBase):
+    """A file in memory. It keeps its pages when it is written again, because the first use of a page is slow.
+
+    ranks_here: number of ranks that allocate at the same time on this node. size: number of bytes written.
+    problem: why not all bytes are here. write() raises nothing: torch's writer in C++ may end the process on an error.
+    """
+
+    def __init__(self, ranks_here: int) -> None:
+        self.descriptor = os.memfd_create("hpcinit-checkpoint")
+        self.size, self.problem = 0, ""
+        self._ranks_here = ranks_here
+        self._pages: mmap.mmap | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.size
+
+    def write(self, content: Any) -> int:
+        """Append the content, or set `problem` if it does not fit into the memory."""
+        view = memoryview(content).cast("B")
+        begin, self.size = self.size, self.size + len(view)
+        if not self.problem and self._grow_to(self.size) and self._pages is not None:
+            self._pages[begin : self.size] = view
+        return len(view)
+
+    def close(self) -> None:
+        """Do nothing: torch closes a file that it has written."""
+
+    def free(self) -> None:
+        """Return the memory to the system."""
+        if self._pages is not None:
+            self._pages.close()
+        os.close(self.descriptor)
+
+    def _grow_to(self, size: int) -> bool:
+        before = 0 if self._pages is None else len(self._pages)
+        if size <= before:
+            return True
+        wanted = size + min(GROWTH, size >> 2)
+        free = free_memory.free_bytes()
+        if (wanted - before) * self._ranks_here > MOST * free:
+            self.problem = f"a copy of more than {size / 1e9:.1f} GB per rank does not fit into the node's memory"
+            self.problem += f", of which {free / 1e9:.1f} GB are free"
+            return False
+        try:
+            os.posix_fallocate(self.descriptor, 0, wanted)  # a page that cannot be allocated later is a SIGBUS
+            self._pages = mmap.mmap(self.descriptor, wanted)
+        except (OSError, ValueError) as error:
+            self.problem = f"its copy in memory cannot be allocated: {error}"
+            return False
+        return True
+
+
+class StagedFiles:
+    """The files of one save in memory, by their names in the checkpoint. A later save uses the same memory."""
+
+    def __init__(self, ranks_here: int) -> None:
+        self._ranks_here = ranks_here
+        self._known: dict[str, StagedFile] = {}
+
+    def problem(self) -> str:
+        """Return why a file is not complete, or ''."""
+        return next((file.problem for file in self._known.values() if file.problem), "")
+
+    def open(self, name: str) -> StagedFile:
+        """Return the file, empty. Raise OSError if this process has too many open files."""
+        if name not in self._known:
+            self._known[name] = StagedFile(self._ranks_here)
+        self._known[name].size = 0
+        return self._known[name]
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write the whole file. Raise OSError like open()."""
+        self.open(name).write(content)
+
+    def __getitem__(self, name: str) -> StagedFile:
+        return self._known[name]
+
+    def free(self) -> None:
+        """Return all memory to the system."""
+        for file in self._known.values():
+            file.free()
+        self._known.clear()

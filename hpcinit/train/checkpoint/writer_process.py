@@ -1,0 +1,103 @@
+"""The process that writes a rank's part of a checkpoint to the disk, see background_save.py. It never imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import processes, safe_files
+from hpcinit.base.console import say
+from hpcinit.base.errors import HpcinitError
+from hpcinit.runtime.process_state import state
+from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint.background_save import DONE, FAILED
+from hpcinit.train.checkpoint.checkpoint_folder import BUFFER, Description, File, Unfinished
+from hpcinit.train.checkpoint.owner import Owner
+
+WRITTEN = "written-{rank:05d}.json"  # in the unfinished step: a rank's part is on the disk
+POLL_S = 0.2
+REMOVAL_S = 3600.0  # the rank kills a writer that takes too long
+REQUEST_BYTES, MOST_FILES = 1 << 18, 16
+
+
+def main(channel_descriptor: int, rank_pid: int) -> None:
+    """Write each requested checkpoint until the rank closes the channel."""
+    processes.die_with_parent(rank_pid)
+    with socket.socket(fileno=channel_descriptor) as channel:
+        while True:
+            request, files, _, _ = socket.recv_fds(channel, REQUEST_BYTES, MOST_FILES)
+            if not request:
+                return
+            channel.send(DONE if save(json.loads(request), files) else FAILED)
+
+
+def save(asked: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
+    """Save this rank's part, and on rank 0 the step. Return whether that worked; else print a warning."""
+    path, rank, step = Path(asked["path"]), asked["rank"], asked["described"]["step"]
+    try:
+        for (name, size), descriptor in zip(asked["files"], descriptors, strict=True):
+            _copy(descriptor, size, path, path / name)
+        mine = of_steps.files_of(path, [name for name, _ in asked["files"]], rank)
+        if rank:
+            text = json.dumps({name: asdict(file) for name, file in mine.items()})
+            safe_files.write_atomically(path / WRITTEN.format(rank=rank), text)
+        else:
+            _publish(asked, path, mine)
+    except Exception as error:
+        text = str(error) if isinstance(error, HpcinitError) else f"{type(error).__name__}: {error}"
+        gone, left = not path.exists(), of_steps.what_is_left(path.parent)
+        of_steps.abandon(path)
+        if gone:
+            text = "a part was not written, or another job has removed the unfinished step"
+        if rank == 0 or not gone:  # else the rank that failed has printed the reason
+            where = f"rank {rank} on {os.uname().nodename}"
+            say(f"warning: cannot save step {step} in {path.parent}: {where}: {text}; {left}; training continues")
+        of_steps.wait_for_removals(REMOVAL_S)  # the next save needs the space
+        return False
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return True
+
+
+def _publish(asked: Mapping[str, Any], path: Path, mine: Mapping[str, File]) -> None:
+    owner = Owner(**asked["owner"])
+    # What the rank knows: it owned the folder, and must not take it back; and what load() found damaged.
+    state.claimed.add((path.parent, owner.token))
+    state.damaged.update({(Path(damaged), save): wrong for damaged, save, wrong in asked["damaged"]})
+    files = {**mine, **_of_other_ranks(path, asked["described"]["world_size"])}
+    description = Description(**asked["described"], files=files, save=asked["save"], owner=owner)
+    of_steps.publish(Unfinished(path, asked["save"], owner), description)
+    if asked["keep"] is not None:
+        of_steps.remove_later(partial(of_steps.prune, path.parent, asked["keep"]))
+        of_steps.wait_for_removals(REMOVAL_S)  # the next save needs the space
+
+
+def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
+    """Wait until the other ranks have written their parts. Raise FileNotFoundError if one gives the step up."""
+    awaited = {WRITTEN.format(rank=rank) for rank in range(1, world_size)}
+    while not awaited <= set(os.listdir(path)):  # noqa: PTH208 - names only
+        time.sleep(POLL_S)
+    found: dict[str, File] = {}
+    for name in awaited:
+        found |= {each: File(**file) for each, file in json.loads((path / name).read_text()).items()}
+        (path / name).unlink()
+    return found
+
+
+def _copy(descriptor: int, size: int, unfinished: Path, path: Path) -> None:
+    """Write the file and sync it. Create its folder, but not the unfinished step, which may have been removed."""
+    if path.parent != unfinished:
+        path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as stream:
+        for begin in range(0, size, BUFFER):
+            stream.write(os.pread(descriptor, min(BUFFER, size - begin), begin))
+        stream.flush()
+        os.fsync(stream.fileno())
