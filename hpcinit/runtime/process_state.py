@@ -36,6 +36,18 @@ class OutputWatch(Protocol):
     def stop(self, failed: bool = False) -> None: ...
 
 
+class TrainingRecord(Protocol):
+    """What the calls of a program need of a TrainingRecord (runtime/lifecycle/training_record.py)."""
+
+    def step(self, step: int) -> None: ...
+
+    def switch(self, what: str) -> str: ...
+
+    def loaded(self, step: int) -> None: ...
+
+    def built(self) -> None: ...
+
+
 @dataclass
 class Timeline:
     """This process's part of the start-up timeline.
@@ -107,7 +119,8 @@ class ProcessState:
     removal: the last thread that removes old checkpoints.
     output_watch: this rank's, or None before it starts.
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
-        stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
+    stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
+    training_record: of rank 0 in a run folder, for `hpcinit report`.
     """
 
     runtime: Any = None
@@ -129,6 +142,7 @@ class ProcessState:
     stacks_of: int = 0
     stopped_early: bool = False
     stop_not_recorded: bool = False
+    training_record: TrainingRecord | None = None
 
     def reset(self) -> None:
         """Reset every field to its default, for tests. It closes nothing."""
@@ -139,7 +153,7 @@ class ProcessState:
 
         Keep state that only describes the past, such as the phase, because a data loader's child can fail in it too.
         """
-        self.runtime = None
+        self.runtime = self.training_record = None
         if self.rendezvous is not None:
             self.rendezvous.forget()
             self.rendezvous = None
