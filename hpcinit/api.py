@@ -119,7 +119,7 @@ class Run:
         return _documents("why", str(self.path))[0]
 
     def report(self) -> dict[str, Any]:
-        """Return the document of `hpcinit report --json`: the phases of each start-up, and the slow ranks."""
+        """Return the document of `hpcinit report --json`: where the charged time went, and how each start-up went."""
         return _documents("report", str(self.path))[0]
 
     def cancel(self, save: bool = False) -> None:

@@ -161,11 +161,14 @@ COMMANDS = {
     ),
     "report": Command(
         "hpcinit.report.report_command",
-        "show how long each phase of the start-up took, and which ranks were slow",
+        "show where the charged time went, what to change, and which ranks started slowly",
         FIND_OUT,
         """
   hpcinit report train-0001
-  hpcinit report train-0001 --json  for programs""",
+  hpcinit report train-0001 --svg ledger.svg
+  hpcinit report --since 30d              all runs of the last 30 days
+  hpcinit report 123456                   a job that hpcinit did not submit, or a folder with its logs
+  hpcinit report train-0001 --json        for programs; --csv for a table""",
     ),
     "doctor": Command(
         "hpcinit.doctor.doctor_command",

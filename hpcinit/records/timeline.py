@@ -13,13 +13,14 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.errors import HpcinitError
-from hpcinit.records import run_folder, scratch
+from hpcinit.records import run_folder, scratch, training_spans
+from hpcinit.records.training_spans import Span
 from hpcinit.slurm import nodelist
 
 # In the order of time. Any may be missing: only ranks of a torchrun agent have 'spawned', only ranks of a fork server
@@ -80,7 +81,7 @@ class Attempt:
     """One start of the ranks. job: World.job, Slurm's 'JOB.STEP.RESTART'. ranks: those with a line, by rank.
 
     nodes, world_size: the expected numbers. hosts: the step's, in Slurm's order, () if unknown. timeout_s, formula:
-    those of init() on rank 0, or 0 and '' if it did not get there.
+    those of init() on rank 0, or 0 and '' if it did not get there. spans: what rank 0 did after the start-up.
     """
 
     job: str
@@ -91,6 +92,7 @@ class Attempt:
     launcher: str = ""
     timeout_s: float = 0.0
     formula: str = ""
+    spans: tuple[Span, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -189,7 +191,7 @@ def read_attempt(folder: Path) -> Attempt | None:
         for rank, values in _lines(text):
             ranks.setdefault(rank, {"host": file.stem}).update(values)
     try:
-        return _attempt(folder.name, ranks, hosts) if ranks else None
+        return replace(_attempt(folder.name, ranks, hosts), spans=training_spans.read(folder)) if ranks else None
     except (ValueError, TypeError, IndexError, HpcinitError):
         return None
 

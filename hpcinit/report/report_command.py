@@ -1,297 +1,227 @@
-"""`hpcinit report RUN [--json]`: print how long each phase of start-up took, and which ranks were slow."""
+"""`hpcinit report RUN | JOB | FOLDER | --since 30d`: where the charged time of runs went, and how their starts went."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from datetime import datetime
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcinit.base import console as console_module
 from hpcinit.base import json_output
 from hpcinit.base.console import plain
-from hpcinit.base.errors import HpcinitError, RequestError
-from hpcinit.base.text import ranges
+from hpcinit.base.errors import RequestError
+from hpcinit.engine import from_record
 from hpcinit.observe import find_runs
-from hpcinit.records import job_record, run_folder, spec, timeline
-from hpcinit.records.timeline import Attempt
-from hpcinit.report import startup_phases
-from hpcinit.report.startup_phases import Phase, Report, seconds
+from hpcinit.records import job_record, run_folder
+from hpcinit.report import advice, charges, ledger, pictures, read_run, startup_table
+from hpcinit.report.ledger import Allocation, Amount, Ledger, Start
+from hpcinit.report.startup_phases import Report
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank, which all waited for")
-
-
-def headline(report: Report) -> str:
-    """Return 'job 43.0.0: 4 ranks on 2 nodes (slurm), started 2026-11-21 14:02:11, ready after 12.3 s'."""
-    attempt = report.attempt
-    start = timeline.begun(attempt)
-    at = f", started {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}" if start else ""
-    plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
-    shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
-    ends = [rank.events[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.events]
-    if startup_phases.before_init(report):
-        return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
-    ready = f", ready after {seconds(max(ends) - start)}" if attempt.complete and start else ", not all ranks are ready"
-    return f"job {attempt.job}: {shape}{at}{ready}"
+DURATION = re.compile(r"(\d+)([hdw])")
+HOURS = {"h": 1, "d": 24, "w": 168}
+MOST_STARTS = 3  # more start-up tables are only in the JSON document
+MOST_RUNS = 15  # with --since, the runs that are listed
 
 
-def row(report: Report, phase: Phase) -> tuple[str, ...]:
-    """Return the columns of HEAD for a phase."""
-    last = startup_phases.waited_for(report, phase)
-    about = startup_phases.list_slow(startup_phases.slow_phases(report, phase))
-    if last:
-        about = f"last: {last[0]}, {seconds(last[1])} after half of the ranks"
-    name = f"{phase.name}{' *' * phase.waits}"
-    spread = "" if phase.ends == startup_phases.QUEUE else seconds(phase.spread)
-    return (name, seconds(phase.least), seconds(phase.median), seconds(phase.most), spread, about)
-
-
-def notes(report: Report) -> Iterator[str]:
-    """Yield notes on missing ranks, the timeout and the clocks."""
-    yield from startup_phases.missing_ranks(report)
-    if any(phase.waits for phase in report.phases):
-        yield "* a rank mostly waits for other ranks in these phases"
-    yield from (line for line in (timeout(report), clock_lines(report)) if line)
-
-
-def timeout(report: Report) -> str:
-    """Return the formula of the start-up timeout, and how much of it the slowest rank used; or ''."""
-    attempt = report.attempt
-    if not attempt.formula:
-        return ""
-    waited = attempt.waited_s
-    used = ""
-    if waited is not None and attempt.timeout_s and attempt.complete:
-        used = f"; the longest wait was {seconds(waited)}, {waited / attempt.timeout_s:.0%} of it"
-    return f"start-up timeout: {attempt.formula}{used}"
-
-
-def clock_lines(report: Report) -> str:
-    """Return how far the nodes' clocks differ, and how exact that is, or ''."""
-    others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
-    unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
-    parts = []
-    if off := {host: clock for host, clock in others.items() if clock.offset_s}:
-        worst = max(off, key=lambda host: abs(off[host].offset_s))
-        one = off[worst]
-        count = f"corrected the clock{'s' * (len(off) > 1)} of {len(off)} node{'s' * (len(off) > 1)}"
-        largest = f"{worst} by {-one.offset_s:+.3f} s, to within {seconds(one.within_s)}"
-        parts.append(f"{count} (relative to rank 0's node), the largest difference: {largest}")
-    elif others:
-        parts.append("no difference between the nodes' clocks is detectable")
-    if right := [clock.within_s for clock in others.values() if not clock.offset_s]:
-        parts.append(f"{'the other clocks' if off else 'they'} may differ by up to {seconds(max(right))}")
-    if unknown:
-        parts.append(f"no comparison with the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
-    return "; ".join(parts)
-
-
-def report_lines(report: Report) -> Iterator[str]:
-    """Yield the lines that are printed without a terminal."""
-    yield headline(report)
-    rows = [HEAD, *(row(report, phase) for phase in report.phases)]
-    widths = [max(len(line[column]) for line in rows) for column in range(len(HEAD) - 1)]
-    for line in rows:
-        name, *numbers = (
-            text.ljust(width) if not at else text.rjust(width)
-            for at, (text, width) in enumerate(zip(line, widths, strict=False))
-        )
-        yield f"  {name}  {'  '.join(numbers)}  {line[-1]}".rstrip()
-    yield from notes(report)
-
-
-def terminal_table(report: Report) -> Table:
-    """Return the table that is printed to a terminal."""
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for column, name in enumerate(HEAD):
-        numbers = 0 < column < len(HEAD) - 1
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
-    for phase in report.phases:
-        cells = row(report, phase)
-        style = "dim" if phase.waits else ""
-        about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
-        table.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
-    return table
-
-
-def document(report: Report) -> dict[str, Any]:
-    """Return the JSON document. Times are in seconds; events are since 1970, by the clock of rank 0's node."""
-    attempt = report.attempt
+def document(found: Ledger) -> dict[str, Any]:
+    """Return the JSON document. Seconds are of the whole allocation, so that GPU-seconds are seconds x gpus."""
+    loss = advice.largest(found)
+    unit_s = found.unit_s / found.charged_s if found.charged_s else 1.0
     return {
-        "job": attempt.job,
-        "launcher": attempt.launcher,
-        "world_size": attempt.world_size,
-        "nodes": attempt.nodes,
-        "complete": attempt.complete,
-        "absent": attempt.absent,
-        "silent_nodes": report.silent_hosts,
-        "missing": startup_phases.missing_ranks(report),
-        "timeout_s": attempt.timeout_s,
-        "formula": attempt.formula,
-        "waited_s": attempt.waited_s,
-        "clocks": {
-            host: {"offset_s": clock.offset_s, "within_s": clock.within_s} for host, clock in report.clocks.items()
-        },
-        "phases": [_phase(report, phase) for phase in report.phases],
-        "ranks": [
-            {"rank": rank.rank, "host": rank.host, "local_rank": rank.local_rank, "moments": dict(rank.events)}
-            for rank in attempt.ranks
+        "run": found.name,
+        "charged_s": round(found.charged_s, 3),
+        "gpus": round(found.gpus, 6),
+        "unit": found.unit,
+        "charged_hours": found.unit_s / 3600,
+        "rows": [
+            _row(ledger.QUEUE, Amount(*([found.queued_s] * 3))),
+            *(_row(row, Amount().plus(amount, 1 / unit_s)) for row, amount in found.rows().items()),
         ],
+        "largest_loss": {"row": loss.row, "hours": loss.unit_s / 3600, "text": loss.text} if loss else None,
+        "nodes_at_fault": list(advice.by_node(found)),
+        "attempts": [attempt for one in found.allocations for attempt in _attempts(one)],
     }
 
 
-def _phase(report: Report, phase: Phase) -> dict[str, Any]:
-    last = startup_phases.waited_for(report, phase)
-    return {
-        "name": phase.name,
-        "ends": phase.ends,
-        "waits": phase.waits,
-        **{"min_s": phase.least, "median_s": phase.median, "max_s": phase.most, "spread_s": phase.spread},
-        "slowest": [_slow(one) for one in startup_phases.slow_phases(report, phase)],
-        "waited_for": {**_slow(last[0]), "behind_s": last[1]} if last else None,
-    }
+def _row(row: str, amount: Amount) -> dict[str, Any]:
+    low, high = (round(value, 3) for value in amount[1:])
+    return {"name": row, "seconds": round(amount.at, 3), "low_s": low, "high_s": high}
 
 
-def _slow(one: startup_phases.SlowPhase) -> dict[str, Any]:
-    ranks: Sequence[int] = one.ranks
-    return {"host": one.host, "ranks": list(ranks), "whole_node": one.whole, "took_s": one.took}
-
-
-TASK = "task"
-
-
-def gather_reports(run: Path) -> list[Report]:
-    """Return a report for each attempt, the first one first. Raise RequestError if no rank wrote a timeline."""
-    attempts = timeline.read(run)
-    if not attempts:
-        record = job_record.submission(run)
-        raise RequestError(
-            f"no start-up timeline in {run / run_folder.TIMELINE}: job {record['job_id']} has not started yet, its "
-            f"ranks could not write there (see hpcinit why), or an older hpcinit submitted it"
-        )
-    submissions = dict(_submission_times(run))
-    seen: set[str] = set()
-    found = []
-    for attempt in attempts:
-        key = _job_and_restart(attempt)
-        key = key if key in submissions else f"{TASK}.{attempt.restart}"
-        submitted = (
-            None if key in seen else submissions.get(key)
-        )  # ranks that restart inside a job did not wait in the queue
-        seen.add(key)
-        found.append(startup_phases.startup_phases(_with_timeout(_with_submission(attempt, submitted), run)))
-    return found
-
-
-def _job_and_restart(attempt: Attempt) -> str:
-    return f"{attempt.job.partition('.')[0].partition('+')[0]}.{attempt.restart}"
-
-
-def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """Return `attempt` with the time of submission.
-
-    A job may start before its submission is recorded: it is then shown without a queue time. Slurm 24.11 gives the
-    start in whole seconds (SLURM_JOB_START_TIME), so it may appear to be before the submission.
-    """
-    if submitted is None:
-        return attempt
-    ranks = []
-    for rank in attempt.ranks:
-        at = rank.events.get("allocated", 0.0)
-        events = {"submitted": min(submitted, at), **rank.events}
-        ranks.append(replace(rank, events=events) if int(submitted) <= at else rank)
-    return replace(attempt, ranks=tuple(ranks))
-
-
-def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
-    """Return `attempt` with a timeout. If rank 0 recorded none, compute it from the spec, without the job's time
-    limit."""
-    if attempt.formula:
-        return attempt
-    try:
-        formula = spec.load(run / run_folder.SPEC, to_run=False).comm.timeout
-        limit, text = formula.start_up(attempt.nodes).total_seconds(), formula.text(attempt.nodes)
-    except HpcinitError:
-        return attempt
-    return replace(attempt, timeout_s=limit, formula=f"{text} (from the spec: rank 0 did not record it)")
-
-
-def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
-    """Yield ('JOB.RESTART', time of its submission or requeue in seconds since 1970)."""
-    with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
-        record = job_record.submission(run)
-        at = float(record["submitted"])
-        yield from ((f"{_number(job)}.0", at) for job in job_record.jobs(record))
-    for line in _lines(run / run_folder.RESTARTS):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            yield f"{_number(line['job'])}.{int(line['restart'])}", float(line["time"])
-
-
-def _number(job: str) -> str:
-    """Return the job id, or TASK for an array task ('18_1'): only its ranks know its own number."""
-    return TASK if "_" in job else job
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text()
-    except OSError:
-        return
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            document = json.loads(line)
-            if isinstance(document, dict):
-                yield document
+def _attempts(one: Allocation) -> Iterator[dict[str, Any]]:
+    """Yield a document for each start in the allocation: its part of the charged time, and its start-up."""
+    for start in one.starts or (Start(()),):
+        alone = Allocation(**{**vars(one), "starts": (start,)})
+        if len(one.starts) > 1:
+            alone = Allocation(**{**vars(alone), "begin": start.segments[0].begin.at, "end": start.segments[-1].end.at})
+        yield {
+            "job": f"{one.job}.0.{one.restart}",
+            "start": alone.begin,
+            "end": alone.end,
+            "charged_s": round(alone.charged_s, 3),
+            "queued_s": one.queued_s if start is (one.starts or (start,))[0] else 0.0,
+            "nodes": one.nodes,
+            "gpus": one.gpus,
+            "state": one.state,
+            "reason": one.reason,
+            "rows": [_row(row, amount) for row, amount in alone.rows().items()],
+            **(startup_table.document(start.report) if start.report else {}),
+        }
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hpcinit report", description="Show how long each phase of start-up took, and which ranks were slow."
+        prog="hpcinit report",
+        description="Show where the charged time of a run went, what to change, and how each start went. RUN may also "
+        "be a job, or a folder with logs, that hpcinit did not submit.",
     )
-    parser.add_argument("run", nargs="?", default="", help="run folder, its name, or a job id")
+    parser.add_argument("run", nargs="?", default="", help="run folder, its name, a job id, or a folder with logs")
+    parser.add_argument("--since", metavar="TIME", help="all runs submitted in the last TIME: 12h, 30d, 8w")
+    parser.add_argument("--csv", action="store_true", help="print the rows of each attempt as CSV")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the ledger into this file")
     find_runs.add_runs_dir(parser)
     return console_module.add_verbosity_options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
     options = console_module.parse_arguments(parser(), list(argv))
-    path = find_runs.find_run(options.run, options.runs_dir)
-    if find_runs.is_sweep(path):
-        numbers = ranges(find_runs.combinations(path))
-        raise RequestError(f"{path} is a sweep with the tasks {numbers}: name one task, hpcinit report {options.run}/0")
-    found = gather_reports(path)
+    if options.since and options.run:
+        raise RequestError(f"--since {options.since} and {options.run!r}: name a run, or use --since for all runs")
+    found = _since(options.since, options.runs_dir) if options.since else [_one(options.run, options.runs_dir)]
+    whole = found[0] if len(found) == 1 and not options.since else _together(found, f"runs of {options.since}")
+    if options.svg:
+        try:
+            options.svg.write_text(pictures.svg(whole), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"{options.svg} cannot be written: {error.strerror}") from None
     if options.json:
-        print(json_output.line("report", {"run": str(path), "attempts": [document(report) for report in found]}))
+        more = {"runs": [{"run": one.name, **_short(one)} for one in found]} if options.since else {}
+        print(json_output.line("report", {**document(whole), **more}))
+    elif options.csv:
+        print(pictures.csv_text(found), end="")
+    elif options.since:
+        _print(pictures.lines(whole), ["", *_run_lines(found)])
     else:
-        _print(found)
+        _print_one(whole)
     return 0
 
 
-def _print(found: Sequence[Report]) -> None:
+def _short(one: Ledger) -> dict[str, Any]:
+    rows = {row: round(amount.at / 3600, 6) for row, amount in one.rows().items()}
+    return {"charged_hours": one.unit_s / 3600, "unit": one.unit, "hours": rows}
+
+
+def _together(found: Sequence[Ledger], name: str) -> Ledger:
+    every = sorted((one for each in found for one in each.allocations), key=lambda one: one.begin)
+    return Ledger(name, tuple(every))
+
+
+def _one(word: str, runs_dir: Path) -> Ledger:
+    """Return the ledger of a run, of a sweep, or of a job that hpcinit did not submit."""
+    from hpcinit.report import read_job  # noqa: PLC0415 - only for what may be no run
+
+    if (foreign := read_job.find(word)) is not None:
+        return foreign
+    try:
+        path = find_runs.find_run(word, runs_dir)
+    except RequestError:
+        if (foreign := read_job.of_slurm(word)) is not None:
+            return foreign
+        raise
+    if find_runs.is_sweep(path):
+        tasks = find_runs.task_folders(path, find_runs.combinations(path))
+        found = _together(list(_ledgers(tasks)), str(path))
+        if not found.allocations:
+            raise RequestError(f"no task of the sweep {path} has started")
+        return found
+    found = Ledger(str(path), tuple(read_run.read(path)))
+    if not found.allocations:
+        record = job_record.submission(path)
+        raise RequestError(
+            f"no start-up timeline in {path / run_folder.TIMELINE}: job {record['job_id']} has not started yet, its "
+            f"ranks could not write there (see hpcinit why), or an older hpcinit submitted it"
+        )
+    return found
+
+
+def _since(text: str, runs_dir: Path) -> list[Ledger]:
+    match = DURATION.fullmatch(text)
+    if not match:
+        raise RequestError(f"--since {text}: expected a number with h, d or w: 12h, 30d, 8w")
+    after = time.time() - timedelta(hours=int(match[1]) * HOURS[match[2]]).total_seconds()
+    paths = [path for path in find_runs.all_runs(runs_dir) if (path / run_folder.SUBMISSION).stat().st_mtime >= after]
+    tasks = [
+        task
+        for path in paths
+        for task in (
+            find_runs.task_folders(path, find_runs.combinations(path)) if find_runs.is_sweep(path) else (path,)
+        )
+    ]
+    found = [one for one in _ledgers(tasks) if one.allocations]
+    if not found:
+        raise RequestError(f"no run in {runs_dir.absolute()} that started was submitted in the last {text}")
+    return found
+
+
+def _ledgers(paths: Sequence[Path]) -> Iterator[Ledger]:
+    """Yield the ledgers of many runs, after one query of sacct for all their jobs."""
+    jobs: set[str] = set()
+    for path in paths:
+        with suppress(RequestError):
+            record = job_record.submission(path)
+            jobs.update(job_record.jobs(record) if from_record(record).uses_slurm else ())
+    known: dict[str, list[Allocation]] = {}
+    for one in charges.of_jobs(sorted(jobs)) if jobs else ():
+        known.setdefault(one.job, []).append(one)
+    for path in paths:
+        with suppress(RequestError):
+            yield Ledger(find_runs.name_of(path), tuple(read_run.read(path, known)))
+
+
+def _run_lines(found: Sequence[Ledger]) -> Iterator[str]:
+    """Yield a line for each run, those with the most charged time first."""
+    for one in sorted(found, key=lambda one: -one.unit_s)[:MOST_RUNS]:
+        loss = advice.largest(one)
+        lost = f", largest loss: {pictures.percent(one, loss.row)} {ledger.TITLES[loss.row]}" if loss else ""
+        yield f"  {one.name}: {advice.hours(one.unit_s)} {one.unit}, {pictures.percent(one, ledger.KEPT)} kept{lost}"
+    if len(found) > MOST_RUNS:
+        yield f"  and {len(found) - MOST_RUNS} more runs: --csv lists all"
+
+
+def _print(*parts: Sequence[str] | Iterator[str]) -> None:
+    for lines in parts:
+        for line in lines:
+            print(plain(line))
+
+
+def _print_one(found: Ledger) -> None:
+    reports = [start.report for one in found.allocations for start in one.starts if start.report]
     if console_module.quiet():
-        for report in found:
-            print(plain(headline(report)))
+        _print([pictures.headline(found), *map(startup_table.headline, reports)])
         return
+    _print(pictures.lines(found), pictures.attempt_lines(found))
+    if len(reports) > MOST_STARTS:
+        print(f"\nstart-up of the last of {len(reports)} attempts (all: --json)")
+        reports = reports[-1:]
+    for report in reports:
+        print()
+        _print_start(report)
+
+
+def _print_start(report: Report) -> None:
     if not sys.stdout.isatty():
-        for report in found:
-            print(plain("\n".join(report_lines(report))))
+        _print(startup_table.report_lines(report))
         return
     from rich.console import Console  # noqa: PLC0415 - for a terminal only
 
     console = Console(highlight=False, color_system=console_module.color_system())
-    for report in found:
-        console.print(plain(headline(report)), style="bold", markup=False)
-        console.print(terminal_table(report))
-        for line in notes(report):
-            console.print(plain(line), markup=False)
+    console.print(plain(startup_table.headline(report)), style="bold", markup=False)
+    console.print(startup_table.terminal_table(report))
+    for line in startup_table.notes(report):
+        console.print(plain(line), markup=False)

@@ -40,7 +40,7 @@ from hpcinit.runtime import (
     world_size_check,
 )
 from hpcinit.runtime.init_request import Plan, Request, resolve
-from hpcinit.runtime.lifecycle import loader_workers, phase, sigterm, stack_signal
+from hpcinit.runtime.lifecycle import loader_workers, phase, sigterm, stack_signal, training_record
 from hpcinit.runtime.process_state import state
 from hpcinit.runtime.runtime import Runtime, Session
 from hpcinit.world import World, launchers
@@ -214,6 +214,7 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     loader_workers.install(plan.stopping.numbers)
     seeds.seed_all(seeds.of(plan.seed, plan.seed_by, world.rank, plan.layout.data_rank(world.rank)))
     startup.reach("up")
+    training_record.begin(state.timeline.file, world.rank)
     if world.rank == 0:
         took_s = time.monotonic() - began
         table = f"layout\n{mesh.rank_table(plan.layout)}" if mesh.rank_table(plan.layout) else ""

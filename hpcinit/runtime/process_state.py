@@ -37,6 +37,18 @@ class OutputWatch(Protocol):
     def stop(self, failed: bool = False) -> None: ...
 
 
+class TrainingRecord(Protocol):
+    """What the calls of a program need of a TrainingRecord (runtime/lifecycle/training_record.py)."""
+
+    def step(self, step: int) -> None: ...
+
+    def switch(self, what: str) -> str: ...
+
+    def loaded(self, step: int) -> None: ...
+
+    def built(self) -> None: ...
+
+
 @dataclass
 class Timeline:
     """This process's part of the start-up timeline.
@@ -111,6 +123,7 @@ class ProcessState:
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
     slot: where a rank of a fork server with restart.warm reports its progress, None for other ranks.
     stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
+    training_record: of rank 0 in a run folder, for `hpcinit report`.
     """
 
     runtime: Any = None
@@ -134,6 +147,7 @@ class ProcessState:
     slot: Slot | None = None
     stopped_early: bool = False
     stop_not_recorded: bool = False
+    training_record: TrainingRecord | None = None
 
     def reset(self) -> None:
         """Reset every field to its default, for tests. It closes nothing."""
@@ -149,7 +163,7 @@ class ProcessState:
 
         Keep state that only describes the past, such as the phase, because a data loader's child can fail in it too.
         """
-        self.runtime = self.background_saves = None
+        self.runtime = self.background_saves = self.training_record = None
         if self.rendezvous is not None:
             self.rendezvous.forget()
             self.rendezvous = None

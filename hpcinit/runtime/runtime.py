@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
-from hpcinit.base.errors import BringUpError
+from hpcinit.base.errors import BringUpError, RequestError
 from hpcinit.records import program_use, results, run_folder, scratch
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from hpcinit.runtime.lifecycle.heartbeat import Heartbeat
+    from hpcinit.runtime.lifecycle.save_timing import SaveTiming
     from hpcinit.runtime.lifecycle.sigterm import FirstStepWatch
     from hpcinit.runtime.lifecycle.stopping import Stopper
     from hpcinit.train.checkpoint import Loaded
@@ -57,8 +58,9 @@ class Session:
 
     request: the arguments of init. kept_groups: the groups that existed before, or None if hpcinit created the default
     group. deepspeed: whether hpcinit initialized DeepSpeed. collective_timeout: as last set. last_step: the last step
-    that progress() reported. stop_calls: number of calls of should_stop(). training_used: whether the program has read
-    the settings of run.wrap(). not_finite: the first step at which a value of progress() was NaN or infinite.
+    that progress() reported. stop_calls: number of calls of should_stop(). save_timing: after should_save().
+    training_used: whether the program has read the settings of run.wrap(). not_finite: the first step at which a value
+    of progress() was NaN or infinite.
     """
 
     request: Request
@@ -74,6 +76,7 @@ class Session:
     scratch: Path | None = None
     last_step: int | None = None
     stop_calls: int = 0
+    save_timing: SaveTiming | None = None
     training_used: bool = False
 
     def close(self) -> None:
@@ -264,7 +267,7 @@ class Runtime:
         """
         from hpcinit.train import wrap  # noqa: PLC0415 - takes a second to import, and not every program trains
 
-        return wrap.wrap(
+        wrapped = wrap.wrap(
             model,
             mesh=self.mesh,
             layout=self.layout,
@@ -276,6 +279,9 @@ class Runtime:
             blocks=blocks,
             mpu=mpu,
         )
+        if state.training_record is not None:
+            state.training_record.built()
+        return wrapped
 
     def shard_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         """Return this rank's part of each tensor along the sequence dimension `dim`.
@@ -378,6 +384,8 @@ class Runtime:
                 job=self.world.job,
             )
         state.report("loaded")
+        if state.training_record is not None:
+            state.training_record.loaded(loaded.step if loaded else 0)
         return loaded
 
     def export(
@@ -427,6 +435,8 @@ class Runtime:
         self._session.stop_calls += 1
         session = self._session
         self._send_heartbeat(session.stop_calls if session.last_step is None else session.last_step)
+        if session.last_step is None and state.training_record is not None:
+            state.training_record.step(-1)
         if self._session.stopper is None:
             from hpcinit.runtime.lifecycle.stopping import Stopper  # noqa: PLC0415 - creates one more group, only if it is used
 
@@ -439,6 +449,28 @@ class Runtime:
             session.longest_save = max(session.longest_save, running)
         self._session.stopper.longest_save = self._session.longest_save
         return self._session.stopper.ask()
+
+    def should_save(self, least: timedelta = timedelta(minutes=1), most: timedelta = timedelta(hours=1)) -> bool:
+        """Return whether the program should save a checkpoint now: `if run.should_save(): run.save(...)`.
+
+        Every rank must call it after every step, with the same bounds. All ranks get the same result. The time between
+        two saves is that of Young and Daly, at which saving and repeated steps together cost the least. It follows from
+        the measured cost of a save, and from the failures of this run and the number of its nodes. Rank 0 prints it
+        once. At the time limit and at a preemption, should_stop() asks for a further save. Raise RequestError if the
+        bounds are not positive or not in order.
+
+        Args:
+            least: the shortest time between two saves. The first save is after this time.
+            most: the longest time between two saves.
+        """
+        session = self._session
+        if session.save_timing is None:
+            from hpcinit.runtime.lifecycle.save_timing import SaveTiming  # noqa: PLC0415 - as in should_stop()
+
+            if not timedelta() < least <= most:
+                raise RequestError(f"run.should_save(least={least}, most={most}): expected 0 < least <= most")
+            session.save_timing = SaveTiming(self.world, self.folder, self.collective_timeout, least, most)
+        return session.save_timing.ask()
 
     def phase(self, name: str, limit: timedelta | None = None) -> AbstractContextManager[None]:
         """Return a context manager for a block without steps, such as `with run.phase("evaluating"):`.

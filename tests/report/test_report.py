@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import RequestError
-from hpcinit.report import report_command, startup_phases
+from hpcinit.report import report_command, startup_phases, startup_table
 from hpcinit.report.startup_phases import seconds
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -42,14 +42,14 @@ SHAPE = ["nodes=2", "ranks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus
 
 def test_a_slow_node_is_named(tmp_path: Path) -> None:
     """The node with slow imports is named, and its last rank as the one that all waited for."""
-    (report,) = report_command.gather_reports(synthetic.run(tmp_path / "run", 8, 8, slow="n0002"))
-    rows = {line.split("  ")[1]: line for line in list(report_command.report_lines(report))[2:-3]}
+    (report,) = startup_table.gather_reports(synthetic.run(tmp_path / "run", 8, 8, slow="n0002"))
+    rows = {line.split("  ")[1]: line for line in list(startup_table.report_lines(report))[2:-3]}
     assert "n0002 (ranks 8-15) " in rows["imports"]
     assert re.search(
         r"  last: rank (8|9|1[0-5]) on n0002, 1\d\.\d s after half of the ranks", rows["waits for all ranks *"]
     )
-    assert "328 s; the longest wait was 1" in report_command.timeout(report)
-    document = report_command.document(report)
+    assert "328 s; the longest wait was 1" in startup_table.timeout(report)
+    document = startup_table.document(report)
     (imports,) = [phase for phase in document["phases"] if phase["ends"] == "imported"]
     assert imports["slowest"][0]["ranks"] == list(range(8, 16)) and imports["slowest"][0]["whole_node"]
 
@@ -60,7 +60,7 @@ def test_an_absent_rank_and_a_restart(tmp_path: Path) -> None:
     synthetic.run(run, 4, 2, restart=1)
     again = {"job": "43", "restart": 1, "time": synthetic.START + 390, "reason": "failure"}
     (run / "restarts.jsonl").write_text(json.dumps(again) + "\n")
-    first, second = (list(report_command.report_lines(report)) for report in report_command.gather_reports(run))
+    first, second = (list(startup_table.report_lines(report)) for report in startup_table.gather_reports(run))
     assert "not all ranks are ready" in first[0] and "rank 5 did not start: no timeline entry" in first
     assert any(line.startswith("ranks 0-4,6-7 on n0001, n0002, n0003, n0004 stopped after 'device'") for line in first)
     assert "job 43.0.1: 8 ranks on 4 nodes (slurm)" in second[0]
@@ -69,19 +69,19 @@ def test_an_absent_rank_and_a_restart(tmp_path: Path) -> None:
 
 def test_a_program_without_init(tmp_path: Path) -> None:
     """The timeline of a script without hpcinit.init() ends early, but no rank is reported as missing."""
-    (report,) = report_command.gather_reports(synthetic.run(tmp_path / "run", 2, 2))
+    (report,) = startup_table.gather_reports(synthetic.run(tmp_path / "run", 2, 2))
     recorded = ("submitted", "started", "interpreter", "met")
     ranks = [
         replace(rank, events={name: rank.events[name] for name in recorded if name in rank.events})
         for rank in report.attempt.ranks
     ]
     without = startup_phases.startup_phases(replace(report.attempt, ranks=tuple(ranks)))
-    assert report_command.headline(without).endswith(", the program has not called hpcinit.init()")
+    assert startup_table.headline(without).endswith(", the program has not called hpcinit.init()")
     assert startup_phases.missing_ranks(without)[-1].startswith(
         "a program that calls init_process_group instead of hpcinit.init()"
     )
     one_late = replace(report.attempt, ranks=(*ranks[:3], report.attempt.ranks[3]))
-    assert report_command.headline(startup_phases.startup_phases(one_late)).endswith(", not all ranks are ready")
+    assert startup_table.headline(startup_phases.startup_phases(one_late)).endswith(", not all ranks are ready")
 
 
 @pytest.mark.parametrize(("late_s", "queue"), [(-0.1, [0.1]), (0.4, [0.0]), (1.1, [])])
@@ -90,33 +90,34 @@ def test_a_job_that_starts_at_once(tmp_path: Path, late_s: float, queue: list[fl
     run = synthetic.run(tmp_path / "run", 1, 2)
     record = json.loads((run / "submission.json").read_text()) | {"submitted": synthetic.START + late_s}
     (run / "submission.json").write_text(json.dumps(record))
-    (report,) = report_command.gather_reports(run)
+    (report,) = startup_table.gather_reports(run)
     assert [round(phase.most, 6) for phase in report.phases if phase.ends == "allocated"] == queue
 
 
 def test_a_node_without_a_rank(tmp_path: Path) -> None:
     """With one rank per node, the node of the absent rank is named."""
-    (report,) = report_command.gather_reports(synthetic.run(tmp_path / "run", 4, 1, absent=2))
+    (report,) = startup_table.gather_reports(synthetic.run(tmp_path / "run", 4, 1, absent=2))
     assert "rank 2 did not start: no timeline entry; no rank of n0003 started" in list(
-        report_command.report_lines(report)
+        startup_table.report_lines(report)
     )
 
 
 def test_a_run_that_has_not_started(tmp_path: Path) -> None:
     """The message contains the missing folder and possible reasons."""
     (tmp_path / "submission.json").write_text('{"job_id": "43", "engine": "slurm"}')
+    (tmp_path / "job.sh").touch()
     with pytest.raises(RequestError, match=r"no start-up timeline in .*/timeline: job 43 has not started yet"):
-        report_command.gather_reports(tmp_path)
+        report_command.main([str(tmp_path)])
 
 
-def test_a_sweep_is_refused(hpcinit: Run, tmp_path: Path) -> None:
-    """The message for a sweep requests the name of one task."""
+def test_a_sweep_without_a_start(hpcinit: Run, tmp_path: Path) -> None:
+    """A sweep whose tasks wait has no ledger, and the message names it."""
     hpcinit("submit", "-m", "name=x", "seed=1,2", "dry_run=true")
     folder = tmp_path / "runs/x-0001"
     (folder / "0").mkdir(parents=True)
     (folder / "sweep.json").write_text('{"tasks": {"0": "seed=1", "1": "seed=2"}}')
     (folder / "submission.json").write_text('{"job_id": "43", "engine": "slurm", "sweep": []}')
-    with pytest.raises(RequestError, match=r"is a sweep with the tasks .*: name one task, hpcinit report"):
+    with pytest.raises(RequestError, match=r"no task of the sweep .*x-0001 has started"):
         report_command.main([str(folder)])
 
 

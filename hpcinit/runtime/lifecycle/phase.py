@@ -28,6 +28,8 @@ def now() -> tuple[str, int]:
 def step_done(step: int) -> None:
     """Record that a training step has finished."""
     enter(TRAINING, step)
+    if state.training_record is not None:
+        state.training_record.step(step)
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -48,11 +50,15 @@ def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
     enter(phase)
     declared = DeclaredPhase(time.monotonic(), None if limit is None else limit.total_seconds())
     mine.declared.append(declared)
+    record = state.training_record
+    what = record.switch(phase) if record is not None else ""
     try:
         yield
     finally:
         mine.declared.remove(declared)
         mine.ended_s = time.monotonic()
+        if record is not None:
+            record.switch(what)
     enter(before)
 
 

@@ -1,0 +1,100 @@
+"""What rank 0 did after its start-up, and when: timeline/JOB/training.json, beside the start-up events of all ranks.
+
+The spans follow each other without gaps. The file is small however long the run is: SpanRecord merges old spans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcinit.base import safe_files
+
+FILE = "training.json"
+# What rank 0 did. Any other name is a phase that the program declared.
+BUILD, FIRST, STEPS, SAVING, LOADING = "building", "first step", "steps", "saving", "loading"
+MOST = 200  # spans in the file
+BLOCK = 10  # old spans that become one of each kind
+
+
+class Span(NamedTuple):
+    """A span of time, in seconds since 1970. Its end is 0 if it had not ended when the file was written.
+
+    first, last: of steps, the number of finished steps at its start and at its end; of saving and loading, the step; -1
+    if unknown. number: how many steps were reported, or how many saves the span consists of.
+    """
+
+    what: str
+    begin: float
+    end: float = 0.0
+    first: int = -1
+    last: int = -1
+    number: int = 1
+
+
+class SpanRecord:
+    """The spans of one rank. `now` is always the time of the call, in seconds since 1970."""
+
+    def __init__(self, now: float) -> None:
+        self.spans: list[Span] = []
+        self._open = Span(BUILD, now, number=0)
+
+    @property
+    def what(self) -> str:
+        """What the rank does now."""
+        return self._open.what
+
+    def switch(self, what: str, now: float, step: int = -1) -> None:
+        """End the current span, and start another one. step: known only for a save or a load."""
+        if now > self._open.begin:
+            self.spans.append(self._open._replace(end=now))
+        before = self._open
+        last = before.last if before.what == STEPS else self._last()
+        at = last if what == STEPS else step
+        self._open = Span(what, now, 0.0, at, at, 0 if what == STEPS else 1)
+        if len(self.spans) > MOST:
+            self.spans = [*_merged(self.spans[: MOST // 2]), *self.spans[MOST // 2 :]]
+
+    def _last(self) -> int:
+        return next((span.last for span in reversed(self.spans) if span.what == STEPS), -1)
+
+    def loaded(self, step: int) -> None:
+        """Note the step of the checkpoint that the current span loads."""
+        self._open = self._open._replace(first=step, last=step)
+
+    def step(self, step: int, now: float) -> None:
+        """Note that `step` steps are finished, or that an uncounted step is if it is -1."""
+        mine = self._open
+        if mine.what == STEPS:
+            self._open = mine._replace(end=now, last=step, number=mine.number + 1)
+        elif mine.what in (BUILD, FIRST):  # the first step of this start has ended
+            if mine.what == BUILD:
+                self._open = mine._replace(what=FIRST, number=1)
+            self.switch(STEPS, now)
+            self._open = self._open._replace(first=step, last=step, end=now)
+
+    def to_json(self) -> str:
+        return json.dumps({"spans": [*self.spans, self._open]}) + "\n"
+
+
+def _merged(spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield fewer spans with the same sums: of each block, one span of each kind, one after the other."""
+    for at in range(0, len(spans), BLOCK):
+        block = spans[at : at + BLOCK]
+        begin = block[0].begin
+        for what in dict.fromkeys(span.what for span in block):
+            own = [span for span in block if span.what == what]
+            end = begin + sum(span.end - span.begin for span in own)
+            yield Span(what, begin, end, own[0].first, own[-1].last, sum(span.number for span in own))
+            begin = end
+
+
+def read(folder: Path) -> tuple[Span, ...]:
+    """Return the spans of the start whose timeline is in `folder`; () if there is no readable file."""
+    try:
+        found = [Span(*one) for one in safe_files.read_json(folder / FILE)["spans"]]
+        return tuple(one for one in found if isinstance(one.what, str) and one.begin + one.end + one.last >= 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()

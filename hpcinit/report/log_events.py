@@ -1,0 +1,262 @@
+"""What a program's log shows about its training: steps with their times, saves, loads, evaluations and ends.
+
+A line needs no known format: its time is recognized in one of the usual forms, and a step by its name or its bar.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+MOST_BYTES = 64 << 20  # of one log
+HEAD = 90  # characters of a line in which its time is
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MONTHS = {
+    name: at
+    for at, name in enumerate(["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1)
+}
+CLOCK = r"(?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?P<f>[.,]\d+)?"
+TIMES = [
+    re.compile(rf"(?P<Y>20\d\d)[-/](?P<m>\d\d)[-/](?P<d>\d\d)[T _,]+{CLOCK} ?(?P<z>Z|UTC|[+-]\d\d:?\d\d)?"),
+    re.compile(rf"(?P<a>\d\d)[-/.](?P<b>\d\d)[-/.](?P<Y>(?:20)?\d\d)[T ,]+{CLOCK}"),
+    re.compile(rf"(?P<n>[A-Z][a-z]{{2}}) +(?P<d>\d{{1,2}}),? +{CLOCK}(?: (?P<Y>20\d\d))?"),
+    re.compile(rf"(?P<d>\d{{1,2}}) (?P<n>[A-Z][a-z]{{2}}) (?:(?P<Y>20\d\d) )?{CLOCK}"),
+    re.compile(rf"\b[IWEF](?P<m>\d\d)(?P<d>\d\d) {CLOCK}"),
+    re.compile(rf"(?<![\d:])(?P<a>\d\d)[-/.](?P<b>\d\d)[ T]{CLOCK}"),
+    re.compile(r"^\W?(?P<e>1\d{9}(?:\.\d+)?)\b"),
+    re.compile(rf"^(?:\W|\d+: |\[\w+\]:? ?)*{CLOCK}(?![\d:<])"),
+]
+STEPS = [
+    re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)"),
+    re.compile(r"(?i)\b(?:global[_ ]?step|num_updates|trainer/global_step)\b['\"]?\s*[:=]?\s*(\d+)"),
+    re.compile(r"(?i)\[batch=(\d+)/(\d+)\]"),
+    re.compile(
+        r"(?i)\b(?:steps?|iter(?:ation)?s?|updates?|it)\b['\"\]]?\s*[:=#|]?\s*\[?\s*(\d+)(?:\s*(?:/|of)\s*(\d+))?(?![\d.]*(?:it/s|s/it|e-))"
+    ),
+    re.compile(r"\b(\d+)/(\d+) \[(?:\d+:)?\d+:\d+<"),
+    re.compile(r"(?i)\b(?:batch|ba)[ =:#]*(\d+)(?:\s*/\s*(\d+))?"),
+]
+BAR = re.compile(r"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d\d)<")
+EPOCH = re.compile(r"(?i)\bepoch[ =:]*\[?(\d+)")
+EACH = [
+    (re.compile(r"(?i)(?:elapsed )?time per iteration \(ms\)\s*[:=]\s*([\d.]+)"), 1e-3),
+    (re.compile(r"(?i)\btime(?:[_ ][a-z]+)*\s*[:=]?\s*([\d.]+) ?ms\b"), 1e-3),
+    (re.compile(r"(?i)\bseconds\s*[:=]\s*([\d.]+)"), 1.0),
+    (re.compile(r"\b([\d.]+) ?s/(?:it|step|iter|batch)\b"), 1.0),
+    (re.compile(r"(?i)\b(?:step|iter)_?time(?:\(s\)|_s)?\s*[:=]\s*([\d.]+) ?s?\b"), 1.0),
+]
+THING = r"(?:checkpoints?|ckpts?|snapshot|model|state|weights|optimizer)"
+SAVE = re.compile(
+    rf"(?i)\bsav(?:ing|ed?|e)\b.{{0,60}}\b{THING}\b|{THING}.{{0,60}}\b(?:saved|written|save)\b|/checkpoint-\d+"
+)
+SAVED = re.compile(r"(?i)\b(?:saved|written|successfully|finished|done|completed?|took)\b")
+LOAD = re.compile(
+    rf"(?i)\b(?:load(?:ing|ed)?|restor(?:ing|ed?)|resum(?:ing|ed?))\b.{{0,80}}(?:{THING}|step|iteration|from)\b"
+)
+LOADED = re.compile(r"(?i)\b(?:loaded|restored|resumed|successfully|finished|done|took)\b")
+LOADED_STEP = re.compile(r"(?i)(?:step|iter(?:ation)?|checkpoint|ckpt|update|batch|ba)s?[-_ =:#/]*0*(\d+)")
+EVAL = re.compile(r"(?i)\b(?:eval(?:uat\w*|_\w+)?|validat\w+|val[_ ]loss|held.out)\b")
+ENDS = re.compile(
+    r"(?i)CANCELLED AT (\S+)(?: DUE TO (\w+(?: \w+)?))?|(?P<hang>watchdog caught|collective operation timeout|"
+    r"heartbeat monitor|watchdog.{0,40}time(?:d )?out)|(?P<signal>SIGTERM|SIGUSR1|signal 15|signal 10|preempt)"
+)
+RESTARTED = re.compile(r"(?i)restarting worker group|restart_count=[1-9]|\brestart \d+ of\b")
+BEGINS = re.compile(r"(?i)\b(?:start|begin|beginn|resum)\w*\b.{0,20}\b(?:step|iter)")
+CAUSED = re.compile(r"Traceback \(most recent call last\)|srun: error:|OutOfMemoryError|CUDA error")
+
+
+class Event(NamedTuple):
+    """time: seconds since 1970, None if the line has none. kind: line, step, save, load, eval, hang, signal, restart,
+    ended, error. done: the line is about the end of a save, a load or an evaluation. each_s: of a step, as printed.
+    bar_s: the time that its bar shows. form: how its step is written."""
+
+    time: float | None
+    kind: str
+    step: int = -1
+    done: bool = False
+    each_s: float = 0.0
+    total: int = 0
+    bar_s: float = -1.0
+    form: int = -1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The events of one log. zoned: its times name their time zone. written: when the file was last changed.
+
+    daily: its times have no date.
+    """
+
+    path: Path
+    events: tuple[Event, ...]
+    written: float
+    zoned: bool = False
+    daily: bool = False
+
+    @property
+    def stamped(self) -> bool:
+        """Whether its steps have times; or, without steps, some of its lines."""
+        steps = [one.time is not None for one in self.events if one.kind == "step"]
+        return 2 * sum(steps) > len(steps) if steps else any(one.time is not None for one in self.events)
+
+    @property
+    def steps(self) -> int:
+        return sum(one.kind == "step" for one in self.events)
+
+    def shifted(self, seconds: float) -> Stream:
+        moved = [
+            one if one.time is None or one.kind == "ended" else one._replace(time=one.time + seconds)
+            for one in self.events
+        ]
+        return replace(self, events=tuple(moved))
+
+
+def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
+    """Return the events of a log, or None if it is no text or cannot be read.
+
+    near: a time at its start, for times without a date or a year. day_first: '03/04' is the 3rd of April.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(MOST_BYTES)
+        written = path.stat().st_mtime
+    except (OSError, EOFError):
+        return None
+    if b"\0" in data[:4096]:
+        return None
+    text = ESCAPES.sub("", data.decode(errors="replace")).replace("\r", "\n")
+    stamps = _Stamps(near, day_first)
+    events = [*_events(text.split("\n"), stamps)]
+    forms = Counter(one.form for one in events if one.kind == "step")
+    form = forms.most_common(1)[0][0] if forms else -1
+    events = [one if one.kind != "step" or one.form == form else one._replace(kind="line") for one in events]
+    return Stream(path, tuple(events), written, stamps.zoned, stamps.daily)
+
+
+def beginning(path: Path) -> str:
+    """Return the first 64 KB of a log, '' if it cannot be read."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            return file.read(1 << 16).decode(errors="replace")
+    except (OSError, EOFError):
+        return ""
+
+
+class _Stamps:
+    """Reads the time of one line after the other."""
+
+    def __init__(self, near: float, day_first: bool) -> None:
+        self._near, self._day_first = datetime.fromtimestamp(near), day_first
+        self._forms = [*TIMES]
+        self._last: float | None = None
+        self.zoned = self.daily = False
+
+    def of(self, line: str) -> float | None:
+        head = line[:HEAD]
+        for form in self._forms:
+            if found := form.search(head):
+                try:
+                    at = self._time(found.groupdict())
+                except ValueError:
+                    continue
+                if form is not self._forms[0]:
+                    self._forms = [form, *(one for one in self._forms if one is not form)]
+                self._last = at
+                return at
+        return None
+
+    def _time(self, part: dict[str, str | None]) -> float:
+        if part.get("e"):
+            self.zoned = True
+            return float(part["e"] or 0)
+        clock = [int(part[name] or 0) for name in "HMS"]
+        fraction = float((part.get("f") or ".0").replace(",", "."))
+        if "d" not in part and "a" not in part:
+            return self._of_day(clock, fraction)
+        year = int(part.get("Y") or self._near.year)
+        year += 2000 if year < 100 else 0
+        if "a" in part:
+            one, two = int(part["a"] or 0), int(part["b"] or 0)
+            month, day = (two, one) if (self._day_first and two <= 12) or one > 12 else (one, two)
+        else:
+            day = int(part["d"] or 0)
+            month = MONTHS.get(part.get("n") or "", 0) or int(part.get("m") or 0)
+        at = datetime(year, month, day, clock[0], clock[1], clock[2])
+        if zone := part.get("z"):
+            self.zoned = True
+            hours, minutes = (0, 0) if zone in ("Z", "UTC") else (int(zone[:3]), int(zone[-2:]))
+            shift = hours * 3600 + (-60 if zone.startswith("-") else 60) * minutes
+            return at.replace(tzinfo=timezone.utc).timestamp() - shift + fraction
+        return at.timestamp() + fraction
+
+    def _of_day(self, clock: Sequence[int], fraction: float) -> float:
+        """Return a time without a date: on the first day, or on the next one when the clock goes back."""
+        self.daily = True
+        day = datetime.fromtimestamp(self._last) if self._last else self._near
+        at = day.replace(hour=clock[0], minute=clock[1], second=clock[2], microsecond=0).timestamp() + fraction
+        if self._last is not None and at < self._last - 3600:
+            at += 86400
+        return at
+
+
+def _events(lines: Iterable[str], stamps: _Stamps) -> Iterator[Event]:
+    at: float | None = None
+    for line in lines:
+        if not line.strip():
+            continue
+        own = stamps.of(line)
+        at = own if own is not None else at
+        found = [*_of_line(line, own, at)]
+        yield from found or ([] if own is None else [Event(own, "line")])
+
+
+def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:
+    """Yield what one line shows. own: its time. at: the last known time."""
+    if found := ENDS.search(line):
+        if found[1]:
+            with_date = TIMES[0].search(found[1])
+            yield Event(datetime.fromisoformat(with_date[0][:19]).timestamp() if with_date else at, "ended")
+            return
+        yield Event(own if own is not None else at, "hang" if found["hang"] else "signal")
+    if RESTARTED.search(line):
+        yield Event(own if own is not None else at, "restart")
+    step = LOADED_STEP.search(line)
+    number = int(step[1]) if step else -1
+    if CAUSED.search(line):
+        yield Event(own if own is not None else at, "error")
+    elif LOAD.search(line):
+        yield Event(own, "load", number, bool(LOADED.search(line)))
+    elif SAVE.search(line):
+        yield Event(own, "save", number, bool(SAVED.search(line)))
+    elif EVAL.search(line):
+        yield Event(own, "eval")
+    elif not BEGINS.search(line):
+        for number, form in enumerate(STEPS):
+            if found := form.search(line):
+                yield _step(line, found, own)._replace(form=number)
+                return
+
+
+def _step(line: str, found: re.Match[str], at: float | None) -> Event:
+    step = int(found[1])
+    total = int(found[2] or 0) if found.re.groups > 1 else 0
+    bar_s = -1.0
+    if bar := BAR.search(line):
+        bar_s = 3600 * int(bar[3] or 0) + 60 * int(bar[4]) + int(bar[5])
+        epoch = EPOCH.search(line)
+        if int(bar[1]) == step and epoch:  # a bar of each epoch
+            step, total = step + int(epoch[1]) * int(bar[2]), 0
+    each = next(
+        (factor * float(one[1]) for form, factor in EACH if (one := form.search(line)) and _number(one[1])), 0.0
+    )
+    return Event(at, "step", step, each_s=each, total=total, bar_s=bar_s)
+
+
+def _number(text: str) -> bool:
+    return text.count(".") <= 1 and text.strip(".") != ""

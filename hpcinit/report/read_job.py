@@ -1,0 +1,469 @@
+"""The ledger of a job that hpcinit did not submit: from sacct, the times in its logs and those of its checkpoints."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+from hpcinit.records import run_folder
+from hpcinit.report import charges, ledger, log_events, read_logs
+from hpcinit.report.ledger import Allocation, Ledger
+from hpcinit.report.log_events import Event, Stream
+from hpcinit.report.read_logs import Piece
+from hpcinit.slurm import scontrol, slurm_client
+
+OURS = (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP, run_folder.SUBMISSION)
+MOST_FILES = 50_000
+LOG = re.compile(r"(?i)\.(?:out|err|log|txt|o\d+|e\d+)(?:\.\d+)?(?:\.gz)?$|(?:^|[-_.])(?:log|stdout|stderr)s?$")
+JOB_IN_NAME = re.compile(r"(?<!\d)(\d{3,9}(?:_\d+)?)(?!\d)")
+JOB_IN_TEXT = re.compile(
+    r"(?:SLURM_JOB_?ID[\"']?\s*[:=]\s*[\"']?|\bJOB |\bjob(?: ?id)?[ :=#]+|STEP )(\d{3,9})\b", re.IGNORECASE
+)
+CHECKPOINT = re.compile(r"(?i)(?:checkpoint|ckpt|step|iter|batch|\bba|update)[a-z]*[-_=.]*0*(\d+)")
+WEIGHTS = re.compile(r"(?i)\.(?:pt|pth|ckpt|bin|safetensors|distcp|npz|tar|h5|msgpack)$")
+NEAR_S = 90.0  # events so long before or after an allocation belong to it
+ZONES_S = [0.0, *(sign * 900.0 * number for number in range(1, 57) for sign in (1, -1))]
+COPIED = 0.6  # if this share of the checkpoints has times within a minute, they are the times of a copy
+COPY_SHARE = 0.02  # of the time of all attempts
+MOST_CHOICES = 20_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint: its step, and when its first and last file were written."""
+
+    step: int
+    begin: float
+    end: float
+
+
+def find(word: str) -> Ledger | None:
+    """Return the ledger of the job whose logs are in the folder `word`, None for a run folder or without logs."""
+    place = Path(word)
+    if not word or not place.exists() or (place.is_dir() and any((place / name).exists() for name in OURS)):
+        return None
+    every = [place] if place.is_file() else list(files(place))
+    logs = [path for path in every if LOG.search(path.name)]
+    if not logs:
+        return None
+    allocations = _allocations(logs)
+    return _ledger(place.name or str(place), allocations, logs, sorted({*every} - {*logs}), place)
+
+
+def of_slurm(word: str) -> Ledger | None:
+    """Return the ledger of the job with this id, None if Slurm does not know it."""
+    if not re.fullmatch(r"\d+(?:_\d+)?", word):
+        return None
+    found = charges.of_jobs([word])
+    if not found:
+        return None
+    logs = _logs_of(word)
+    folders = {path.parent for path in logs} or {Path()}
+    others = [path for folder in folders for path in files(folder) if not LOG.search(path.name)]
+    return _ledger(word, found, logs, others, Path())
+
+
+def files(place: Path) -> Iterator[Path]:
+    """Yield the files below a folder, at most MOST_FILES."""
+    number = 0
+    for folder, below, names in os.walk(place):
+        below[:] = [name for name in below if name not in (".git", ".venv", "__pycache__", "node_modules")]
+        for name in names:
+            number += 1
+            if number > MOST_FILES:
+                return
+            yield Path(folder) / name
+
+
+def _logs_of(job: str) -> list[Path]:
+    """Return the logs of a job: as sacct or scontrol name them, or those in this folder with its id in their name."""
+    names: set[str] = set()
+    for command in (
+        ("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job}", "--format=StdOut,StdErr,WorkDir,JobName"),
+        ("scontrol", "--all", "show", "job", job),
+    ):
+        try:
+            done = slurm_client.run(command)
+        except slurm_client.Unreachable:
+            continue
+        if done.status:
+            continue
+        if command[0] == "scontrol":
+            names |= {
+                one.get(key, "") for one in scontrol.records(done.stdout, "JobId") for key in ("StdOut", "StdErr")
+            }
+            continue
+        for row in (line.split("|") for line in done.stdout.splitlines()):
+            if len(row) == 4:
+                names |= {_expanded(name, job, row[2], row[3]) for name in row[:2] if name}
+    found = {path for name in names if name for path in _glob(name)}
+    here = {path for path in files(Path()) if LOG.search(path.name) and job.partition("_")[0] in path.name}
+    return sorted(found or here)
+
+
+def _expanded(name: str, job: str, folder: str, of_job: str) -> str:
+    base, _, task = job.partition("_")
+    for pattern, value in (("%j", base), ("%A", base), ("%J", base), ("%x", of_job), ("%a", task or "*")):
+        name = name.replace(pattern, value)
+    return str(Path(folder) / re.sub(r"%\d*[a-zA-Z]", "*", name))
+
+
+def _glob(name: str) -> list[Path]:
+    path = Path(name)
+    return [one for one in path.parent.glob(path.name) if one.is_file()] if path.parent.is_dir() else []
+
+
+def _allocations(logs: Sequence[Path]) -> list[Allocation]:
+    """Return what Slurm charged for the jobs whose ids are in the names of the logs, or else in their text."""
+    names = {found for path in logs for found in JOB_IN_NAME.findall(path.name)}
+    known = charges.of_jobs(sorted(names)) if names else []
+    if known:
+        return known
+    inside: set[str] = set()
+    for path in logs[:64]:
+        text = log_events.beginning(path)
+        inside.update(JOB_IN_TEXT.findall(text))
+    return charges.of_jobs(sorted(inside)[:64]) if inside else []
+
+
+def checkpoints(paths: Sequence[Path], place: Path, whole_s: float = 0.0) -> list[Checkpoint]:
+    """Return the checkpoints among the files, by their step; [] if their times are those of a copy.
+
+    whole_s: the time of all attempts.
+    """
+    times: dict[int, list[float]] = {}
+    for path in paths:
+        relative = path.relative_to(place) if path.is_relative_to(place) else path
+        numbers = [int(match[1]) for part in relative.parts if (match := CHECKPOINT.search(part))]
+        if numbers and (WEIGHTS.search(path.name) or len(relative.parts) > 1):
+            try:
+                times.setdefault(numbers[0], []).append(path.stat().st_mtime)
+            except OSError:
+                continue
+    found = [Checkpoint(step, min(own), max(own)) for step, own in sorted(times.items())]
+    ends = sorted(one.end for one in found)
+    if len(found) > 2 and ends[int(COPIED * (len(ends) - 1))] - ends[0] < min(60, COPY_SHARE * whole_s):
+        return []
+    return found
+
+
+def _ledger(
+    name: str, allocations: Sequence[Allocation], logs: Sequence[Path], others: Sequence[Path], place: Path
+) -> Ledger:
+    streams = [one for path in logs if (one := _stream(path, allocations)) is not None and one.events]
+    if not allocations:
+        allocations = _from_logs(streams)
+    saves = checkpoints(others, place, sum(one.charged_s for one in allocations))
+    by_place = _pieces(allocations, streams, saves)
+    found: list[Allocation] = []
+    before = -1
+    for allocation, pieces in zip(allocations, by_place, strict=True):
+        starts: list[ledger.Start] = []
+        for piece in pieces:
+            starts.append(read_logs.divide(replace(piece, before=before)))
+            before = max([before, *(event.step for event in piece.events if event.kind == "step")])
+        found.append(replace(allocation, starts=tuple(starts)))
+    return Ledger(name, tuple(ledger.with_repeats(found)), guessed=True)
+
+
+def _stream(path: Path, allocations: Sequence[Allocation]) -> Stream | None:
+    """Return the events of a log, with times by Slurm's clock: in another time zone or order of day and month if that
+    fits."""
+    own = [one for one in allocations if one.job.partition("_")[0] in path.name] or list(allocations)
+    near = own[0].begin if own else path.stat().st_mtime
+    best: tuple[float, Stream] | None = None
+    for day_first in (False, True):
+        found = log_events.read(path, near, day_first)
+        if found is None or not own:
+            return found
+        times = [one.time for one in found.events if one.time is not None and one.kind != "ended"]
+        if not times:
+            return found
+        sample = times[:: max(1, len(times) // 400)]
+        zones = [0.0] if found.zoned else ZONES_S
+        score, shift = max((_fit(sample, own, zone), -abs(zone), zone) for zone in zones)[::2]
+        if best is None or score > best[0] + 0.05:
+            best = score, found.shifted(shift)
+        if score > 0.9:
+            break
+    return best[1] if best else None
+
+
+def _fit(times: Sequence[float], own: Sequence[Allocation], shift: float) -> float:
+    inside = sum(any(one.begin - 5 <= at + shift <= one.end + 5 for one in own) for at in times)
+    return round(inside / len(times), 2)
+
+
+def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
+    """Return an allocation for each log, from its first to its last time: without accounting there is nothing else."""
+    found: list[Allocation] = []
+    for stream in streams:
+        times = [one.time for one in stream.events if one.time is not None]
+        if times:
+            found.append(
+                Allocation(stream.path.name, 0, min(times), max([*times, min(stream.written, max(times) + 60)]))
+            )
+    found.sort(key=lambda one: one.begin)
+    apart: list[Allocation] = []
+    for one in found:  # logs of several nodes
+        if apart and one.begin < apart[-1].end - 0.5 * (one.end - one.begin):
+            apart[-1] = replace(apart[-1], begin=min(apart[-1].begin, one.begin), end=max(apart[-1].end, one.end))
+        else:
+            apart.append(one)
+    return apart
+
+
+def _pieces(
+    allocations: Sequence[Allocation], streams: Sequence[Stream], saves: Sequence[Checkpoint]
+) -> list[list[Piece]]:
+    """Return the pieces of each allocation."""
+    events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
+    slack: list[tuple[float, float]] = [(0.0, 0.0) for _ in allocations]
+    for stream in streams:
+        if stream.stamped:
+            for at, own in enumerate(_by_allocation(stream, allocations)):
+                events[at].append(own)
+        else:
+            for at, own, late in _unstamped(stream, allocations, saves):
+                events[at].append(own)
+                slack[at] = late
+    found = []
+    for at, one in enumerate(allocations):
+        main = max(events[at], key=lambda own: sum(event.kind == "step" for event in own), default=[])
+        others = [
+            event
+            for own in events[at]
+            if own is not main
+            for event in own
+            if event.kind not in ("step", "save", "eval", "load")
+        ]
+        every = sorted([*main, *others], key=lambda event: event.time or 0.0)
+        found.append(list(_split(one, every, saves, slack[at])))
+    return found
+
+
+def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterator[list[Event]]:
+    for one in allocations:
+        yield [
+            event
+            for event in stream.events
+            if event.time is not None and one.begin - 5 <= event.time <= one.end + NEAR_S
+        ]
+
+
+def _split(
+    one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], slack: tuple[float, float]
+) -> Iterator[Piece]:
+    """Yield the starts inside an allocation: a new one is where the steps go back after a restart."""
+    cuts: list[int] = []
+    last = -1
+    restart = 0
+    for number, event in enumerate(events):
+        if event.kind == "restart":
+            restart = number
+        if event.kind == "step":
+            if event.step < last and (restart or last - event.step > 1) and event.time:
+                begin = restart or number
+                earlier = [at for at in range(cuts[-1] if cuts else 0, number) if events[at].kind == "step"]
+                cuts.append(begin if begin > earlier[-1] else earlier[-1] + 1)
+                restart = 0
+                last = event.step
+            last = max(last, event.step)
+    bounds = [0, *cuts, len(events)]
+    at = one.begin
+    for number, (first, after) in enumerate(pairwise(bounds)):
+        own = events[first:after]
+        final = number == len(bounds) - 2
+        end = one.end if final else min(one.end, max(at, events[after].time or at))
+        yield Piece(
+            at,
+            end,
+            [event for event in own if (event.time or at) <= end + NEAR_S],
+            [(save.end, save.step) for save in saves if at <= save.end <= end],
+            completed=final and one.state == "COMPLETED",
+            lost_node=final and one.state in ("NODE_FAIL", "BOOT_FAIL"),
+            slack_s=slack,
+            known_steps=[save.step for save in saves],
+        )
+        at = end
+
+
+# Logs without times
+
+
+def _unstamped(
+    stream: Stream, allocations: Sequence[Allocation], saves: Sequence[Checkpoint]
+) -> Iterator[tuple[int, list[Event], tuple[float, float]]]:
+    """Yield (allocation, its events with estimated times, how far they may be wrong) of a log without times."""
+    every = chunks(stream.events)
+    own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
+    own = own or list(range(len(allocations)))
+    spans = [_relative(chunk) for chunk in every]
+    place = _places([span[-1][0] if span else 0.0 for span in spans], [allocations[at] for at in own])
+    for chunk, span, number in zip(every, spans, place, strict=True):
+        at = own[number]
+        one = allocations[at]
+        is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120
+        events, slack = _placed(chunk, span, one, saves, min(stream.written, one.end) if is_last else None)
+        yield at, events, slack
+
+
+def chunks(events: Sequence[Event]) -> list[list[Event]]:
+    """Return the events of each attempt: a new one is after Slurm's message of its end, or where steps go back."""
+    found: list[list[Event]] = [[]]
+    last = -1
+    for event in events:
+        if event.kind == "step":
+            if event.step < last:
+                found.append([])
+            last = event.step
+        found[-1].append(event)
+        if event.kind == "ended":
+            found.append([])
+            last = -1
+    return [chunk for chunk in found if any(event.kind == "step" for event in chunk)] or [list(events)]
+
+
+def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
+    """Return (seconds, step) of the steps, from the time that their bars or lines show; seconds are 0 at the first."""
+    steps = [event for event in chunk if event.kind == "step"]
+    if not steps:
+        return []
+    bars = [event for event in steps if event.bar_s >= 0]
+    found: list[tuple[float, int]] = []
+    if len(bars) > 1:
+        offset, before = 0.0, bars[0].bar_s
+        for event in bars:
+            if event.bar_s < before:
+                offset += before
+            before = event.bar_s
+            if not found or event.step > found[-1][1]:
+                found.append((offset + event.bar_s, event.step))
+        return [(at - found[0][0], step) for at, step in found]
+    each = [event.each_s for event in steps if event.each_s]
+    usual = _mean_of_most(each)
+    at, last = 0.0, steps[0].step
+    for event in steps:
+        if not found or event.step > found[-1][1]:
+            at += (event.step - last) * usual
+            found.append((at, event.step))
+            last = event.step
+    return found
+
+
+def _mean_of_most(values: Sequence[float]) -> float:
+    """Return the mean without the largest tenth, which contains the first steps and saves; 0 for no values."""
+    most = sorted(values)[: max(1, len(values) - len(values) // 10)]
+    return statistics.fmean(most) if most else 0.0
+
+
+def _places(lengths: Sequence[float], allocations: Sequence[Allocation]) -> list[int]:
+    """Return for each attempt in a log its allocation, in order: those in which it fits best."""
+    if len(lengths) > len(allocations):
+        return [min(at, len(allocations) - 1) for at in range(len(lengths))]
+    best: tuple[float, Sequence[int]] | None = None
+    for number, choice in enumerate(combinations(range(len(allocations)), len(lengths))):
+        cost = sum(
+            max(0.0, length - allocations[at].charged_s) * 10 + max(0.0, allocations[at].charged_s - length)
+            for length, at in zip(lengths, choice, strict=True)
+        )
+        if best is None or cost < best[0]:
+            best = cost, choice
+        if number > MOST_CHOICES:
+            break
+    return list(best[1]) if best else []
+
+
+def _placed(
+    chunk: Sequence[Event],
+    span: Sequence[tuple[float, int]],
+    one: Allocation,
+    saves: Sequence[Checkpoint],
+    written: float | None,
+) -> tuple[list[Event], tuple[float, float]]:
+    """Return the events with times inside the allocation, and how far these may be early and late.
+
+    written: when the last line was written, None if unknown.
+    """
+    if not span:
+        return [event for event in chunk if event.time is not None], (0.0, 0.0)
+    times, slack = _times(span, one, saves, written)
+    found: list[Event] = []
+    now: float | None = None
+    for event in chunk:
+        if event.kind == "step":
+            if event.step in times:
+                now = times[event.step]
+                found.append(event._replace(time=now))
+        elif event.time is not None:
+            found.append(event)
+        elif now is not None or event.kind == "load":
+            found.append(event._replace(time=one.begin if now is None else now + 0.01))
+    return found, slack
+
+
+def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint]) -> list[Event]:
+    """Return the events of one attempt with times inside `one`. anchors: known times of steps."""
+    return _placed(chunk, _relative(chunk), one, anchors, None)[0]
+
+
+def _times(
+    span: Sequence[tuple[float, int]], one: Allocation, saves: Sequence[Checkpoint], written: float | None
+) -> tuple[dict[int, float], tuple[float, float]]:
+    """Return the time of each step, and how far these may be early and late.
+
+    span: (seconds since the first one, step).
+    """
+    length, first = span[-1][0], span[0][1]
+    number = max(1, span[-1][1] - first)
+    own = [save for save in saves if one.begin < save.end <= one.end and first - 1 <= save.step <= span[-1][1] + number]
+    ends = {save.step: save.end for save in sorted(own, key=lambda save: -save.end)}  # the first sign of each step
+    anchors = sorted(ends.items())
+    usual = length / number
+    if len(anchors) > 1 and anchors[-1][0] > anchors[0][0]:
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(anchors) if b[1] >= a[1]]
+        pace = statistics.median(slopes) if slopes else usual
+        if pace > 0:
+            # A step that was saved was printed before its file was finished.
+            return {step: _between(anchors, step, usual, pace) for _, step in span}, (usual or pace, usual or pace)
+    if not length:  # the log shows only the numbers of the steps
+        if written is not None and anchors and written > anchors[0][1] and span[-1][1] > anchors[0][0]:
+            usual = (written - anchors[0][1]) / (span[-1][1] - anchors[0][0])
+        else:
+            usual = 0.85 * ((written or one.end) - one.begin) / number
+        length = usual * number
+        span = [(usual * (step - first), step) for _, step in span]
+        slack = 0.15 * length
+    else:
+        slack = 0.0
+    room = max(0.0, one.charged_s - length)
+    if anchors:
+        at = anchors[0][1] - (anchors[0][0] - first) * usual
+        return {step: at + seconds for seconds, step in span}, (usual + slack, usual + slack)
+    if written is not None:
+        at = written - length
+        return {step: max(one.begin, at + seconds) for seconds, step in span}, (room + slack, 0.0)
+    after = min(30.0 + usual, room / 2)  # it ended soon after its last step, as far as known
+    at = one.end - after - length
+    return {step: at + seconds for seconds, step in span}, (max(0.0, room - after), after)
+
+
+def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:
+    """Return the time of a step, from those of saved steps: what a step is longer than usual is before the next one.
+
+    usual: seconds of a step as printed, 0 if unknown. pace: as the checkpoints show it, with the saves.
+    """
+    each = min(usual, pace) or pace
+    number = bisect.bisect_left(anchors, (step, 0.0))
+    if number == 0:
+        return anchors[0][1] - (anchors[0][0] - step) * each
+    if number == len(anchors):
+        return anchors[-1][1] + (step - anchors[-1][0]) * each
+    (a, begin), (b, end) = anchors[number - 1 : number + 1]
+    return begin + min((end - begin) / (b - a), each) * (step - a)

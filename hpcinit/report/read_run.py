@@ -1,0 +1,342 @@
+"""The ledger of a run folder: Slurm's allocations, divided by the timeline of each start of the ranks."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base import safe_files
+from hpcinit.engine import from_record
+from hpcinit.observe import state
+from hpcinit.records import (
+    elastic_restarts,
+    hang_report,
+    heartbeats,
+    job_record,
+    requeues,
+    run_folder,
+    safeguards,
+    scratch,
+    timeline,
+    training_spans,
+)
+from hpcinit.report import charges, ledger, log_events, read_job, read_logs, startup_table
+from hpcinit.report.ledger import Allocation, Segment, Start, exact
+from hpcinit.report.log_events import Event
+from hpcinit.report.read_job import Checkpoint
+from hpcinit.report.read_logs import Piece
+from hpcinit.report.startup_phases import Report
+
+# The row of the phase that ends with the event.
+ROW_OF = {
+    "started": ledger.START,
+    "spawned": ledger.START,
+    "interpreter": ledger.START,
+    "forked": ledger.IMPORTS,
+    "met": ledger.INIT,
+    "imported": ledger.IMPORTS,
+    **dict.fromkeys(("device", "store", "joined", "collective", "up"), ledger.INIT),
+}
+ROW_OF_SPAN = {
+    training_spans.BUILD: ledger.INIT,
+    training_spans.FIRST: ledger.FIRST,
+    training_spans.STEPS: ledger.KEPT,
+    training_spans.SAVING: ledger.SAVE,
+    training_spans.LOADING: ledger.RESTORE,
+}
+GPUS_OF_SCRIPT = re.compile(r"^#SBATCH --gpus-per-node=(?:\w+:)?(\d+)", re.MULTILINE)
+NODES_OF_SCRIPT = re.compile(r"^#SBATCH --nodes=(\d+)", re.MULTILINE)
+SILENCE_STEPS, SILENCE_S = 10, 60.0  # a failed start that was silent for longer had a hang
+CLOCK_S = 2.0  # the times of Slurm and of the batch script are whole seconds
+
+
+def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> list[Allocation]:
+    """Return the allocations of the run in this folder, with their segments.
+
+    known: what sacct has, by job; None: query it. Raise RequestError if it is not the folder of a run.
+    """
+    record = job_record.submission(run)
+    jobs = job_record.jobs(record)
+    reports = startup_table.gather_reports(run)
+    starts = [report.attempt for report in reports]
+    found: list[Allocation] = []
+    if from_record(record).uses_slurm:
+        listed = {job for job in (*jobs, job_record.last_job(run)) if job}
+        if known is None:
+            found = charges.of_jobs(sorted(listed))
+        else:
+            found = sorted((one for job in listed for one in known.get(job, ())), key=lambda one: one.begin)
+    found = found or _without_accounting(run, record, starts)
+    return ledger.with_repeats(_with_reasons(run, [_with_starts(run, one, found, reports) for one in found]))
+
+
+def _without_accounting(run: Path, record: Mapping[str, Any], starts: Sequence[timeline.Attempt]) -> list[Allocation]:
+    """Return the allocations from the records of the run folder: without a requeue before any rank started."""
+    ends = {(one.job, one.restart - 1): float(one.time) for one in requeues.read(run)}
+    last = safe_files.json_or_empty(run / run_folder.EXIT)
+    if "ended" in last:
+        ends[str(last.get("job", "")), int(last.get("restart", 0))] = float(last["ended"])
+    script = safe_files.read_or_empty(run / run_folder.SCRIPT)
+    per_node, nodes = GPUS_OF_SCRIPT.search(script), NODES_OF_SCRIPT.search(script)
+    groups: dict[tuple[str, int], list[timeline.Attempt]] = {}
+    for one in starts:
+        groups.setdefault((one.job.partition(".")[0], one.restart), []).append(one)
+    found: list[Allocation] = []
+    queued_from = record.get("submitted")
+    for (job, restart), own in groups.items():
+        begins = [one for start in own for one in (_allocated(start), timeline.begun(start)) if one is not None]
+        if not begins:
+            continue
+        begin = min(begins)
+        name = job if (job, restart) in ends else str(record["job_id"])
+        end = ends.get((name, restart), ends.get((job, restart)))
+        if end is None:
+            end = max([begin, *(_last_sign(run, start) for start in own)])
+            if state.read(run).name == "RUNNING" and own[-1] is starts[-1]:
+                end = time.time()
+        number = int(nodes[1]) if nodes else own[0].nodes
+        gpus = int(per_node[1]) * number if per_node else 0
+        queued_s = None if not isinstance(queued_from, int | float) else max(0.0, begin - queued_from)
+        found.append(Allocation(job, restart, begin, max(begin, end), float(gpus or number), gpus, number, queued_s))
+        queued_from = end
+    return sorted(found, key=lambda one: one.begin)
+
+
+def _last_sign(run: Path, start: timeline.Attempt) -> float:
+    """Return the last time at which the start certainly ran: an event, the end of a span, or a heartbeat."""
+    name = scratch.folder_name(start.job)
+    files = [*(run / "heartbeats" / name).glob("*.json"), *(run / run_folder.TIMELINE / name).glob("*")]
+    seen = [path.stat().st_mtime for path in files]
+    return max([*seen, *(event for rank in start.ranks for event in rank.events.values())], default=0.0)
+
+
+def _allocated(start: timeline.Attempt) -> float | None:
+    return min((rank.events["allocated"] for rank in start.ranks if "allocated" in rank.events), default=None)
+
+
+def _with_starts(run: Path, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]) -> Allocation:
+    """Return the allocation with its starts, each until the next one."""
+    begins = [(_begin(report.attempt), report) for report in reports]
+    own = [(begin, report) for begin, report in begins if begin is not None and _place(begin, every) is one]
+    if not own:
+        segment = Segment(ledger.START, exact(one.begin), exact(one.end))
+        ran = not reports and one.state == "COMPLETED"  # an older hpcinit submitted it
+        return replace(one, starts=() if ran else (Start((segment,)),))
+    bounds = [one.begin, *(min(max(begin, one.begin), one.end) for begin, _ in own[1:]), one.end]
+    found = [
+        _start(run, report, begin, end, one, reports)
+        for (_, report), begin, end in zip(own, bounds, bounds[1:], strict=False)
+    ]
+    return replace(one, starts=tuple(found))
+
+
+def _begin(start: timeline.Attempt) -> float | None:
+    allocated = _allocated(start)
+    return timeline.begun(start) if allocated is None else allocated
+
+
+def _place(begin: float, every: Sequence[Allocation]) -> Allocation | None:
+    """Return the allocation of a start."""
+    return next((one for one in reversed(every) if one.begin <= begin + CLOCK_S), every[0] if every else None)
+
+
+def _uses_init(report: Report) -> bool:
+    return any(timeline.LAST in rank.events for rank in report.attempt.ranks)
+
+
+def _start(run: Path, report: Report, begin: float, end: float, one: Allocation, reports: Sequence[Report]) -> Start:
+    start = report.attempt
+    uses_init = any(map(_uses_init, reports))
+    rows, ready = _startup_rows(start, begin, end, uses_init)
+    segments: list[Segment] = []
+    at = begin
+    for row, seconds in rows.items():
+        if seconds:
+            segments.append(Segment(row, exact(at), exact(at + seconds)))
+            at += seconds
+    hang = _hang(run, start.job)
+    stopped = any(rank.returned is not None for rank in start.ranks)
+    resumed, within = -1, 0
+    if ready is not None and at < end:
+        if start.spans:
+            trained, resumed = _training(start.spans, at, end, hung=bool(hang), stopped=stopped, state=one.state)
+        else:
+            trained, resumed, within = _without_spans(
+                run, start, reports.index(report), at, end, one, hung=bool(hang), stopped=stopped
+            )
+        segments += trained
+    used = min(1.0, start.nodes / one.nodes) if one.nodes else 1.0
+    fault = str(hang.get("host") or "") if hang else ""
+    fault = fault or next((found.host for found in elastic_restarts.read(run) if found.job == start.job), "")
+    return Start(tuple(ledger.merged(segments)), used, resumed, within, stopped, fault, report)
+
+
+def _startup_rows(
+    start: timeline.Attempt, begin: float, end: float, uses_init: bool
+) -> tuple[dict[str, float], float | None]:
+    """Return the mean seconds of a rank in each row of the start-up, and the mean time at which init() returned.
+
+    None if no rank got so far. A rank that a row ended in is there until the end.
+    """
+    rows = {ledger.START: 0.0, ledger.IMPORTS: 0.0, ledger.INIT: 0.0, ledger.UNKNOWN: 0.0}
+    ready = [rank.events[timeline.LAST] for rank in start.ranks if timeline.LAST in rank.events]
+    until = end if not ready else min(end, max(begin, sum(ready) / len(ready)))
+    for rank in start.ranks:
+        at = begin
+        for name, event in rank.events.items():
+            if name in ROW_OF:
+                then = min(max(event, at), until)
+                rows[ROW_OF[name]] += then - at
+                at = then
+        names = list(timeline.EVENTS)
+        following = names[names.index(rank.furthest) + 1] if rank.furthest not in ("", timeline.LAST) else ""
+        row = ROW_OF.get(following, ledger.START if not rank.furthest else ledger.INIT)
+        if not uses_init and rank.furthest == "met":
+            row = ledger.UNKNOWN  # the program, which does not call init()
+        rows[row] += until - at
+    rows[ledger.START] += (start.world_size - len(start.ranks)) * (until - begin)
+    size = max(start.world_size, len(start.ranks))
+    return {row: seconds / size for row, seconds in rows.items()}, until if ready else None
+
+
+def _training(
+    spans: Sequence[training_spans.Span], begin: float, end: float, *, hung: bool, stopped: bool, state: str
+) -> tuple[list[Segment], int]:
+    """Return the segments of the recorded spans from `begin` to `end`, and the step that the first one continued."""
+    segments: list[Segment] = []
+    usual = ledger.step_s(
+        Segment(ledger.KEPT, exact(one.begin), exact(one.end), count=one.number)
+        for one in spans
+        if one.what == training_spans.STEPS and one.end
+    )
+    at, resumed = begin, -1
+    for number, one in enumerate(spans):
+        until = min(max(at, one.end or (one.begin if one.what == training_spans.STEPS else end)), end)
+        if number + 1 < len(spans):
+            until = min(max(at, spans[number + 1].begin), end)
+        row = ROW_OF_SPAN.get(one.what, ledger.PHASES)
+        if row == ledger.RESTORE:
+            resumed = max(resumed, one.last)
+        if row == ledger.FIRST and number + 1 < len(spans) and spans[number + 1].what == training_spans.STEPS:
+            # A usual step's time of the first step is a step.
+            cut = max(at, until - usual)
+            segments += _first(segments, at, cut)
+            first = spans[number + 1].first
+            before = resumed if resumed >= 0 else first - 1 if first > 0 else first
+            segments.append(Segment(ledger.KEPT, exact(cut), exact(until), before, first, 1))
+            resumed = before if resumed < 0 else resumed
+        else:
+            known = row in (ledger.KEPT, ledger.SAVE, ledger.RESTORE)
+            span = (one.first, one.last, one.number) if known else (-1, -1, 0)
+            segments.append(Segment(row, exact(at), exact(until), *span))
+        at = until
+    return [*segments, *tail(spans[-1].what, at, end, usual, hung=hung, stopped=stopped, state=state)], resumed
+
+
+def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]:
+    """Return the segments until the first step. Without a record of when the model was built, the cut is unknown."""
+    if any(one.row in (ledger.INIT, ledger.RESTORE) for one in before):
+        return [Segment(ledger.FIRST, exact(begin), exact(end))]
+    cut = ledger.Time((begin + end) / 2, begin, end)
+    return [Segment(ledger.INIT, exact(begin), cut), Segment(ledger.FIRST, cut, exact(end))]
+
+
+def tail(what: str, begin: float, end: float, usual: float, *, hung: bool, stopped: bool, state: str) -> list[Segment]:
+    """Return the segments after the last recorded span: a hang, or an interrupted step and the end."""
+    if begin >= end:
+        return []
+    failed = not stopped and state != "COMPLETED"
+    silent = end - begin > max(SILENCE_S, SILENCE_STEPS * usual)
+    if hung or (failed and silent and what == training_spans.STEPS):
+        return [Segment(ledger.HANG, exact(begin), exact(end))]
+    if not failed or what != training_spans.STEPS:
+        return [Segment(ledger.END, exact(begin), exact(end))]
+    cut = min(end, begin + usual)
+    return [Segment(ledger.REPEATED, exact(begin), exact(cut)), Segment(ledger.END, exact(cut), exact(end))]
+
+
+def _without_spans(
+    run: Path,
+    start: timeline.Attempt,
+    number: int,
+    begin: float,
+    end: float,
+    one: Allocation,
+    *,
+    hung: bool,
+    stopped: bool,
+) -> tuple[list[Segment], int, int]:
+    """Return the segments of a start that an older hpcinit recorded, or whose program reports no steps.
+
+    number: how many starts were before it. Its log, its checkpoints and its last heartbeats have times of steps.
+    """
+    every = _checkpoints(run)
+    saves = [save for save in every if begin < save.end <= end]
+    signs = [*_signs(run, start, begin, end)]
+    events: list[Event] = []
+    log = log_events.read(run / run_folder.RANK_LOG.format(rank=0), begin)
+    if log is not None and log.stamped:
+        events = [event for event in log.events if event.time is not None and begin <= event.time <= end]
+    elif log is not None and number < len(chunks := read_job.chunks(log.events)):
+        anchors = [*saves, *signs]
+        events = read_job.placed(chunks[number], replace(one, begin=begin, end=end), anchors)
+    last = max((event.time or 0.0 for event in events if event.kind == "step"), default=0.0)
+    events += [Event(sign.end, "step", sign.step) for sign in signs if sign.end > last]
+    shown = sum(event.kind == "step" for event in events) + len(saves)
+    if not shown:
+        return [Segment(ledger.UNKNOWN, exact(begin), exact(end))], -1, 0
+    if shown < 2 and not number:  # the first start continues nothing
+        events.append(Event(begin, "step", 0))
+    events.sort(key=lambda event: event.time or 0.0)
+    piece = Piece(
+        begin, end, events, [(save.end, save.step) for save in saves], completed=stopped, hung=hung,
+        lost_node=one.state in ("NODE_FAIL", "BOOT_FAIL"), before=number - 1, known_steps=[save.step for save in every],
+    )  # fmt: skip
+    found = read_logs.divide(piece, begin)
+    return list(found.segments), found.resumed, found.resumed_within
+
+
+def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iterator[Checkpoint]:
+    """Yield the times of steps in records of one start."""
+    for node in heartbeats.read(run / heartbeats.FOLDER / scratch.folder_name(start.job)):
+        for rank in node.heartbeats:
+            if rank.silent_s is not None and rank.rank == 0:
+                at = node.time - rank.silent_s
+                yield Checkpoint(rank.step, at, at)
+    progress = safe_files.json_or_empty(run / run_folder.PROGRESS)
+    time_s, step = progress.get("time"), progress.get("step")
+    if isinstance(time_s, int | float) and isinstance(step, int) and begin <= time_s <= end:
+        yield Checkpoint(step, float(time_s), float(time_s))
+
+
+def _checkpoints(run: Path) -> Sequence[Checkpoint]:
+    inside = {run_folder.LOGS, run_folder.TIMELINE, run_folder.ERRORS, run_folder.HANG_REPORTS, heartbeats.FOLDER}
+    inside |= {run_folder.CODE, safeguards.FLIGHT, run_folder.NCCL}
+    folders = [path for path in run.iterdir() if path.is_dir() and path.name not in inside]
+    return read_job.checkpoints([file for folder in folders for file in read_job.files(folder)], run)
+
+
+def _hang(run: Path, job: str) -> dict[str, Any]:
+    """Return the hang report of the start `job`, {} without one."""
+    name = scratch.folder_name(job)
+    below = run / run_folder.HANG_REPORTS
+    for folder in (
+        below / name,
+        below / f"{elastic_restarts.ASIDE}{name}",
+        *below.glob(f"{elastic_restarts.ASIDE}*/{name}"),
+    ):
+        if found := safe_files.json_or_empty(folder / hang_report.RECORD):
+            return found
+        if (folder / hang_report.NO_STEPS).exists():
+            return {"host": ""}
+    return {}
+
+
+def _with_reasons(run: Path, found: Sequence[Allocation]) -> list[Allocation]:
+    """Return the allocations with the reason why each ended: hpcinit's records know more than sacct."""
+    reasons = {(one.job, one.restart - 1): one.reason for one in requeues.read(run)}
+    return [replace(one, reason=reasons.get((one.job, one.restart), one.reason)) for one in found]

@@ -1,0 +1,242 @@
+"""The start-up table of a start: how long each phase took, and which ranks were slow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcinit.base.console import plain
+from hpcinit.base.errors import HpcinitError, RequestError
+from hpcinit.records import job_record, run_folder, spec, timeline
+from hpcinit.records.timeline import Attempt
+from hpcinit.report import startup_phases
+from hpcinit.report.startup_phases import Phase, Report, seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank, which all waited for")
+
+
+def headline(report: Report) -> str:
+    """Return 'job 43.0.0: 4 ranks on 2 nodes (slurm), started 2026-11-21 14:02:11, ready after 12.3 s'."""
+    attempt = report.attempt
+    start = timeline.begun(attempt)
+    at = f", started {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}" if start else ""
+    plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
+    shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
+    ends = [rank.events[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.events]
+    if startup_phases.before_init(report):
+        return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
+    ready = f", ready after {seconds(max(ends) - start)}" if attempt.complete and start else ", not all ranks are ready"
+    return f"job {attempt.job}: {shape}{at}{ready}"
+
+
+def row(report: Report, phase: Phase) -> tuple[str, ...]:
+    """Return the columns of HEAD for a phase."""
+    last = startup_phases.waited_for(report, phase)
+    about = startup_phases.list_slow(startup_phases.slow_phases(report, phase))
+    if last:
+        about = f"last: {last[0]}, {seconds(last[1])} after half of the ranks"
+    name = f"{phase.name}{' *' * phase.waits}"
+    spread = "" if phase.ends == startup_phases.QUEUE else seconds(phase.spread)
+    return (name, seconds(phase.least), seconds(phase.median), seconds(phase.most), spread, about)
+
+
+def notes(report: Report) -> Iterator[str]:
+    """Yield notes on missing ranks, the timeout and the clocks."""
+    yield from startup_phases.missing_ranks(report)
+    if any(phase.waits for phase in report.phases):
+        yield "* a rank mostly waits for other ranks in these phases"
+    yield from (line for line in (timeout(report), clock_lines(report)) if line)
+
+
+def timeout(report: Report) -> str:
+    """Return the formula of the start-up timeout, and how much of it the slowest rank used; or ''."""
+    attempt = report.attempt
+    if not attempt.formula:
+        return ""
+    waited = attempt.waited_s
+    used = ""
+    if waited is not None and attempt.timeout_s and attempt.complete:
+        used = f"; the longest wait was {seconds(waited)}, {waited / attempt.timeout_s:.0%} of it"
+    return f"start-up timeout: {attempt.formula}{used}"
+
+
+def clock_lines(report: Report) -> str:
+    """Return how far the nodes' clocks differ, and how exact that is, or ''."""
+    others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
+    unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
+    parts = []
+    if off := {host: clock for host, clock in others.items() if clock.offset_s}:
+        worst = max(off, key=lambda host: abs(off[host].offset_s))
+        one = off[worst]
+        count = f"corrected the clock{'s' * (len(off) > 1)} of {len(off)} node{'s' * (len(off) > 1)}"
+        largest = f"{worst} by {-one.offset_s:+.3f} s, to within {seconds(one.within_s)}"
+        parts.append(f"{count} (relative to rank 0's node), the largest difference: {largest}")
+    elif others:
+        parts.append("no difference between the nodes' clocks is detectable")
+    if right := [clock.within_s for clock in others.values() if not clock.offset_s]:
+        parts.append(f"{'the other clocks' if off else 'they'} may differ by up to {seconds(max(right))}")
+    if unknown:
+        parts.append(f"no comparison with the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
+    return "; ".join(parts)
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """Yield the lines that are printed without a terminal."""
+    yield headline(report)
+    rows = [HEAD, *(row(report, phase) for phase in report.phases)]
+    widths = [max(len(line[column]) for line in rows) for column in range(len(HEAD) - 1)]
+    for line in rows:
+        name, *numbers = (
+            text.ljust(width) if not at else text.rjust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=False))
+        )
+        yield f"  {name}  {'  '.join(numbers)}  {line[-1]}".rstrip()
+    yield from notes(report)
+
+
+def terminal_table(report: Report) -> Table:
+    """Return the table that is printed to a terminal."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for column, name in enumerate(HEAD):
+        numbers = 0 < column < len(HEAD) - 1
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
+    for phase in report.phases:
+        cells = row(report, phase)
+        style = "dim" if phase.waits else ""
+        about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
+        table.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
+    return table
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Return the JSON document. Times are in seconds; events are since 1970, by the clock of rank 0's node."""
+    attempt = report.attempt
+    return {
+        "job": attempt.job,
+        "launcher": attempt.launcher,
+        "world_size": attempt.world_size,
+        "nodes": attempt.nodes,
+        "complete": attempt.complete,
+        "absent": attempt.absent,
+        "silent_nodes": report.silent_hosts,
+        "missing": startup_phases.missing_ranks(report),
+        "timeout_s": attempt.timeout_s,
+        "formula": attempt.formula,
+        "waited_s": attempt.waited_s,
+        "clocks": {
+            host: {"offset_s": clock.offset_s, "within_s": clock.within_s} for host, clock in report.clocks.items()
+        },
+        "phases": [_phase(report, phase) for phase in report.phases],
+        "ranks": [
+            {"rank": rank.rank, "host": rank.host, "local_rank": rank.local_rank, "moments": dict(rank.events)}
+            for rank in attempt.ranks
+        ],
+    }
+
+
+def _phase(report: Report, phase: Phase) -> dict[str, Any]:
+    last = startup_phases.waited_for(report, phase)
+    return {
+        "name": phase.name,
+        "ends": phase.ends,
+        "waits": phase.waits,
+        **{"min_s": phase.least, "median_s": phase.median, "max_s": phase.most, "spread_s": phase.spread},
+        "slowest": [_slow(one) for one in startup_phases.slow_phases(report, phase)],
+        "waited_for": {**_slow(last[0]), "behind_s": last[1]} if last else None,
+    }
+
+
+def _slow(one: startup_phases.SlowPhase) -> dict[str, Any]:
+    ranks: Sequence[int] = one.ranks
+    return {"host": one.host, "ranks": list(ranks), "whole_node": one.whole, "took_s": one.took}
+
+
+TASK = "task"
+
+
+def gather_reports(run: Path) -> list[Report]:
+    """Return a report for each start of the ranks, the first one first; [] if no rank wrote a timeline."""
+    submissions = dict(_submission_times(run))
+    seen: set[str] = set()
+    found = []
+    for attempt in timeline.read(run):
+        key = _job_and_restart(attempt)
+        key = key if key in submissions else f"{TASK}.{attempt.restart}"
+        submitted = (
+            None if key in seen else submissions.get(key)
+        )  # ranks that restart inside a job did not wait in the queue
+        seen.add(key)
+        found.append(startup_phases.startup_phases(_with_timeout(_with_submission(attempt, submitted), run)))
+    return found
+
+
+def _job_and_restart(attempt: Attempt) -> str:
+    return f"{attempt.job.partition('.')[0].partition('+')[0]}.{attempt.restart}"
+
+
+def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
+    """Return `attempt` with the time of submission.
+
+    A job may start before its submission is recorded: it is then shown without a queue time. Slurm 24.11 gives the
+    start in whole seconds (SLURM_JOB_START_TIME), so it may appear to be before the submission.
+    """
+    if submitted is None:
+        return attempt
+    ranks = []
+    for rank in attempt.ranks:
+        at = rank.events.get("allocated", 0.0)
+        events = {"submitted": min(submitted, at), **rank.events}
+        ranks.append(replace(rank, events=events) if int(submitted) <= at else rank)
+    return replace(attempt, ranks=tuple(ranks))
+
+
+def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
+    """Return `attempt` with a timeout. If rank 0 recorded none, compute it from the spec, without the job's time
+    limit."""
+    if attempt.formula:
+        return attempt
+    try:
+        formula = spec.load(run / run_folder.SPEC, to_run=False).comm.timeout
+        limit, text = formula.start_up(attempt.nodes).total_seconds(), formula.text(attempt.nodes)
+    except HpcinitError:
+        return attempt
+    return replace(attempt, timeout_s=limit, formula=f"{text} (from the spec: rank 0 did not record it)")
+
+
+def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
+    """Yield ('JOB.RESTART', time of its submission or requeue in seconds since 1970)."""
+    with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
+        record = job_record.submission(run)
+        at = float(record["submitted"])
+        yield from ((f"{_number(job)}.0", at) for job in job_record.jobs(record))
+    for line in _lines(run / run_folder.RESTARTS):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            yield f"{_number(line['job'])}.{int(line['restart'])}", float(line["time"])
+
+
+def _number(job: str) -> str:
+    """Return the job id, or TASK for an array task ('18_1'): only its ranks know its own number."""
+    return TASK if "_" in job else job
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError:
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            document = json.loads(line)
+            if isinstance(document, dict):
+                yield document

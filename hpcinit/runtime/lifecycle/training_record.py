@@ -1,0 +1,80 @@
+"""Rank 0 records when it builds the model, loads, steps, saves, and is in a declared phase, for `hpcinit report`.
+
+A step costs a microsecond. A thread writes the file, at most once per second and 1,000 times in all, so that a disk
+neither slows the program nor ends it. A rank that is killed leaves a record that is older by at most a thousandth
+of its time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from pathlib import Path
+
+from hpcinit.base import background_writer, safe_files
+from hpcinit.records import training_spans
+from hpcinit.records.training_spans import SpanRecord
+from hpcinit.runtime import startup
+from hpcinit.runtime.process_state import state
+
+LEAST_S, SHARE = 1.0, 1e-3  # the time between two writes: in seconds, and as a share of the elapsed time
+
+
+class TrainingRecord:
+    """The record of this process. folder: of its start's timeline."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._pid = folder / training_spans.FILE, os.getpid()
+        self._record = SpanRecord(startup.now())
+        self._began = time.monotonic()
+        self._due = 0.0
+        self._write()
+        atexit.register(self._close)
+
+    def step(self, step: int) -> None:
+        """Note a finished step; -1 without a number."""
+        self._record.step(step, startup.now())
+        if time.monotonic() >= self._due:
+            self._write()
+
+    def loaded(self, step: int) -> None:
+        """Note the step of the checkpoint that was loaded."""
+        self._record.loaded(step)
+
+    def switch(self, what: str) -> str:
+        """Record that the rank does something else now, and return what it did before."""
+        before = self._record.what
+        if threading.current_thread() is threading.main_thread():  # others work beside the training steps
+            self._record.switch(what, startup.now())
+            self._write()
+        return before
+
+    def built(self) -> None:
+        """Record that the model is built, so that the first step follows."""
+        if self._record.what == training_spans.BUILD:
+            self.switch(training_spans.FIRST)
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        every_s = max(LEAST_S, SHARE * (now - self._began))
+        self._due = now + every_s
+        path, text = self._path, self._record.to_json()
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            safe_files.write_atomically(path, text)
+
+        background_writer.later(training_spans.FILE, write, every_s=every_s)
+
+    def _close(self) -> None:
+        """Write what is not written yet. background_writer flushes after it: handlers run in reverse order."""
+        if os.getpid() == self._pid:
+            self._write()
+
+
+def begin(timeline: Path | None, rank: int) -> None:
+    """Start the record of this process if it is rank 0 and has none. timeline: its file, None without a run folder."""
+    if timeline is not None and rank == 0 and state.training_record is None:
+        state.training_record = TrainingRecord(timeline.parent)
