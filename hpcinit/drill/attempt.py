@@ -188,7 +188,7 @@ class SaveWatch:
 
     def __init__(self, attempt: Attempt, begins: int = 0, earlier: Sequence[Save] = ()) -> None:
         self.attempt, self.begins, self.earlier = attempt, begins, list(earlier)
-        self.last, self.steps = attempt.place.written() if begins else attempt.place.given, 0
+        self.last = attempt.place.written() if begins else attempt.place.given
         self.by_steps: dict[int, Save] = {}
 
     def done(self) -> int:
@@ -201,11 +201,11 @@ class SaveWatch:
         for name, seen in changes(self.last, now).items():
             # The time of the change is exact, and this look may be late.
             made = bisect.bisect(self.attempt.times, seen.changed_ns / 1e9 + CLOCK_S) if self.attempt.times else steps
-            self.by_steps.setdefault(made, Save(made)).files[name] = seen.size
-        if steps != self.steps:  # what was renamed or removed before the save was complete is a temporary file
-            for save in (one for one in self.by_steps.values() if one.steps >= self.steps - 1):
-                save.files = {name: size for name, size in save.files.items() if name in now}
-        self.last, self.steps = now, steps
+            save = self.by_steps.setdefault(made, Save(made))
+            save.files[name] = seen.size
+            # What vanishes when others appear in the same save was a temporary file, which is renamed.
+            save.files = {name: size for name, size in save.files.items() if name in now}
+        self.last = now
 
     def saves(self) -> list[Save]:
         """Return the saves so far, without files that change at most steps, such as a log of losses."""

@@ -28,7 +28,7 @@ AFTER_FAILURE_S = 30.0  # for the other ranks to end
 class Interruption:
     """An attempt that a fault ended.
 
-    at: the steps made before the fault. done: until the end. record: at its end. saves: complete ones, also one after the
+    at: the steps made before the fault. done: until the end. record: at its end. saves: complete ones, also after the
     signal. signal: what rank 0 does with SIGTERM, '' if none was sent. state: the folders to start from, None for those
     that are there.
     unfinished: the files of the save that was cut, with their sizes. expected: those of the whole save.

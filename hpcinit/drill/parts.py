@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ class Drill:
         for fault, at in [*plan.at.items(), ("", 0)]:
             if cut and cut.signal == "default" and fault == faults.TIME_LIMIT:
                 continue  # it ends the program as the preemption did
-            following = doing.cut(fault, max(at, watch.begins + 2), watch) if fault else None
+            following = self._whole(doing.cut(fault, max(at, watch.begins + 2), watch)) if fault else None
             if cut:
                 yield (part := self._part(alone, [cut], [following.record if following else self._ended(watch)]))
                 if part.findings:
@@ -173,7 +173,7 @@ class Drill:
             if following:
                 watch, cut = self._next(following), following
         if frozen.killed:
-            yield from self._after_loss(alone, plan, frozen.killed, doing)
+            yield from self._after_loss(alone, plan, self._whole(frozen.killed), doing)
         if frozen.while_saving:
             records = [self._ended(self._next(one), AFTER_STATE) for one in frozen.while_saving]
             yield self._part(alone, frozen.while_saving, records)
@@ -185,6 +185,16 @@ class Drill:
         yield (part := self._part(alone, [killed], [disk.record if disk else self._ended(watch)]))
         if disk and not part.findings:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
+
+    def _whole(self, cut: Interruption) -> Interruption:
+        """Return an interruption without a save that it cut: files of the undisturbed save are missing or shorter."""
+        files = {save.steps: save.files for save in self.saves}
+
+        def is_whole(save: Save) -> bool:
+            expected = files.get(save.steps, {})
+            return all(save.files.get(name, -1) >= 0.99 * size for name, size in expected.items())
+
+        return replace(cut, saves=[save for save in cut.saves if is_whole(save)])
 
     def _next(self, cut: Interruption) -> SaveWatch:
         """Start the program again after a fault."""

@@ -98,7 +98,7 @@ class Place:
         found: dict[str, Seen] = {}
         for path, entry in _entries(self.now):
             parts = path.parts
-            if parts[0] == "runs" and len(parts) > 2 and (parts[2] in OWN_FOLDERS or "/".join(parts[2:]) in OWN_FILES):
+            if parts[0] == "runs" and len(parts) > 2 and (parts[2] in OWN_FOLDERS or _is_own(parts[2])):
                 continue
             with contextlib.suppress(OSError):  # it was removed or renamed
                 status = entry.stat(follow_symlinks=False)
@@ -147,6 +147,11 @@ class Place:
         os.utime(probe, ns=(0, probe.stat().st_mtime_ns))
         probe.read_text()
         return probe.stat().st_atime_ns > 0
+
+
+def _is_own(name: str) -> bool:
+    """Whether hpcinit writes this file into a run folder, or its temporary file x.json.4242.tmp or x.json.tmp."""
+    return name in OWN_FILES or (name.endswith(".tmp") and name.startswith(tuple(f"{own}." for own in OWN_FILES)))
 
 
 def leftover(folder: Path) -> dict[str, int]:
