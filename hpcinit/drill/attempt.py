@@ -1,4 +1,4 @@
-"""One start of the program by the local engine, with what is known about it while it runs."""
+"""One start of the program by the local engine: its processes, its progress and its saves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Attempt:
         self.began, self._at, self.first_step = time.monotonic(), time.time(), 0.0
         self.times: list[float] = []  # of the steps of rank 0
         self.reader: Reader | None = None
-        self._log_from, self._witness_at, self._points_seen = log_from, 0, 0
+        self._log_from, self._records_at, self._points_seen = log_from, 0, 0
 
     @classmethod
     def start(cls, place: Place, run: Path, env: Mapping[str, str], restart: int) -> Attempt:
@@ -86,7 +86,7 @@ class Attempt:
 
     def steps(self) -> int:
         """Return how many steps rank 0 has made."""
-        found, self._witness_at = drill_records.read_lines(self.folder / "rank-0.jsonl", self._witness_at)
+        found, self._records_at = drill_records.read_lines(self.folder / "rank-0.jsonl", self._records_at)
         self.times += [one["time"] for one in found]
         done = len(self.times) or len(self.points())
         if done and not self.first_step:
@@ -135,7 +135,8 @@ class Attempt:
 
     def _tree(self) -> list[psutil.Process]:
         try:
-            return [process := psutil.Process(self.pid), *process.children(recursive=True)]
+            engine_process = psutil.Process(self.pid)
+            return [engine_process, *engine_process.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
@@ -183,20 +184,20 @@ class Attempt:
 class SaveWatch:
     """Sees after how many steps of the training run the program changes which files.
 
-    begins: the steps that were made before this attempt. earlier: the saves of the attempts before.
+    from_step: the number of steps of the training run before this attempt. earlier: the saves of the attempts before.
     """
 
-    def __init__(self, attempt: Attempt, begins: int = 0, earlier: Sequence[Save] = ()) -> None:
-        self.attempt, self.begins, self.earlier = attempt, begins, list(earlier)
-        self.last = attempt.place.written() if begins else attempt.place.given
+    def __init__(self, attempt: Attempt, from_step: int = 0, earlier: Sequence[Save] = ()) -> None:
+        self.attempt, self.from_step, self.earlier = attempt, from_step, list(earlier)
+        self.last = attempt.place.written() if from_step else attempt.place.given
         self.by_steps: dict[int, Save] = {}
 
     def done(self) -> int:
         """Return how many steps the training run has made."""
-        return self.begins + self.attempt.steps()
+        return self.from_step + self.attempt.steps()
 
-    def look(self) -> None:
-        """Note what has changed since the last look. Always return None."""
+    def look(self) -> bool:
+        """Note what has changed since the last look. Return whether the job has ended."""
         now, steps = self.attempt.place.written(), self.attempt.steps()
         for name, seen in changes(self.last, now).items():
             # The time of the change is exact, and this look may be late.
@@ -206,6 +207,7 @@ class SaveWatch:
             # What vanishes when others appear in the same save was a temporary file, which is renamed.
             save.files = {name: size for name, size in save.files.items() if name in now}
         self.last = now
+        return not self.attempt.running()
 
     def saves(self) -> list[Save]:
         """Return the saves so far, without files that change at most steps, such as a log of losses."""
@@ -218,7 +220,7 @@ class SaveWatch:
         for save in self.by_steps.values():
             kept = {name: size for name, size in save.files.items() if name not in often}
             if save.steps and kept:
-                found.append(Save(self.begins + save.steps, kept))
+                found.append(Save(self.from_step + save.steps, kept))
         return [*self.earlier, *sorted(found, key=lambda save: save.steps)]
 
 

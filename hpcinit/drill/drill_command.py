@@ -17,7 +17,7 @@ from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.drill import progress_lines
 from hpcinit.drill.attempt import Attempt, Record, environment
-from hpcinit.drill.compare import Undisturbed, losses
+from hpcinit.drill.comparison import Undisturbed, losses
 from hpcinit.drill.faults import Frozen
 from hpcinit.drill.parts import Drill, Part
 from hpcinit.drill.place import Place
@@ -108,7 +108,13 @@ def _submitted(
     command = [sys.executable, "-m", "hpcinit", "submit", "--json", *[k for k in keys if k != "cluster=local"], *own]
     env = os.environ | environment(folder)
     done = subprocess.run(
-        [*command, "--", *inside], cwd=place.work, env=env, capture_output=True, text=True, check=False
+        [*command, "--", *inside],
+        cwd=place.work,
+        env=env,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     documents = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:

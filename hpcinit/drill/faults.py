@@ -66,7 +66,7 @@ class Faults:
         else:
             send(ranks[-1:], signal.SIGKILL)  # the engine then ends the others, as srun does
         wait_s = AFTER_FAILURE_S if fault == RANK_KILLED else self.grace_s
-        attempt.wait(lambda: bool(watch.look()), time.monotonic() + wait_s)
+        attempt.wait(watch.look, time.monotonic() + wait_s)
         killed = attempt.running()
         attempt.kill()
         watch.look()
@@ -88,9 +88,9 @@ class Faults:
         return Interruption(FULL_DISK, save.steps, watch.done(), record, earlier, expected=save.files)
 
     def _reach(self, steps: int, watch: SaveWatch) -> bool:
-        """Wait for so many steps of the training run. Return whether the program still runs."""
+        """Wait until the training run has made this number of steps. Return whether the program still runs."""
         deadline = time.monotonic() + self.limit_s
-        watch.attempt.wait(lambda: bool(watch.look()) or watch.done() >= steps, deadline)
+        watch.attempt.wait(lambda: watch.look() or watch.done() >= steps, deadline)
         return watch.attempt.running()
 
 

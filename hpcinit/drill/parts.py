@@ -11,12 +11,13 @@ from typing import Any
 
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
-from hpcinit.drill import causes, compare, faults
-from hpcinit.drill.attempt import Attempt, Reader, Record, Save, SaveWatch
-from hpcinit.drill.causes import Finding
-from hpcinit.drill.compare import Resumed, Undisturbed
+from hpcinit.drill import comparison, faults, findings
+from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch
+from hpcinit.drill.comparison import Resumed, Undisturbed
 from hpcinit.drill.faults import Faults, Frozen, Interruption
+from hpcinit.drill.findings import Finding
 from hpcinit.drill.place import Place
+from hpcinit.drill.progress_lines import Reader
 
 FIRST_STEP_S = 600.0
 AFTER_STATE = 3  # steps after a restart from an unfinished save
@@ -44,14 +45,14 @@ class Part:
     text: str = ""
     findings: list[Finding] = field(default_factory=list)
     at: int = 0
-    begins: list[int | None] = field(default_factory=list)
+    from_step: list[int | None] = field(default_factory=list)
     saved: int = 0
     lost_s: float = 0.0
 
     def document(self) -> dict[str, Any]:
         """Return the part for `--json`."""
         return {
-            "part": self.name, "step": self.at, "saved": self.saved, "resumed_from": self.begins, "text": self.text,
+            "part": self.name, "step": self.at, "saved": self.saved, "resumed_from": self.from_step, "text": self.text,
             "lost_s": round(self.lost_s, 1), "ok": not self.findings, "causes": [one.cause for one in self.findings],
         }  # fmt: skip
 
@@ -79,7 +80,7 @@ class Drill:
         return attempt
 
     def undisturbed(self, attempt: Attempt, frozen: Frozen | None = None) -> Record:
-        """Run an attempt without a fault to its end. Raise Failure or RequestError if the drill cannot go on.
+        """Run an attempt without a fault to its end. Raise Failure or RequestError if the drill cannot continue.
 
         frozen: copies the files meanwhile.
         """
@@ -165,7 +166,7 @@ class Drill:
         for fault, at in [*plan.at.items(), ("", 0)]:
             if cut and cut.signal == "default" and fault == faults.TIME_LIMIT:
                 continue  # it ends the program as the preemption did
-            following = self._whole(doing.cut(fault, max(at, watch.begins + 2), watch)) if fault else None
+            following = self._whole(doing.cut(fault, max(at, watch.from_step + 2), watch)) if fault else None
             if cut:
                 yield (part := self._part(alone, [cut], [following.record if following else self._ended(watch)]))
                 if part.findings:
@@ -199,7 +200,7 @@ class Drill:
     def _next(self, cut: Interruption) -> SaveWatch:
         """Start the program again after a fault."""
         self.restarts += 1
-        return SaveWatch(self.start(cut.state, self.restarts), causes.newest(cut.saves), cut.saves)
+        return SaveWatch(self.start(cut.state, self.restarts), findings.newest(cut.saves), cut.saves)
 
     def _ended(self, watch: SaveWatch, most: int | None = None) -> Record:
         """Return the record of an attempt at its end, or after `most` steps."""
@@ -211,16 +212,16 @@ class Drill:
 
     def _part(self, alone: Undisturbed, cuts: Sequence[Interruption], records: Sequence[Record]) -> Part:
         first = cuts[0]
-        part = Part(first.fault, _title(first, self.grace_s), at=first.at, saved=causes.newest(first.saves))
+        part = Part(first.fault, _title(first, self.grace_s), at=first.at, saved=findings.newest(first.saves))
         for cut, record in zip(cuts, records, strict=True):
-            found = compare.resumed(alone, record)
-            part.begins.append(found.begins)
-            part.lost_s += max(0, cut.at - (found.begins or 0)) * alone.step_s + record.begin_s
-            new = [*causes.of_interruption(alone, cut), *causes.of_resume(alone, cut, record, found)]
+            found = comparison.resumed(alone, record)
+            part.from_step.append(found.from_step)
+            part.lost_s += max(0, cut.at - (found.from_step or 0)) * alone.step_s + record.begin_s
+            new = [*findings.of_interruption(alone, cut), *findings.of_resume(alone, cut, record, found)]
             part.findings += [one for one in new if one.cause not in {other.cause for other in part.findings}]
             part.text = part.text or _text(cut, found)
         if len(cuts) > 1:
-            states = ", ".join(_from(begins) for begins in dict.fromkeys(part.begins))
+            states = ", ".join(_from(from_step) for from_step in dict.fromkeys(part.from_step))
             part.text = f"{len(cuts)} unfinished states, {states}"
         return part
 
@@ -238,27 +239,27 @@ def _title(cut: Interruption, grace_s: float) -> str:
 
 def _text(cut: Interruption, found: Resumed) -> str:
     """Return what happened: 'saved step 23, resumed at 24, losses equal'."""
-    if found.begins is None:
+    if found.from_step is None:
         return "the next attempt made no step"
     parts = []
     if cut.signal:
         saved = any(save.steps >= cut.at for save in cut.saves)
         parts.append(f"saved step {cut.saves[-1].steps}" if saved else f"no save at SIGTERM ({cut.signal})")
-    parts.append(_from(found.begins))
+    parts.append(_from(found.from_step))
     done = cut.done
-    if found.begins < done:
-        parts.append(f"{counted(done - found.begins, 'step')} repeated")
-    elif found.begins > done:
-        parts.append(f"{counted(found.begins - done, 'step')} skipped")
+    if found.from_step < done:
+        parts.append(f"{counted(done - found.from_step, 'step')} repeated")
+    elif found.from_step > done:
+        parts.append(f"{counted(found.from_step - done, 'step')} skipped")
     if found.compared:
         parts.append("losses equal" if found.differs is None else f"losses differ from step {found.differs + 1} on")
     return ", ".join(parts)
 
 
-def _from(begins: int | None) -> str:
-    if begins is None:
+def _from(from_step: int | None) -> str:
+    if from_step is None:
         return "no step"
-    return f"resumed at {begins + 1}" if begins else "started again at step 0"
+    return f"resumed at {from_step + 1}" if from_step else "started again at step 0"
 
 
 def _between(saves: Sequence[Save], total: int, share: float) -> int:

@@ -1,9 +1,9 @@
 """The folders of a drill, and which files the program writes and reads in them.
 
-    ROOT/started            when the drill started
-    ROOT/now/work           the program's working folder: a copy of the user's, restored before each part of the drill
-    ROOT/now/runs/NAME      the run folder
-    ROOT/before             both, as they were before the first start
+    ROOT/started            its time is the start of the drill.
+    ROOT/now/work           the program's working folder, at first a copy of the current one.
+    ROOT/now/runs/NAME      the run folder.
+    ROOT/before             both, as they were before the first start.
     ROOT/attempt-3          of one start: what its ranks report, and its TMPDIR
 
 Which files an attempt reads is seen from their access times, without the program's help and in any language. Most file

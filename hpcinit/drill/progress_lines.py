@@ -64,7 +64,7 @@ def _trainer(line: str, at: int) -> Point | None:
     values = _values(line)
     if not _DICT.match(line.strip()) or not {"loss", "epoch"} <= values.keys() or _SUMMARY.search(line):
         return None
-    # Lines of equal epochs are equal steps: compare.py only needs numbers that grow from step to step.
+    # Lines of equal epochs are equal steps: comparison.py only needs numbers that grow from step to step.
     return Point(round(values["epoch"] * 10000), at, values)
 
 
@@ -102,7 +102,7 @@ def reader_of(pattern: str) -> Reader:
 
 
 def points(data: bytes, start: int, reader: Reader) -> list[Point]:
-    """Return the steps in a part of a log that begins at byte `start`. The last line of a step has its values."""
+    """Return the steps in a part of a log from byte `start` on. The last line of a step has its values."""
     found: dict[int, Point] = {}
     for line, at in _lines(data, start):
         if point := reader(line, at):

@@ -1,6 +1,6 @@
 """What a rank reports to `hpcinit drill`: a line for each optimizer step, and one for each file outside of its folder.
 
-The drill sets ENV_DRILL to a folder of its own for each attempt. runtime/drill_witness.py writes, hpcinit/drill reads.
+The drill sets ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes, hpcinit/drill reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROGRESS = "progress.jsonl"  # {step, at, values} of each run.progress() of rank
 class Step:
     """One optimizer step of a rank, as it was before the step.
 
-    at: size of the rank's log. time: since 1970. lr: learning rate of each parameter group. weights, moments: sums of
+    at: size of the rank's log. time: since 1970. lr: learning rate of each parameter group. weights, state_sum: sums of
     absolute values of the parameters and of the optimizer's state, whose number of tensors is `states`. rng: checksums
     of the random states by library. batch: checksum of the inputs since the step before, 0 without any.
     """
@@ -33,7 +33,7 @@ class Step:
     time: float
     lr: tuple[float, ...]
     weights: float
-    moments: float
+    state_sum: float
     states: int
     rng: dict[str, int]
     batch: int
@@ -50,7 +50,7 @@ def append(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete JSON lines of a file from byte `start` on, and where the next one begins."""
+    """Return the complete JSON lines of a file from byte `start` on, and the position of the next one."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(start)
         data = file.read()

@@ -69,9 +69,9 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
 def _python(program: Program, world: World) -> int:
     sys.argv = [program.target, *program.args]
     if drill := os.environ.get(drill_records.ENV_DRILL):
-        from hpcinit.runtime import drill_witness  # noqa: PLC0415 - imports torch, which not every program needs
+        from hpcinit.runtime import drill_recorder  # noqa: PLC0415 - imports torch, which not every program needs
 
-        drill_witness.install(Path(drill), world.rank)
+        drill_recorder.install(Path(drill), world.rank)
     try:
         start = _script(Path(program.target)) if program.kind == "script" else _module(program.target)
         start()

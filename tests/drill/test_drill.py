@@ -22,7 +22,7 @@ TIMEOUT_S = 450
 
 
 def drill(folder: Path, *words: str, program: str = PROGRAM, more: Mapping[str, str] = {}) -> tuple[int, str, str]:
-    """Run a drill of `program` in `folder`, with an own TMPDIR beside it. Return its status, stdout and stderr."""
+    """Run a drill of `program` in `folder`, with a TMPDIR beside it. Return its status, stdout and stderr."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(program)
     (folder.parent / "tmp").mkdir(exist_ok=True)
@@ -79,9 +79,7 @@ def test_a_planted_bug_is_named(tmp_path: Path, cause: str) -> None:
     old, new = BUGS[cause]
     assert old in PROGRAM
     program = PROGRAM.replace(old, new)
-    if (
-        cause == "no_scheduler"
-    ):  # the optimizer's state has the rate too, so this schedule is a function of its own count
+    if cause == "no_scheduler":  # a schedule that counts; the optimizer's state contains the rate as well
         program = program.replace("ExponentialLR(optimizer, 0.95)", "LambdaLR(optimizer, lambda step: 0.95**step)")
     if cause == "data_from_start":
         program = program.replace(
@@ -164,6 +162,6 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
-    """A wrong request exits with 2 and says what was expected; nothing is left."""
+    """A wrong request exits with 2 and prints what was expected; nothing is left."""
     status, out, err = drill(tmp_path / "work", *words)
     assert (status, out) == (2, "") and message in err, err

@@ -70,7 +70,7 @@ def test_other_output_has_no_steps() -> None:
     assert progress_lines.best_reader(b"step 1 loss 2\nstep 2 loss 1\n") is None
 
 
-def test_a_pattern_of_ones_own() -> None:
+def test_a_pattern_of_the_user() -> None:
     """drill.pattern reads steps from lines that no format fits, and named groups become values."""
     reader = progress_lines.reader_of(r"it=(?P<step>\d+) L=(?P<loss>\S+) r=(?P<lr>\S+)")
     (point,) = progress_lines.points(b"x\nit=7 L=0.5 r=1e-3\nhalf a line it=8", 0, reader)

@@ -14,12 +14,17 @@ from pathlib import Path, PurePath
 from hpcinit.base.text import counted
 from hpcinit.drill import faults
 from hpcinit.drill.attempt import Record, Save
-from hpcinit.drill.compare import Resumed, Undisturbed, at, close, values
+from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, values
 from hpcinit.drill.faults import Interruption
 from hpcinit.records.drill_records import Step
 
 SMALL_FILE = 1024  # bytes of a file that names the latest checkpoint, at most
 MOST_NAMES = 3
+# What torch, pickle, safetensors and json print about a file that is incomplete.
+DAMAGED = re.compile(
+    r"PytorchStreamReader|failed finding central directory|EOFError|Ran out of input|UnpicklingError|pickle data was truncated"
+    r"|IncompleteMetadata|HeaderTooLarge|SafetensorError|JSONDecodeError|BadZipFile|not a ZIP archive|unexpected EOF"
+)
 
 LOADS_NOTHING, WRONG_FILE, WEIGHTS = "loads_nothing", "wrong_file", "weights"
 OPTIMIZER, SCHEDULER, RANDOM_STATE = "no_optimizer", "no_scheduler", "no_random_state"
@@ -93,6 +98,7 @@ def _of_end(cut: Interruption, record: Record) -> Iterator[Finding]:
         error = record.error or f"exit status {record.status}"
         failed_rank = error.removeprefix("rank ").partition(":")[0]
         cause = SHARDED if failed_rank.isdigit() and int(failed_rank) and _is_missing(error) else CRASH
+        cause = TORN if DAMAGED.search(error) else cause
         yield Finding(cause, f"the next attempt failed: {error.splitlines()[-1][:200]}")
 
 
@@ -101,7 +107,7 @@ def _is_missing(error: str) -> bool:
 
 
 def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
-    if found.begins != 0 or record.status:
+    if found.from_step != 0 or record.status:
         return
     elsewhere = [str(one["path"]) for one in cut.record.outside if not one["refused"]]
     elsewhere += [f"$TMPDIR/{name}" for name, size in cut.record.left_in_tmp.items() if size > 0]
@@ -113,32 +119,32 @@ def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
 
 def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
     """Yield a start at a wrong step."""
-    if record.status or found.begins is None or not cut.saves:
+    if record.status or found.from_step is None or not cut.saves:
         return
     newest = cut.saves[-1]
     read = [name for name in record.read if any(name in save.files for save in cut.saves)]
     weights = found.by_weights
-    if found.begins == 0 and weights:
+    if found.from_step == 0 and weights:
         yield Finding(EPOCH, f"the weights are those after step {weights}, but the program counts from the start again")
-    elif found.begins == 0:
+    elif found.from_step == 0:
         seen = f"it read {_names(read)}, but" if read else "the program loaded nothing:"
         left = _names(list(newest.files))
         yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {newest.steps} was there")
-    elif found.begins < newest.steps - 1 or (weights is not None and weights < newest.steps - 1):
-        begins = min(found.begins, found.begins if weights is None else weights)
+    elif found.from_step < newest.steps - 1 or (weights is not None and weights < newest.steps - 1):
+        from_step = min(found.from_step, found.from_step if weights is None else weights)
         from_file = f"read {_names(read)}" if read else "continued"
         yield Finding(
             WRONG_FILE,
-            f"{from_file} of step {begins}, but {_names(list(newest.files))} of step {newest.steps} is newer",
+            f"{from_file} of step {from_step}, but {_names(list(newest.files))} of step {newest.steps} is newer",
         )
 
 
 def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
     """Yield which part of the state the resume lacks, if losses or weights differ."""
-    begins = found.by_weights if found.by_weights is not None else found.begins
-    if found.differs is None or begins is None:
+    from_step = found.by_weights if found.by_weights is not None else found.from_step
+    if found.differs is None or from_step is None:
         return
-    pairs = [(at(record, rank, 0), at(alone.first, rank, begins)) for rank in range(alone.world_size)]
+    pairs = [(at(record, rank, 0), at(alone.first, rank, from_step)) for rank in range(alone.world_size)]
     both = [(own, expected) for own, expected in pairs if own and expected]
     lost = [
         rank
@@ -146,17 +152,19 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         if alone.deterministic and not close(own.weights, expected.weights)
     ]
     if lost and (0 not in lost or _one_rank_saved(alone)):
-        yield Finding(SHARDED, f"the weights of rank {', '.join(map(str, lost or [1]))} are not those of step {begins}")
+        yield Finding(
+            SHARDED, f"the weights of rank {', '.join(map(str, lost or [1]))} are not those of step {from_step}"
+        )
         return
     if lost:
-        yield Finding(WEIGHTS, f"the weights are not those after step {begins}")
+        yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
         return
-    causes = [*_of_optimizer(alone, both, begins), *_of_data(alone, record, both, begins, found)]
+    causes = [*_of_optimizer(alone, record, both, from_step), *_of_data(alone, record, both, from_step, found)]
     if not causes and any(own.rng != expected.rng for own, expected in both):
         causes = [
             Finding(
                 RANDOM_STATE,
-                f"the random state is not that of step {begins}, and losses differ from step {found.differs + 1} on",
+                f"the random state is not that of step {from_step}, and losses differ from step {found.differs + 1} on",
             )
         ]
     yield from causes
@@ -168,53 +176,66 @@ def _one_rank_saved(alone: Undisturbed) -> bool:
     return len(first) > 1 and not all(close(one, first[0]) for one in first)
 
 
-def _of_optimizer(alone: Undisturbed, both: Sequence[tuple[Step, Step]], begins: int) -> Iterator[Finding]:
+def _of_optimizer(
+    alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int
+) -> Iterator[Finding]:
     for rank, (own, expected) in enumerate(both):
-        lr = [(a, b) for a, b in zip(own.lr, expected.lr, strict=False) if not close(a, b, 1e-5)]
+        rate = _first_rate(alone, record, rank, from_step)
         if own.states == 0 < expected.states:
             # The learning rate is in the optimizer's state, and a scheduler may continue from it.
             yield Finding(
                 OPTIMIZER, "the optimizer's state was empty at the first step, so the loss jumps and then approaches"
             )
-        elif lr:
-            yield Finding(
-                SCHEDULER, f"the learning rate at step {begins + 1} is {lr[0][0]:.4g} instead of {lr[0][1]:.4g}"
-            )
-        elif alone.deterministic and not close(own.moments, expected.moments, 1e-4):
+        elif rate:
+            yield Finding(SCHEDULER, f"the learning rate at step {rate[0]} is {rate[1]:.4g} instead of {rate[2]:.4g}")
+        elif alone.deterministic and not close(own.state_sum, expected.state_sum, 1e-4):
             cause = SHARDED if rank else OPTIMIZER
-            yield Finding(cause, f"rank {rank}: the optimizer's state is not that of step {begins}")
+            yield Finding(cause, f"rank {rank}: the optimizer's state is not that of step {from_step}")
         else:
             continue
         return
 
 
+def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:
+    """Return the first step with another learning rate, and both rates. It need not be the first step of the attempt:
+    the optimizer's state has the right one, until the scheduler sets its own."""
+    for number, own in enumerate(record.steps[rank]):
+        expected = at(alone.first, rank, from_step + number)
+        for rate, other in zip(own.lr, expected.lr if expected else (), strict=False):
+            if not close(rate, other, 1e-5):
+                return from_step + number + 1, rate, other
+    return None
+
+
 def _of_data(
-    alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], begins: int, found: Resumed
+    alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int, found: Resumed
 ) -> Iterator[Finding]:
     own_epochs, epochs = values(record, "epoch"), values(alone.first, "epoch")
     other = next((step for step in own_epochs if step in epochs and own_epochs[step] != epochs[step]), None)
-    longer = record.status in (0, None) and record.done + begins > alone.first.done
+    longer = record.status in (0, None) and record.done + from_step > alone.first.done
     for rank, (own, expected) in enumerate(both):
-        again = at(alone.second, rank, begins)
+        again = at(alone.second, rank, from_step)
         if not own.batch or own.batch == expected.batch or not again or again.batch != expected.batch:
             continue  # equal, or never the same
         read_at = [number for number, step in enumerate(alone.first.steps[rank]) if step.batch == own.batch]
         length = _epoch_length(alone)
-        if other is not None or longer or (read_at and length and (begins - read_at[0]) % length == 0):
-            what = f"step {begins + 1} read the batch of step {read_at[0] + 1}, of an earlier epoch" if read_at else ""
+        if other is not None or longer or (read_at and length and (from_step - read_at[0]) % length == 0):
+            what = (
+                f"step {from_step + 1} read the batch of step {read_at[0] + 1}, of an earlier epoch" if read_at else ""
+            )
             if longer:
                 what = "the program made more steps than without a fault"
             if other is not None:
                 what = f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
             yield Finding(EPOCH, f"the program counts epochs from another start: {what}")
         elif read_at:
-            yield Finding(DATA, f"step {begins + 1} read the batch of step {read_at[0] + 1} again")
+            yield Finding(DATA, f"step {from_step + 1} read the batch of step {read_at[0] + 1} again")
         elif own.rng != expected.rng:
             yield Finding(
-                RANDOM_STATE, f"the random state is not that of step {begins}, and the data order depends on it"
+                RANDOM_STATE, f"the random state is not that of step {from_step}, and the data order depends on it"
             )
         else:
-            yield Finding(DATA, f"step {begins + 1} read a batch that no step of the undisturbed run read")
+            yield Finding(DATA, f"step {from_step + 1} read a batch that no step of the undisturbed run read")
         return
     if other is not None:
         yield Finding(EPOCH, f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}")

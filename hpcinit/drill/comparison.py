@@ -57,12 +57,12 @@ class Undisturbed:
 class Resumed:
     """An attempt compared with the undisturbed run.
 
-    begins: the steps in the state that it started from, None if unknown. by_weights: the same, from its weights alone.
+    from_step: the number of steps in its first state, None if unknown. by_weights: the same, from its weights alone.
     differs: the first step whose loss or weights differ, None if all are equal. largest: the largest difference of
     losses. compared: whether anything could be compared.
     """
 
-    begins: int | None
+    from_step: int | None
     by_weights: int | None
     differs: int | None
     largest: float
@@ -71,28 +71,28 @@ class Resumed:
 
 def resumed(alone: Undisturbed, record: Record) -> Resumed:
     """Compare `record`, an attempt after a fault, with the undisturbed run."""
-    reported, weighed = _begins(alone.first, record), _by_weights(alone, record)
-    begins = weighed if reported is None else reported
+    reported, weighed = _from_step(alone.first, record), _by_weights(alone, record)
+    from_step = weighed if reported is None else reported
     differs, largest, compared = None, 0.0, False
     known = losses(alone.first)
     order = {point.step: number for number, point in enumerate(alone.first.points)}
-    for step, loss in losses(record).items():
-        if step in known:
+    for reported_step, loss in losses(record).items():
+        if reported_step in known:
             compared = True
-            difference = abs(loss - known[step])
+            difference = abs(loss - known[reported_step])
             largest = max(largest, difference)
-            if not difference <= alone.tolerance and not (math.isnan(loss) and math.isnan(known[step])):
-                differs = min(order[step] if differs is None else differs, order[step])
-    if alone.deterministic and begins is not None:
+            if not difference <= alone.tolerance and not (math.isnan(loss) and math.isnan(known[reported_step])):
+                differs = order[reported_step] if differs is None else min(differs, order[reported_step])
+    if alone.deterministic and from_step is not None:
         for rank, steps in enumerate(record.steps):
             for number, step in enumerate(steps):
-                if (expected := at(alone.first, rank, begins + number)) is None:
+                if (expected := at(alone.first, rank, from_step + number)) is None:
                     break
                 compared = True
                 if not close(step.weights, expected.weights, 1e-4):
-                    differs = begins + number if differs is None else min(differs, begins + number)
+                    differs = from_step + number if differs is None else min(differs, from_step + number)
                     break
-    return Resumed(begins, weighed, differs, largest, compared)
+    return Resumed(from_step, weighed, differs, largest, compared)
 
 
 def losses(record: Record) -> dict[int, float]:
@@ -116,7 +116,7 @@ def values(record: Record, name: str) -> Mapping[int, float]:
     return {point.step: point.values[name] for point in record.points if name in point.values}
 
 
-def _begins(first: Record, record: Record) -> int | None:
+def _from_step(first: Record, record: Record) -> int | None:
     """Return how many steps the state had, from the number of the first reported step."""
     for point in record.points:
         same = next((number for number, one in enumerate(first.points) if one.step == point.step), None)

@@ -36,6 +36,7 @@ MOST_ELEMENTS, MOST_TENSORS = 4096, 256
 
 def install(folder: Path, rank: int) -> None:
     """Start to record into `folder`, before the program runs."""
+    sys.dont_write_bytecode = True  # beside modules outside of the drill's folder
     sys.addaudithook(_Guard(folder).on_event)
     with contextlib.suppress(ImportError):
         import torch  # noqa: PLC0415 - not every program has it
@@ -71,7 +72,7 @@ class _Guard:
 
     def _look(self, path: str, event: str) -> None:
         real = str(Path(path).parent.resolve() / Path(path).name)
-        if real.startswith(tuple(f"{one}/" for one in self.allowed)) or "__pycache__" in real:
+        if real.startswith(tuple(f"{one}/" for one in self.allowed)):
             return
         if real.startswith(f"{self.home}/.") or (real.startswith("/dev/") and not real.startswith("/dev/shm/")):
             return
@@ -102,7 +103,7 @@ def _guard_torch_save(torch: Any) -> None:
 
 
 def _record_steps(torch: Any, path: Path) -> None:
-    batch, first = [0], []
+    batch, first = [0], list[Any]()
 
     def on_forward(module: Any, inputs: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
@@ -128,7 +129,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "time": time.time(),
                     "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
                     "weights": _sum(parameters),
-                    "moments": _sum(states),
+                    "state_sum": _sum(states),
                     "states": len(states),
                     "rng": _random_states(torch),
                     "batch": batch[0],
