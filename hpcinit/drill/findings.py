@@ -22,7 +22,7 @@ SMALL_FILE = 1024  # bytes of a file that names the latest checkpoint, at most
 MOST_NAMES = 3
 # What torch, pickle, safetensors and json print about a file that is incomplete.
 DAMAGED = re.compile(
-    r"PytorchStreamReader|failed finding central directory|EOFError|Ran out of input|UnpicklingError|pickle data was truncated"
+    r"PytorchStreamReader|failed finding central directory|EOFError|Ran out of input|UnpicklingError|data was truncated"
     r"|IncompleteMetadata|HeaderTooLarge|SafetensorError|JSONDecodeError|BadZipFile|not a ZIP archive|unexpected EOF"
 )
 
