@@ -75,7 +75,7 @@ def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
                 IGNORES_SIGNAL,
                 f"SIGTERM is {cut.signal}: the program made {counted(after, 'more step')} instead of stopping",
             )
-        elif not saved:
+        elif not saved and alone.saves:
             yield Finding(IGNORES_SIGNAL, f"SIGTERM is {cut.signal}, and the program ended without a save")
 
 
