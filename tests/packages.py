@@ -74,7 +74,7 @@ PACKAGES = {
     ),
     "drill": Package(
         "`hpcinit drill`: starts, interrupts and restarts a program, and compares",
-        (*LOGIN, "local", "submit"),
+        (*LOGIN, "submit"),
         ("psutil",),
     ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),

@@ -17,13 +17,13 @@ from hpcinit.base import safe_files
 from hpcinit.drill import progress_lines
 from hpcinit.drill.place import Place, changes, leftover
 from hpcinit.drill.progress_lines import Point, Reader
-from hpcinit.local import engine
+from hpcinit.engine import local_job
 from hpcinit.records import drill_records, error_records, run_folder
 
 LOOK_S = 0.01
 CLOCK_S = 0.002  # a file's time may be that much too early: it is the kernel's coarse clock
 TIME_MIN = 24 * 60.0  # the drill has its own limit
-STEP = ["-m", "hpcinit.local.step"]
+STEP = ["-m", "hpcinit.engine.local_step"]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Attempt:
         more = environment(folder) | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {})
         place.forget_reads()
         log_from = {rank: path.stat().st_size for rank, path in _logs(run).items()}
-        pid, _ = engine.start(run, TIME_MIN, {**env, **more})
+        pid, _ = local_job.start(run, TIME_MIN, {**env, **more})
         return cls(place, run, folder, int(pid), log_from)
 
     def running(self) -> bool:
@@ -164,7 +164,7 @@ class Attempt:
         """Return what this attempt did. killed: the drill ended it."""
         read = self.place.read_since() if self.place.reads_visible else []
         ranks = sorted(self.folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:]))
-        status = None if killed else int(engine.read_state(self.run).get("exit_status", 1))
+        status = None if killed else int(local_job.read_state(self.run).get("exit_status", 1))
         errors = [one.record for one in error_records.read(self.run / run_folder.ERRORS) if one.record.time > self._at]
         first = min(errors, key=lambda one: one.time, default=None)
         return Record(

@@ -21,7 +21,7 @@ from hpcinit.drill.comparison import Undisturbed, losses
 from hpcinit.drill.faults import Frozen
 from hpcinit.drill.parts import Drill, Part
 from hpcinit.drill.place import Place
-from hpcinit.local import engine
+from hpcinit.engine import local_job
 from hpcinit.submit import job_environment
 from hpcinit.submit.submit_command import split_program
 
@@ -235,8 +235,8 @@ def _minutes(seconds: float) -> str:
 
 def _end_all(place: Place) -> None:
     """Kill the jobs that still run, also one whose submission was interrupted."""
-    for path in place.now.glob(f"runs/*/{engine.STATE}"):
+    for path in place.now.glob(f"runs/*/{local_job.STATE}"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             state = json.loads(path.read_text())
-            if engine.is_alive(state):
+            if local_job.is_alive(int(state["pid"]), float(state["started"])):
                 Attempt(place, path.parent, place.root, int(state["pid"]), {}).kill()

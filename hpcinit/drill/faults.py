@@ -15,7 +15,7 @@ import psutil
 
 from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch, handles, send
 from hpcinit.drill.place import changes
-from hpcinit.local import engine
+from hpcinit.engine import local_job
 
 PREEMPTED, RANK_KILLED, ALL_KILLED = "preempted", "rank killed", "all ranks killed"
 TIME_LIMIT, WHILE_SAVING, FULL_DISK = "time limit", "killed while it saved", "full disk"
@@ -62,7 +62,7 @@ class Faults:
         if fault == PREEMPTED:
             send(attempt.of_ranks(), signal.SIGTERM)
         elif fault == TIME_LIMIT:
-            engine.cancel(attempt.run)
+            local_job.cancel(attempt.run)
         else:
             send(ranks[-1:], signal.SIGKILL)  # the engine then ends the others, as srun does
         wait_s = AFTER_FAILURE_S if fault == RANK_KILLED else self.grace_s
