@@ -22,6 +22,7 @@ from hpcinit.drill.faults import Frozen
 from hpcinit.drill.parts import Drill, Part
 from hpcinit.drill.place import Place
 from hpcinit.engine import local_job
+from hpcinit.records import secret_names
 from hpcinit.submit import job_environment
 from hpcinit.submit.submit_command import split_program
 
@@ -122,7 +123,8 @@ def _submitted(
         raise RequestError(problems.replace(str(place.work), str(here)))
     run = Path(documents[0]["run"]).absolute()
     place.keep_as_before(run)
-    job_env, _ = job_environment.job_environment(os.environ, {}, (), devices=False)
+    cleaned, _ = job_environment.clean_environment(os.environ)
+    job_env = {name: value for name, value in cleaned.items() if not secret_names.is_secret(name, value, ())}
     drill = Drill(place, run, job_env, steps, grace_s)
     drill.reader = reader
     attempt = Attempt(place, run, folder, int(documents[0]["job_id"]), {})
