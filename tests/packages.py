@@ -72,6 +72,11 @@ PACKAGES = {
         (*LOGIN, "config", "checks", "observe", "why", "world"),
         ("submitit", "yaml", "rich"),
     ),
+    "drill": Package(
+        "`hpcinit drill`: starts, interrupts and restarts a program, and compares",
+        (*LOGIN, "submit"),
+        ("psutil",),
+    ),
     "discover": Package("a cluster file from a live Slurm", (*LOGIN, "config"), ("yaml",)),
     "doctor": Package(
         "checks of the login node and of nodes",

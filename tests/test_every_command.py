@@ -34,6 +34,7 @@ ARGUMENTS = {
     "render": ["train-0001"],
     "export": ["cluster=mini", "job=smoke"],
     "resubmit": ["train-0001"],
+    "drill": ["--", "train.py"],
     "status": [],
     "watch": ["train-0001"],
     "logs": ["train-0001"],
@@ -99,8 +100,8 @@ def test_every_command_has_arguments() -> None:
     assert ARGUMENTS.keys() | {"run"} == COMMANDS.keys()
 
 
-# These need a run that runs: tests/observe/test_stacks.py and tests/submit/test_exec.py.
-BESIDE_RANKS = {"stacks", "exec", "shell"}
+# These need a run that runs, or take long: tests/observe/test_stacks.py, tests/submit/test_exec.py and tests/drill.
+BESIDE_RANKS = {"stacks", "exec", "shell", "drill"}
 
 
 @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name not in BESIDE_RANKS])

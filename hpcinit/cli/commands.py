@@ -75,6 +75,15 @@ COMMANDS = {
   hpcinit resubmit train-0001 time_min=120
   hpcinit resubmit --fresh-code train-0001    with snapshot=git: copy the current checkout""",
     ),
+    "drill": Command(
+        "hpcinit.drill.drill_command",
+        "check that a program resumes, before it matters",
+        SUBMIT,
+        """
+  hpcinit drill -- train.py                  interrupt it in six ways, on this machine
+  hpcinit drill ranks_per_node=2 --steps 60 -- train.py
+  hpcinit drill drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)' -- train.py""",
+    ),
     "status": Command(
         "hpcinit.observe.status",
         "show the state of runs",

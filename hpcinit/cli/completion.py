@@ -59,7 +59,7 @@ UNINSTALL = {
     "zsh": "compdef -d hpcinit; unfunction _hpcinit",
     "fish": "complete -e -c hpcinit; functions -e __hpcinit",
 }
-WITH_OVERRIDES = {"submit", "plan", "export", "doctor", "nodes", "timeouts", "build-ops"}
+WITH_OVERRIDES = {"submit", "drill", "plan", "export", "doctor", "nodes", "timeouts", "build-ops"}
 WITH_HYDRAS_FLAGS = {"submit", "plan"}
 OF_A_RUN = {
     "status",

@@ -19,7 +19,7 @@ from typing import Any
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import FIELDS, BringUpError, HpcinitError, RequestError, TrainingHang
-from hpcinit.records import error_records, program_use, run_folder
+from hpcinit.records import drill_records, error_records, program_use, run_folder
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.spec import Program, Spec
 from hpcinit.records.startup_timeout import StartupTimeout, left_of_job
@@ -68,6 +68,10 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
 
 def _python(program: Program, world: World) -> int:
     sys.argv = [program.target, *program.args]
+    if drill := os.environ.get(drill_records.ENV_DRILL):
+        from hpcinit.runtime import drill_recorder  # noqa: PLC0415 - imports torch, which not every program needs
+
+        drill_recorder.install(Path(drill), world.rank)
     try:
         start = _script(Path(program.target)) if program.kind == "script" else _module(program.target)
         start()

@@ -19,7 +19,14 @@ from hpcinit.cli.commands import COMMANDS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")])
 SPAN = re.compile(r"`hpcinit ([^`\n]+)`|^(?: {4}| {4}\$ |\$ )hpcinit ([^\n]+)$", re.MULTILINE)
-PROGRAM = {"submit", "run", "exec", "export", "shell"}  # the rest is the user's program, or overrides of submit
+PROGRAM = {
+    "submit",
+    "drill",
+    "run",
+    "exec",
+    "export",
+    "shell",
+}  # the rest is the user's program, or overrides of submit
 OVERRIDE = re.compile(r"[+~]*[a-z][\w./]*=")
 
 

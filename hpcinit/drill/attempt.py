@@ -1,0 +1,258 @@
+"""One start of the program by the local engine: its processes, its progress and its saves."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hpcinit.base import safe_files
+from hpcinit.drill import progress_lines
+from hpcinit.drill.place import Place, changes, leftover
+from hpcinit.drill.progress_lines import Point, Reader
+from hpcinit.engine import local_job
+from hpcinit.records import drill_records, error_records, run_folder
+
+LOOK_S = 0.01
+CLOCK_S = 0.002  # a file's time may be that much too early: it is the kernel's coarse clock
+TIME_MIN = 24 * 60.0  # the drill has its own limit
+STEP = ["-m", "hpcinit.engine.local_step"]
+
+
+@dataclass
+class Save:
+    """Files that changed after the same number of steps. files: their sizes when the save was complete."""
+
+    steps: int
+    files: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What remains of an attempt.
+
+    steps: by rank, as the ranks saw them. points: the reported steps. done: the number of steps, of rank 0. status: the
+    exit status, or None if the drill ended it. read: files that were read. outside: reports of files elsewhere. error:
+    what the first rank that failed raised, '' if none did. begin_s: from the start to the first step.
+    """
+
+    steps: Sequence[Sequence[drill_records.Step]]
+    points: Sequence[Point]
+    done: int
+    status: int | None
+    read: Sequence[str] = ()
+    outside: Sequence[Mapping[str, object]] = ()
+    error: str = ""
+    begin_s: float = 0.0
+    seconds: float = 0.0
+    left_in_tmp: Mapping[str, int] = field(default_factory=dict)
+
+
+class Attempt:
+    """A running start of the program. End it with `kill()`, also after an error."""
+
+    def __init__(self, place: Place, run: Path, folder: Path, pid: int, log_from: Mapping[int, int]) -> None:
+        self.place, self.run, self.folder, self.pid = place, run, folder, pid
+        self.began, self._at, self.first_step = time.monotonic(), time.time(), 0.0
+        self.times: list[float] = []  # of the steps of rank 0
+        self.reader: Reader | None = None
+        self._log_from, self._records_at, self._points_seen = log_from, 0, 0
+
+    @classmethod
+    def start(cls, place: Place, run: Path, env: Mapping[str, str], restart: int) -> Attempt:
+        """Start the run's job again, in the folders as they are, with the variables of a requeued job."""
+        folder = place.next_attempt()
+        more = environment(folder) | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {})
+        place.forget_reads()
+        log_from = {rank: path.stat().st_size for rank, path in _logs(run).items()}
+        pid, _ = local_job.start(run, TIME_MIN, {**env, **more})
+        return cls(place, run, folder, int(pid), log_from)
+
+    def running(self) -> bool:
+        """Whether the job has not ended."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)  # if it is a child of this process
+        try:
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def steps(self) -> int:
+        """Return how many steps rank 0 has made."""
+        found, self._records_at = drill_records.read_lines(self.folder / "rank-0.jsonl", self._records_at)
+        self.times += [one["time"] for one in found]
+        done = len(self.times) or len(self.points())
+        if done and not self.first_step:
+            self.first_step = time.monotonic()
+        return done
+
+    def log(self) -> bytes:
+        """Return what rank 0 has printed in this attempt."""
+        with contextlib.suppress(OSError), _log(self.run, 0).open("rb") as file:
+            file.seek(self._log_from.get(0, 0))
+            return file.read()
+        return b""
+
+    def job_log(self) -> bytes:
+        """Return what the batch script has printed, in all attempts."""
+        with contextlib.suppress(OSError):
+            return (self.run / run_folder.JOB_LOG).read_bytes()
+        return b""
+
+    def points(self) -> list[Point]:
+        """Return the steps that the program has reported in this attempt."""
+        if found := drill_records.read_lines(self.folder / drill_records.PROGRESS)[0]:
+            return progress_lines.reported(found)
+        text = self.log()
+        reader = self.reader or progress_lines.best_reader(text)
+        return progress_lines.points(text, self._log_from.get(0, 0), reader) if reader else []
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks, in their order."""
+        found = []
+        for one in self._tree():
+            with contextlib.suppress(psutil.Error):
+                if one.cmdline()[1:3] == STEP:
+                    found = sorted(
+                        one.children(), key=lambda child: int(child.environ().get("SLURM_PROCID", child.pid))
+                    )
+        return found
+
+    def of_ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks and their children, such as workers of data loaders."""
+        found: list[psutil.Process] = []
+        for one in self.ranks():
+            with contextlib.suppress(psutil.Error):
+                found += [one, *one.children(recursive=True)]
+        return found
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            engine_process = psutil.Process(self.pid)
+            return [engine_process, *engine_process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """Kill every process of the job, as the loss of its node does."""
+        for _ in range(100):
+            left = [one for one in self._tree() if one.is_running()]
+            # The engine is the last: its children would not be found without it.
+            for process in [*left[1:], *left[:1]]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=0.5)
+            if not self.running():
+                return
+
+    def wait(self, until: Callable[[], bool], deadline: float, look_s: float = LOOK_S) -> bool:
+        """Wait until a condition is true. Return False if the job ended or the deadline passed before."""
+        while not until():
+            if not self.running() or time.monotonic() > deadline:
+                return until()
+            time.sleep(look_s)
+        return True
+
+    def record(self, killed: bool) -> Record:
+        """Return what this attempt did. killed: the drill ended it."""
+        read = self.place.read_since() if self.place.reads_visible else []
+        ranks = sorted(self.folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:]))
+        status = None if killed else int(local_job.read_state(self.run).get("exit_status", 1))
+        errors = [one.record for one in error_records.read(self.run / run_folder.ERRORS) if one.record.time > self._at]
+        first = min(errors, key=lambda one: one.time, default=None)
+        return Record(
+            steps=[drill_records.steps(self.folder, int(path.stem[5:])) for path in ranks],
+            points=self.points(),
+            done=self.steps(),
+            status=status,
+            read=read,
+            outside=drill_records.read_lines(self.folder / drill_records.OUTSIDE)[0],
+            error=f"rank {first.rank}: {first.error}" if first and status else "",
+            begin_s=self.first_step - self.began if self.first_step else 0.0,
+            seconds=time.monotonic() - self.began,
+            left_in_tmp=leftover(self.folder),
+        )
+
+
+class SaveWatch:
+    """Sees after how many steps of the training run the program changes which files.
+
+    from_step: the number of steps of the training run before this attempt. earlier: the saves of the attempts before.
+    """
+
+    def __init__(self, attempt: Attempt, from_step: int = 0, earlier: Sequence[Save] = ()) -> None:
+        self.attempt, self.from_step, self.earlier = attempt, from_step, list(earlier)
+        self.last = attempt.place.written() if from_step else attempt.place.given
+        self.by_steps: dict[int, Save] = {}
+
+    def done(self) -> int:
+        """Return how many steps the training run has made."""
+        return self.from_step + self.attempt.steps()
+
+    def look(self) -> bool:
+        """Note what has changed since the last look. Return whether the job has ended."""
+        now, steps = self.attempt.place.written(), self.attempt.steps()
+        for name, seen in changes(self.last, now).items():
+            # The time of the change is exact, and this look may be late.
+            made = bisect.bisect(self.attempt.times, seen.changed_ns / 1e9 + CLOCK_S) if self.attempt.times else steps
+            save = self.by_steps.setdefault(made, Save(made))
+            save.files[name] = seen.size
+            # What vanishes when others appear in the same save was a temporary file, which is renamed.
+            save.files = {name: size for name, size in save.files.items() if name in now}
+        self.last = now
+        return not self.attempt.running()
+
+    def saves(self) -> list[Save]:
+        """Return the saves so far, without files that change at most steps, such as a log of losses."""
+        times: dict[str, int] = {}
+        for save in self.by_steps.values():
+            for name in save.files:
+                times[name] = times.get(name, 0) + 1
+        often = {name for name, count in times.items() if count > max(3, self.attempt.steps() / 2)}
+        found = []
+        for save in self.by_steps.values():
+            kept = {name: size for name, size in save.files.items() if name not in often}
+            if save.steps and kept:
+                found.append(Save(self.from_step + save.steps, kept))
+        return [*self.earlier, *sorted(found, key=lambda save: save.steps)]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the variables of an attempt with this folder."""
+    return {drill_records.ENV_DRILL: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
+
+
+def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to processes that may have ended."""
+    for one in processes:
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            one.send_signal(number)
+
+
+def handles(process: psutil.Process, number: signal.Signals) -> str:
+    """Return 'caught', 'ignored' or 'default': what a process does with a signal."""
+    text = safe_files.read_or_empty(Path(f"/proc/{process.pid}/status"))
+    masks = {
+        name: int(value, 16)
+        for name, _, value in (line.partition(":\t") for line in text.splitlines())
+        if name in ("SigCgt", "SigIgn", "SigBlk")
+    }
+    bit = 1 << (number - 1)
+    if masks.get("SigIgn", 0) & bit:
+        return "ignored"
+    return "caught" if (masks.get("SigCgt", 0) | masks.get("SigBlk", 0)) & bit else "default"
+
+
+def _log(run: Path, rank: int) -> Path:
+    return run / run_folder.RANK_LOG.format(rank=rank)
+
+
+def _logs(run: Path) -> dict[int, Path]:
+    return {int(path.stem[5:]): path for path in (run / run_folder.LOGS).glob("rank-*.log") if path.stem[5:].isdigit()}

@@ -1,0 +1,142 @@
+"""Compares an attempt that was resumed with an undisturbed one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcinit.drill.attempt import Record, Save
+from hpcinit.drill.progress_lines import last_digit
+from hpcinit.records.drill_records import Step
+
+EQUAL = 1e-6  # relative difference of sums that count as equal
+TIMES_NOISE = 4.0  # tolerance of losses, as a multiple of the largest difference of two undisturbed runs
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """Two runs without a fault. saves: of the first. tolerance: of losses."""
+
+    first: Record
+    second: Record
+    saves: Sequence[Save]
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether both runs computed the same."""
+        pairs = [*zip(self.first.steps[:1], self.second.steps[:1], strict=False)]
+        weights = all(close(a.weights, b.weights) for one, other in pairs for a, b in zip(one, other, strict=False))
+        return weights and self._noise() <= self._digit()
+
+    @property
+    def tolerance(self) -> float:
+        """The difference of losses from which on they are different."""
+        return max(1.5 * self._digit(), TIMES_NOISE * self._noise())
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that made steps."""
+        return max(1, len(self.first.steps))
+
+    @property
+    def step_s(self) -> float:
+        """The duration of a step."""
+        return max(0.0, self.first.seconds - self.first.begin_s) / max(1, self.first.done)
+
+    def _digit(self) -> float:
+        return last_digit([*losses(self.first).values()])
+
+    def _noise(self) -> float:
+        other = losses(self.second)
+        both = [abs(loss - other[step]) for step, loss in losses(self.first).items() if step in other]
+        return max((one for one in both if not math.isnan(one)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """An attempt compared with the undisturbed run.
+
+    from_step: the number of steps in its first state, None if unknown. by_weights: the same, from its weights alone.
+    differs: the first step whose loss or weights differ, None if all are equal. largest: the largest difference of
+    losses. compared: whether anything could be compared.
+    """
+
+    from_step: int | None
+    by_weights: int | None
+    differs: int | None
+    largest: float
+    compared: bool
+
+
+def resumed(alone: Undisturbed, record: Record) -> Resumed:
+    """Compare `record`, an attempt after a fault, with the undisturbed run."""
+    reported, weighed = _from_step(alone.first, record), _by_weights(alone, record)
+    from_step = weighed if reported is None else reported
+    differs, largest, compared = None, 0.0, False
+    known = losses(alone.first)
+    order = {point.step: number for number, point in enumerate(alone.first.points)}
+    for reported_step, loss in losses(record).items():
+        if reported_step in known:
+            compared = True
+            difference = abs(loss - known[reported_step])
+            largest = max(largest, difference)
+            if not difference <= alone.tolerance and not (math.isnan(loss) and math.isnan(known[reported_step])):
+                differs = order[reported_step] if differs is None else min(differs, order[reported_step])
+    if alone.deterministic and from_step is not None:
+        for rank, steps in enumerate(record.steps):
+            for number, step in enumerate(steps):
+                if (expected := at(alone.first, rank, from_step + number)) is None:
+                    break
+                compared = True
+                if not close(step.weights, expected.weights, 1e-4):
+                    differs = from_step + number if differs is None else min(differs, from_step + number)
+                    break
+    return Resumed(from_step, weighed, differs, largest, compared)
+
+
+def losses(record: Record) -> dict[int, float]:
+    """Return the reported losses by step."""
+    return {point.step: point.loss for point in record.points if point.loss is not None}
+
+
+def at(record: Record, rank: int, number: int) -> Step | None:
+    """Return what a rank recorded before its step `number`, or None."""
+    steps = record.steps[rank] if rank < len(record.steps) else ()
+    return steps[number] if 0 <= number < len(steps) else None
+
+
+def close(a: float, b: float, relative: float = EQUAL) -> bool:
+    """Whether two sums are equal, except for rounding."""
+    return math.isclose(a, b, rel_tol=relative, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
+
+
+def values(record: Record, name: str) -> Mapping[int, float]:
+    """Return the reported values of this name by step."""
+    return {point.step: point.values[name] for point in record.points if name in point.values}
+
+
+def _from_step(first: Record, record: Record) -> int | None:
+    """Return how many steps the state had, from the number of the first reported step."""
+    for point in record.points:
+        same = next((number for number, one in enumerate(first.points) if one.step == point.step), None)
+        if same is None:
+            continue
+        if not (record.steps and first.steps):
+            return same
+        return _before(first, first.points[same].at) - _before(record, point.at)
+    return None
+
+
+def _before(record: Record, at: int) -> int:
+    """Return how many steps rank 0 had made when its log had this size."""
+    return sum(step.at < at for step in record.steps[0])
+
+
+def _by_weights(alone: Undisturbed, record: Record) -> int | None:
+    """Return how many steps the weights had made that the attempt started from."""
+    own = at(record, 0, 0)
+    if own is None or not alone.first.steps or not alone.deterministic:
+        return None
+    equal = [number for number, step in enumerate(alone.first.steps[0]) if close(step.weights, own.weights, 1e-9)]
+    return equal[0] if len(equal) == 1 else None

@@ -1,0 +1,178 @@
+"""The faults: what a cluster does to a job, done to an attempt of the drill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch, handles, send
+from hpcinit.drill.place import changes
+from hpcinit.engine import local_job
+
+PREEMPTED, RANK_KILLED, ALL_KILLED = "preempted", "rank killed", "all ranks killed"
+TIME_LIMIT, WHILE_SAVING, FULL_DISK = "time limit", "killed while it saved", "full disk"
+SLICE_S = 0.001  # how long the ranks run between two looks during a save
+MOST_STATES = 2  # unfinished saves from which the program is started
+AFTER_FAILURE_S = 30.0  # for the other ranks to end
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """An attempt that a fault ended.
+
+    at: the steps made before the fault. done: until the end. record: at its end. saves: complete ones, also after the
+    signal. signal: what rank 0 does with SIGTERM, '' if none was sent. state: the folders to start from, None for those
+    that are there.
+    unfinished: the files of the save that was cut, with their sizes. expected: those of the whole save.
+    """
+
+    fault: str
+    at: int
+    done: int
+    record: Record
+    saves: Sequence[Save]
+    signal: str = ""
+    ran_on: bool = False
+    state: Path | None = None
+    unfinished: Mapping[str, int] = field(default_factory=dict)
+    expected: Mapping[str, int] = field(default_factory=dict)
+    rank: int = 0
+
+
+class Faults:
+    """Ends attempts as a cluster does. limit_s: of an attempt up to the fault."""
+
+    def __init__(self, grace_s: float, limit_s: float) -> None:
+        self.grace_s, self.limit_s = grace_s, limit_s
+
+    def cut(self, fault: str, at: int, watch: SaveWatch) -> Interruption:
+        """Wait until the training run has made `at` steps, and do what `fault` names."""
+        reached = self._reach(at, watch)
+        attempt, ranks = watch.attempt, watch.attempt.ranks()
+        rank, done = len(ranks) - 1, watch.done()
+        does = handles(ranks[0], signal.SIGTERM) if ranks and fault != RANK_KILLED else ""
+        if fault == PREEMPTED:
+            send(attempt.of_ranks(), signal.SIGTERM)
+        elif fault == TIME_LIMIT:
+            local_job.cancel(attempt.run)
+        else:
+            send(ranks[-1:], signal.SIGKILL)  # the engine then ends the others, as srun does
+        wait_s = AFTER_FAILURE_S if fault == RANK_KILLED else self.grace_s
+        attempt.wait(watch.look, time.monotonic() + wait_s)
+        killed = attempt.running()
+        attempt.kill()
+        watch.look()
+        return Interruption(
+            fault, done, watch.done(), attempt.record(killed=reached), watch.saves(), does, killed, rank=rank
+        )
+
+    def full_disk(self, save: Save, at_bytes: int, watch: SaveWatch) -> Interruption:
+        """Let writes fail that make a file larger than `at_bytes`, from before a save until two steps after it."""
+        reached = self._reach(save.steps - 1, watch)
+        attempt, earlier = watch.attempt, watch.saves()
+        for one in attempt.of_ranks():
+            with contextlib.suppress(psutil.Error, OSError):
+                # Python ignores SIGXFSZ, so that write() fails with EFBIG instead of ENOSPC.
+                resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (at_bytes, resource.RLIM_INFINITY))
+        attempt.wait(lambda: watch.done() >= save.steps + 2, time.monotonic() + self.limit_s)
+        attempt.kill()
+        record = attempt.record(killed=reached)
+        return Interruption(FULL_DISK, save.steps, watch.done(), record, earlier, expected=save.files)
+
+    def _reach(self, steps: int, watch: SaveWatch) -> bool:
+        """Wait until the training run has made this number of steps. Return whether the program still runs."""
+        deadline = time.monotonic() + self.limit_s
+        watch.attempt.wait(lambda: watch.look() or watch.done() >= steps, deadline)
+        return watch.attempt.running()
+
+
+class Frozen:
+    """Copies of the files of an undisturbed attempt, as a kill of all its processes at that time would leave them.
+
+    The processes are stopped meanwhile. at: the number of steps of a first copy. cut: saves of which unfinished states
+    are copied, until one save has some.
+    """
+
+    def __init__(self, attempt: Attempt, at: int, cut: Sequence[Save]) -> None:
+        self.attempt, self.at, self.cut = attempt, at, list(cut)
+        self.killed: Interruption | None = None
+        self.while_saving: list[Interruption] = []
+
+    def look(self, watch: SaveWatch) -> None:
+        """Copy the files if it is time."""
+        steps = self.attempt.steps()
+        if self.killed is None and steps >= self.at:
+            processes = self.attempt.of_ranks()
+            _run_for(processes, 0.0)
+            watch.look()
+            state, record = self.attempt.place.copy_state("killed"), self.attempt.record(True)
+            steps = self.attempt.steps()
+            self.killed = Interruption(ALL_KILLED, steps, steps, record, watch.saves(), state=state)
+            send(processes, signal.SIGCONT)
+        while self.cut and self.cut[0].steps <= steps:
+            self.cut.pop(0)  # it has passed, while a copy was made
+        if self.cut and not self.while_saving and steps >= self.cut[0].steps - 1:
+            self._save(self.cut.pop(0), watch)
+
+    def _save(self, save: Save, watch: SaveWatch) -> None:
+        """Let the ranks run a millisecond and stop them to look at the files, until the save is complete."""
+        earlier, states = watch.saves(), list[tuple[Path, dict[str, int]]]()
+        known: set[object] = set()
+        before, processes = self.attempt.place.written(), self.attempt.of_ranks()
+        while self.attempt.running() and self.attempt.steps() <= save.steps + 1:
+            _run_for(processes, SLICE_S)
+            changed = changes(before, self.attempt.place.written())
+            complete = all(name in changed and changed[name].size == size for name, size in save.files.items())
+            if complete:
+                break
+            # Files with other names, such as temporary ones, are only there or not.
+            key = tuple(sorted((name, seen.size == save.files.get(name)) for name, seen in changed.items()))
+            if changed and key not in known:
+                known.add(key)
+                copy = self.attempt.place.copy_state(f"state-{save.steps}-{len(known)}")
+                states.append((copy, {name: seen.size for name, seen in changed.items()}))
+        record = self.attempt.record(True)
+        send(processes, signal.SIGCONT)
+        self.while_saving = [
+            Interruption(
+                WHILE_SAVING, save.steps, save.steps, record, earlier, state=path, unfinished=sizes, expected=save.files
+            )
+            for path, sizes in _chosen(states)
+        ]
+
+
+def _chosen(states: Sequence[tuple[Path, dict[str, int]]]) -> list[tuple[Path, dict[str, int]]]:
+    """Return the first, the last and the states between them, at most MOST_STATES."""
+    if len(states) <= MOST_STATES:
+        return list(states)
+    step = (len(states) - 1) / (MOST_STATES - 1)
+    return [states[round(number * step)] for number in range(MOST_STATES)]
+
+
+def _run_for(processes: Sequence[psutil.Process], seconds: float) -> None:
+    """Let stopped processes run for a moment. Return when all of them are stopped or have ended."""
+    for one in processes:
+        _signal(one.pid, signal.SIGCONT)
+    time.sleep(seconds)
+    for one in processes:
+        _signal(one.pid, signal.SIGSTOP)
+    for one in processes:
+        for _ in range(1000):
+            with contextlib.suppress(OSError), Path(f"/proc/{one.pid}/stat").open("rb") as file:
+                if file.read().rpartition(b") ")[2][:1] not in b"TtZX":
+                    time.sleep(0.0002)
+                    continue
+            break
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,283 @@
+"""Findings: what is wrong with a resume, and its probable cause, from what was seen.
+
+A difference of losses or weights makes a finding, or a start at a wrong step. What the ranks recorded at the first step
+after the resume (learning rates, optimizer state, inputs, random states) only decides which cause is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from hpcinit.base.text import counted
+from hpcinit.drill import faults
+from hpcinit.drill.attempt import Record, Save
+from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, values
+from hpcinit.drill.faults import Interruption
+from hpcinit.records.drill_records import Step
+
+SMALL_FILE = 1024  # bytes of a file that names the latest checkpoint, at most
+MOST_NAMES = 3
+# What torch, pickle, safetensors and json print about a file that is incomplete.
+DAMAGED = re.compile(
+    r"PytorchStreamReader|failed finding central directory|EOFError|Ran out of input|UnpicklingError|data was truncated"
+    r"|IncompleteMetadata|HeaderTooLarge|SafetensorError|JSONDecodeError|BadZipFile|not a ZIP archive|unexpected EOF"
+)
+
+LOADS_NOTHING, WRONG_FILE, WEIGHTS = "loads_nothing", "wrong_file", "weights"
+OPTIMIZER, SCHEDULER, RANDOM_STATE = "no_optimizer", "no_scheduler", "no_random_state"
+DATA, EPOCH, TORN, LATEST = "data_from_start", "epoch_counter", "torn_checkpoint", "latest_before_data"
+IGNORES_SIGNAL, SHARDED, NODE_LOCAL = "ignores_signal", "sharded_rank_0_only", "node_local"
+CRASH, UNKNOWN, SAVES_NOTHING = "resume_fails", "unknown", "saves_nothing"
+
+ADVICE = {
+    LOADS_NOTHING: "look for the checkpoint in the folder to which the program saves it, before the first step",
+    WRONG_FILE: "load the newest complete checkpoint: compare step numbers as numbers, not as text",
+    WEIGHTS: "load the model's state_dict() into the model that is trained, after it was created",
+    OPTIMIZER: "save optimizer.state_dict(), and load it after the model",
+    SCHEDULER: "save scheduler.state_dict() and load it, or compute the learning rate from the step number",
+    RANDOM_STATE: "save and restore the random states of torch, numpy and random on each rank",
+    DATA: "set the sampler's epoch and position, or save the loader's state: docs/long-runs",
+    EPOCH: "save the epoch (or compute it from the step), and call sampler.set_epoch() with it",
+    TORN: "write into a temporary file and rename it, and skip a checkpoint that is incomplete",
+    LATEST: "write the name of the latest checkpoint after its data is complete",
+    IGNORES_SIGNAL: "save and exit when SIGTERM arrives: run.should_stop(), or a handler whose flag the loop reads",
+    SHARDED: "let each rank save its own part of a sharded state, or use torch.distributed.checkpoint",
+    NODE_LOCAL: "save to a folder that all nodes share; the next attempt runs on other nodes",
+    CRASH: "start the program in the folder of an interrupted run to see the whole error",
+    UNKNOWN: "report the learning rate and the data with run.progress(step, total, loss=..., lr=...) to learn more",
+    SAVES_NOTHING: "save a checkpoint every few minutes",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. cause: one of the constants above. text: what was seen."""
+
+    cause: str
+    text: str
+
+    @property
+    def advice(self) -> str:
+        """What to change."""
+        return ADVICE[self.cause]
+
+
+def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
+    """Yield what the end of the first attempt shows."""
+    if cut.signal in ("caught", "ignored"):
+        after = cut.done - cut.at
+        saved = any(save.steps >= cut.at for save in cut.saves)
+        if cut.ran_on or cut.done >= alone.first.done:
+            yield Finding(
+                IGNORES_SIGNAL,
+                f"SIGTERM is {cut.signal}: the program made {counted(after, 'more step')} instead of stopping",
+            )
+        elif not saved and alone.saves:
+            yield Finding(IGNORES_SIGNAL, f"SIGTERM is {cut.signal}, and the program ended without a save")
+
+
+def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> list[Finding]:
+    """Return what is wrong with a resume."""
+    findings = [*_of_end(cut, record), *_of_place(alone, cut, record, found), *_of_start(cut, record, found)]
+    if not findings or findings[0].cause == WRONG_FILE:
+        findings += _of_state(alone, record, found)
+    if not findings and found.differs is not None:
+        findings = [
+            Finding(UNKNOWN, f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}")
+        ]
+    if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings:
+        return [_of_unfinished(cut, findings[0])]
+    return findings
+
+
+def _of_end(cut: Interruption, record: Record) -> Iterator[Finding]:
+    if record.status:
+        error = record.error or f"exit status {record.status}"
+        failed_rank = error.removeprefix("rank ").partition(":")[0]
+        cause = SHARDED if failed_rank.isdigit() and int(failed_rank) and _is_missing(error) else CRASH
+        cause = TORN if DAMAGED.search(error) else cause
+        yield Finding(cause, f"the next attempt failed: {error.splitlines()[-1][:200]}")
+
+
+def _is_missing(error: str) -> bool:
+    return "No such file" in error or "not found" in error.lower()
+
+
+def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+    if found.from_step != 0 or record.status:
+        return
+    elsewhere = [str(one["path"]) for one in cut.record.outside if not one["refused"]]
+    elsewhere += [f"$TMPDIR/{name}" for name, size in cut.record.left_in_tmp.items() if size > 0]
+    if elsewhere and not cut.saves:
+        yield Finding(NODE_LOCAL, f"the program saves to {_names(elsewhere)}, which the next attempt does not share")
+    elif not alone.saves:
+        yield Finding(SAVES_NOTHING, "the program wrote no checkpoint")
+
+
+def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+    """Yield a start at a wrong step."""
+    if record.status or found.from_step is None or not cut.saves:
+        return
+    newest = cut.saves[-1]
+    read = [name for name in record.read if any(name in save.files for save in cut.saves)]
+    weights = found.by_weights
+    if found.from_step == 0 and weights:
+        yield Finding(EPOCH, f"the weights are those after step {weights}, but the program counts from the start again")
+    elif found.from_step == 0:
+        seen = f"it read {_names(read)}, but" if read else "the program loaded nothing:"
+        left = _names(list(newest.files))
+        yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {newest.steps} was there")
+    elif found.from_step < newest.steps - 1 or (weights is not None and weights < newest.steps - 1):
+        from_step = min(found.from_step, found.from_step if weights is None else weights)
+        from_file = f"read {_names(read)}" if read else "continued"
+        yield Finding(
+            WRONG_FILE,
+            f"{from_file} of step {from_step}, but {_names(list(newest.files))} of step {newest.steps} is newer",
+        )
+
+
+def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
+    """Yield which part of the state the resume lacks, if losses or weights differ."""
+    from_step = found.by_weights if found.by_weights is not None else found.from_step
+    if found.differs is None or from_step is None:
+        return
+    pairs = [(at(record, rank, 0), at(alone.first, rank, from_step)) for rank in range(alone.world_size)]
+    both = [(own, expected) for own, expected in pairs if own and expected]
+    lost = [
+        rank
+        for rank, (own, expected) in enumerate(both)
+        if alone.deterministic and not close(own.weights, expected.weights)
+    ]
+    if lost and (0 not in lost or _one_rank_saved(alone)):
+        yield Finding(
+            SHARDED, f"the weights of rank {', '.join(map(str, lost or [1]))} are not those of step {from_step}"
+        )
+        return
+    if lost:
+        yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
+        return
+    causes = [*_of_optimizer(alone, record, both, from_step), *_of_data(alone, record, both, from_step, found)]
+    if not causes and any(own.rng != expected.rng for own, expected in both):
+        causes = [
+            Finding(
+                RANDOM_STATE,
+                f"the random state is not that of step {from_step}, and losses differ from step {found.differs + 1} on",
+            )
+        ]
+    yield from causes
+
+
+def _one_rank_saved(alone: Undisturbed) -> bool:
+    """Whether a sharded state may have been saved by rank 0 alone: the ranks have different weights."""
+    first = [steps[0].weights for steps in alone.first.steps if steps]
+    return len(first) > 1 and not all(close(one, first[0]) for one in first)
+
+
+def _of_optimizer(
+    alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int
+) -> Iterator[Finding]:
+    for rank, (own, expected) in enumerate(both):
+        rate = _first_rate(alone, record, rank, from_step)
+        if own.states == 0 < expected.states:
+            # The learning rate is in the optimizer's state, and a scheduler may continue from it.
+            yield Finding(
+                OPTIMIZER, "the optimizer's state was empty at the first step, so the loss jumps and then approaches"
+            )
+        elif rate:
+            yield Finding(SCHEDULER, f"the learning rate at step {rate[0]} is {rate[1]:.4g} instead of {rate[2]:.4g}")
+        elif alone.deterministic and not close(own.state_sum, expected.state_sum, 1e-4):
+            cause = SHARDED if rank else OPTIMIZER
+            yield Finding(cause, f"rank {rank}: the optimizer's state is not that of step {from_step}")
+        else:
+            continue
+        return
+
+
+def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:
+    """Return the first step with another learning rate, and both rates. It need not be the first step of the attempt:
+    the optimizer's state has the right one, until the scheduler sets its own."""
+    for number, own in enumerate(record.steps[rank]):
+        expected = at(alone.first, rank, from_step + number)
+        for rate, other in zip(own.lr, expected.lr if expected else (), strict=False):
+            if not close(rate, other, 1e-5):
+                return from_step + number + 1, rate, other
+    return None
+
+
+def _of_data(
+    alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int, found: Resumed
+) -> Iterator[Finding]:
+    own_epochs, epochs = values(record, "epoch"), values(alone.first, "epoch")
+    other = next((step for step in own_epochs if step in epochs and own_epochs[step] != epochs[step]), None)
+    longer = record.status in (0, None) and record.done + from_step > alone.first.done
+    for rank, (own, expected) in enumerate(both):
+        again = at(alone.second, rank, from_step)
+        if not own.batch or own.batch == expected.batch or not again or again.batch != expected.batch:
+            continue  # equal, or never the same
+        read_at = [number for number, step in enumerate(alone.first.steps[rank]) if step.batch == own.batch]
+        length = _epoch_length(alone)
+        if other is not None or longer or (read_at and length and (from_step - read_at[0]) % length == 0):
+            what = (
+                f"step {from_step + 1} read the batch of step {read_at[0] + 1}, of an earlier epoch" if read_at else ""
+            )
+            if longer:
+                what = "the program made more steps than without a fault"
+            if other is not None:
+                what = f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
+            yield Finding(EPOCH, f"the program counts epochs from another start: {what}")
+        elif read_at:
+            yield Finding(DATA, f"step {from_step + 1} read the batch of step {read_at[0] + 1} again")
+        elif own.rng != expected.rng:
+            yield Finding(
+                RANDOM_STATE, f"the random state is not that of step {from_step}, and the data order depends on it"
+            )
+        else:
+            yield Finding(DATA, f"step {from_step + 1} read a batch that no step of the undisturbed run read")
+        return
+    if other is not None:
+        yield Finding(EPOCH, f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}")
+
+
+def _epoch_length(alone: Undisturbed) -> int:
+    """Return the number of steps per epoch if the program reports whole epochs, else 0."""
+    epochs = [point.values.get("epoch") for point in alone.first.points]
+    whole = [one for one in epochs if one is not None]
+    if not whole or any(one != int(one) for one in whole):
+        return 0
+    counts = [whole.count(one) for one in dict.fromkeys(whole)]
+    return counts[0] if len(counts) > 1 and len(whole) >= alone.first.done - 1 else 0
+
+
+def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
+    """Return the cause of a failed resume after a save that was cut."""
+    missing = [name for name, size in cut.expected.items() if cut.unfinished.get(name) != size]
+    for name, size in cut.unfinished.items():
+        if cut.state and size <= SMALL_FILE and _refers(cut.state / name, missing):
+            return Finding(LATEST, f"{_names([name])} named {_names(missing)} before that was complete; {seen.text}")
+    return Finding(TORN, f"{_names(missing) or 'the save'} was incomplete; {seen.text}")
+
+
+def _refers(path: Path, missing: Sequence[str]) -> bool:
+    """Whether a text file names one of these files, its folder, or the number of its step."""
+    try:
+        text = path.read_text().strip()
+    except (OSError, ValueError):
+        return False
+    parts = {part for name in missing for part in PurePath(name).parts[1:]}
+    numbers = {number for part in parts for number in re.findall(r"\d+", part)}
+    return text in numbers or any(part in text for part in parts if len(part) > 3 and part != path.name)
+
+
+def _names(paths: Sequence[str]) -> str:
+    shown = [
+        PurePath(path).name if len(PurePath(path).parts) < 3 else "/".join(PurePath(path).parts[-2:]) for path in paths
+    ]
+    return ", ".join(shown[:MOST_NAMES]) + (f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else "")
+
+
+def newest(saves: Sequence[Save]) -> int:
+    """Return the number of steps of the newest save, 0 without one."""
+    return saves[-1].steps if saves else 0

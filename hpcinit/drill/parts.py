@@ -1,0 +1,282 @@
+"""The parts of a drill: two undisturbed runs, then each fault with the restart after it, and what they found."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpcinit.base.errors import Failure, RequestError
+from hpcinit.base.text import counted
+from hpcinit.drill import comparison, faults, findings
+from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch
+from hpcinit.drill.comparison import Resumed, Undisturbed
+from hpcinit.drill.faults import Faults, Frozen, Interruption
+from hpcinit.drill.findings import Finding
+from hpcinit.drill.place import Place
+from hpcinit.drill.progress_lines import Reader
+
+FIRST_STEP_S = 600.0
+AFTER_STATE = 3  # steps after a restart from an unfinished save
+START_S = 2.0  # of the local engine, before the program runs
+LEAST_FILE, BYTES_OF_STEP = 4096, 600  # a full disk must fail a checkpoint, and neither the log nor the drill's records
+
+
+@dataclass(frozen=True)
+class Plan:
+    """After how many steps each fault happens. cut: saves to interrupt. unchecked: what is not checked."""
+
+    at: dict[str, int]
+    killed: int
+    cut: Sequence[Save]
+    disk: tuple[Save, int] | None
+    unchecked: Sequence[str]
+
+
+@dataclass
+class Part:
+    """One part of the drill and its result."""
+
+    name: str
+    title: str
+    text: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    at: int = 0
+    from_step: list[int | None] = field(default_factory=list)
+    saved: int = 0
+    lost_s: float = 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return the part for `--json`."""
+        return {
+            "part": self.name, "step": self.at, "saved": self.saved, "resumed_from": self.from_step, "text": self.text,
+            "lost_s": round(self.lost_s, 1), "ok": not self.findings, "causes": [one.cause for one in self.findings],
+        }  # fmt: skip
+
+
+class Drill:
+    """Runs the parts in the folders of `place`. env: the environment of the job."""
+
+    def __init__(self, place: Place, run: Path, env: Mapping[str, str], most_steps: int | None, grace_s: float) -> None:
+        self.place, self.run, self.env = place, run, env
+        self.most_steps, self.grace_s = most_steps, grace_s
+        self.reader: Reader | None = None
+        self.saves: list[Save] = []
+        self.restarts = 0
+
+    def start(self, state: Path | None = None, restart: int = 1) -> Attempt:
+        """Start the job, in the folders of `state` or in those that are there. restart: 0 for the first attempt.
+
+        What earlier attempts wrote to folders of their node is not there: the next attempt runs on another one.
+        """
+        self.place.remove_outside()
+        if state:
+            self.place.restore(state)
+        attempt = Attempt.start(self.place, self.run, self.env, restart)
+        attempt.reader = self.reader
+        return attempt
+
+    def undisturbed(self, attempt: Attempt, frozen: Frozen | None = None) -> Record:
+        """Run an attempt without a fault to its end. Raise Failure or RequestError if the drill cannot continue.
+
+        frozen: copies the files meanwhile.
+        """
+        watch = SaveWatch(attempt)
+        try:
+            killed = self._to_the_end(watch, frozen, self.most_steps)
+            record = attempt.record(killed)
+        finally:
+            attempt.kill()
+        self.saves = self.saves or watch.saves()
+        if refused := [str(one["path"]) for one in record.outside if one["refused"]]:
+            raise RequestError(
+                f"the program writes to {', '.join(refused[:3])}, outside of its working folder, expected all files "
+                "in it: a drill must not change your files; pass the program a relative folder, or $HPCINIT_RUN"
+            )
+        if record.status:
+            last = (
+                record.error
+                or (attempt.log() or attempt.job_log()).decode(errors="replace").strip().rpartition("\n")[2]
+            )
+            raise Failure(f"the program fails without a fault, with exit status {record.status}: {last}")
+        if record.done == 0:
+            loaded = [name for name in record.read if name in self.place.given and not name.endswith(".py")]
+            seen = f" after the program read {loaded[-1]}" if loaded else ""
+            raise RequestError(
+                f"no step was recognized{seen}, expected an optimizer of torch, run.progress(step, total, loss=...), "
+                "or lines such as 'step 3 loss 2.31': give the pattern of your lines, "
+                "drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)'"
+            )
+        if record.steps and record.steps[0] and record.steps[0][0].states:
+            raise RequestError(
+                "the program resumed in its first start, from a checkpoint in the current folder, expected a new "
+                "training run: omit that folder with --without FOLDER"
+            )
+        return record
+
+    def _to_the_end(self, watch: SaveWatch, frozen: Frozen | None = None, most: int | None = None) -> bool:
+        """Wait for the end, or for more than `most` steps. Return whether the program still ran then."""
+        attempt = watch.attempt
+        while attempt.running():
+            watch.look()
+            if frozen:
+                frozen.look(watch)
+            if most and attempt.steps() > most:
+                return True
+            if not attempt.steps() and time.monotonic() > attempt.began + FIRST_STEP_S:
+                raise RequestError(f"no step was recognized within {FIRST_STEP_S:.0f} s: see hpcinit drill --help")
+            time.sleep(0.01)
+        watch.look()
+        return False
+
+    def plan(self, first: Record) -> Plan:
+        """Choose when each fault happens."""
+        total, unchecked = first.done, ["a restart on fewer ranks"]
+        saves = [save for save in self.saves if save.steps < total]
+        at = {faults.PREEMPTED: _between(saves, total, 0.3), faults.TIME_LIMIT: _between(saves, total, 0.7)}
+        if len(first.steps) > 1:
+            at[faults.RANK_KILLED] = _between(saves, total, 0.5)
+        cut = [save for save in saves if save.steps > (saves[0].steps if len(saves) > 1 else 0)][:2]
+        if not cut:
+            unchecked.append("a kill during a save, a full disk: the program saved nothing before its end")
+        killed = _all_killed(saves, total)
+        disk = next(((save, max(save.files.values()) // 2) for save in self.saves if save.steps > killed + 1), None)
+        if disk and disk[1] < LEAST_FILE + BYTES_OF_STEP * total:
+            disk = None
+        if cut and not disk:
+            unchecked.append("a full disk: the checkpoints are not larger than the log, or there is no later one")
+        return Plan(dict(sorted(at.items(), key=lambda item: item[1])), killed, cut, disk, unchecked)
+
+    def estimate_s(self, first: Record, plan: Plan) -> float:
+        """Return how long the rest of the drill takes, the second undisturbed run included."""
+        step_s = (first.seconds - first.begin_s) / first.done
+        starts = 3 + len(plan.at) + len(plan.cut[:1]) * faults.MOST_STATES + bool(plan.disk)
+        return starts * (first.begin_s + START_S) + 4 * step_s * first.done
+
+    def parts(self, alone: Undisturbed, plan: Plan, frozen: Frozen) -> Iterator[Part]:
+        """Run all faults, and yield each result, until a resume fails: a later one would fail in the same way.
+
+        Each attempt that resumes after a fault ends with the next fault.
+        """
+        doing = Faults(self.grace_s, 60 + 5 * alone.first.seconds)
+        watch, cut = SaveWatch(self.start(self.place.before, 0)), None
+        for fault, at in [*plan.at.items(), ("", 0)]:
+            if cut and cut.signal == "default" and fault == faults.TIME_LIMIT:
+                continue  # it ends the program as the preemption did
+            following = self._whole(doing.cut(fault, max(at, watch.from_step + 2), watch)) if fault else None
+            if cut:
+                yield (part := self._part(alone, [cut], [following.record if following else self._ended(watch)]))
+                if part.findings:
+                    return
+            if following:
+                watch, cut = self._next(following), following
+        if frozen.killed:
+            yield from self._after_loss(alone, plan, self._whole(frozen.killed), doing)
+        if frozen.while_saving:
+            records = [self._ended(self._next(one), AFTER_STATE) for one in frozen.while_saving]
+            yield self._part(alone, frozen.while_saving, records)
+
+    def _after_loss(self, alone: Undisturbed, plan: Plan, killed: Interruption, doing: Faults) -> Iterator[Part]:
+        """Yield the results of the kill of all ranks, and of the full disk that the attempt after it meets."""
+        watch = self._next(killed)
+        disk = doing.full_disk(*plan.disk, watch) if plan.disk else None
+        yield (part := self._part(alone, [killed], [disk.record if disk else self._ended(watch)]))
+        if disk and not part.findings:
+            yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
+
+    def _whole(self, cut: Interruption) -> Interruption:
+        """Return an interruption without a save that it cut: files of the undisturbed save are missing or shorter."""
+        files = {save.steps: save.files for save in self.saves}
+
+        def is_whole(save: Save) -> bool:
+            expected = files.get(save.steps, {})
+            return all(save.files.get(name, -1) >= 0.99 * size for name, size in expected.items())
+
+        return replace(cut, saves=[save for save in cut.saves if is_whole(save)])
+
+    def _next(self, cut: Interruption) -> SaveWatch:
+        """Start the program again after a fault."""
+        self.restarts += 1
+        return SaveWatch(self.start(cut.state, self.restarts), findings.newest(cut.saves), cut.saves)
+
+    def _ended(self, watch: SaveWatch, most: int | None = None) -> Record:
+        """Return the record of an attempt at its end, or after `most` steps."""
+        try:
+            killed = self._to_the_end(watch, most=most or self.most_steps)
+            return watch.attempt.record(killed)
+        finally:
+            watch.attempt.kill()
+
+    def _part(self, alone: Undisturbed, cuts: Sequence[Interruption], records: Sequence[Record]) -> Part:
+        first = cuts[0]
+        part = Part(first.fault, _title(first, self.grace_s), at=first.at, saved=findings.newest(first.saves))
+        for cut, record in zip(cuts, records, strict=True):
+            found = comparison.resumed(alone, record)
+            part.from_step.append(found.from_step)
+            part.lost_s += max(0, cut.at - (found.from_step or 0)) * alone.step_s + record.begin_s
+            new = [*findings.of_interruption(alone, cut), *findings.of_resume(alone, cut, record, found)]
+            part.findings += [one for one in new if one.cause not in {other.cause for other in part.findings}]
+            part.text = part.text or _text(cut, found)
+        if len(cuts) > 1:
+            states = ", ".join(_from(from_step) for from_step in dict.fromkeys(part.from_step))
+            part.text = f"{len(cuts)} unfinished states, {states}"
+        return part
+
+
+def _title(cut: Interruption, grace_s: float) -> str:
+    return {
+        faults.PREEMPTED: f"preempted at step {cut.at} (SIGTERM, {grace_s:g} s)",
+        faults.RANK_KILLED: f"rank {cut.rank} killed at step {cut.at}",
+        faults.ALL_KILLED: f"all ranks killed at step {cut.at}",
+        faults.TIME_LIMIT: f"time limit at step {cut.at}",
+        faults.WHILE_SAVING: f"killed while it saved step {cut.at}",
+        faults.FULL_DISK: f"disk full at step {cut.at}",
+    }[cut.fault]
+
+
+def _text(cut: Interruption, found: Resumed) -> str:
+    """Return what happened: 'saved step 23, resumed at 24, losses equal'."""
+    if found.from_step is None:
+        return "the next attempt made no step"
+    parts = []
+    if cut.signal:
+        saved = any(save.steps >= cut.at for save in cut.saves)
+        parts.append(f"saved step {cut.saves[-1].steps}" if saved else f"no save at SIGTERM ({cut.signal})")
+    parts.append(_from(found.from_step))
+    done = cut.done
+    if found.from_step < done:
+        parts.append(f"{counted(done - found.from_step, 'step')} repeated")
+    elif found.from_step > done:
+        parts.append(f"{counted(found.from_step - done, 'step')} skipped")
+    if found.compared:
+        parts.append("losses equal" if found.differs is None else f"losses differ from step {found.differs + 1} on")
+    return ", ".join(parts)
+
+
+def _from(from_step: int | None) -> str:
+    if from_step is None:
+        return "no step"
+    return f"resumed at {from_step + 1}" if from_step else "started again at step 0"
+
+
+def _between(saves: Sequence[Save], total: int, share: float) -> int:
+    """Return a number of steps near this share of all, some steps after a save and before the next one."""
+    wanted = max(1, round(share * total))
+    earlier = [save.steps for save in saves if save.steps <= wanted] or [save.steps for save in saves[:1]]
+    if not earlier:
+        return wanted
+    following = [save.steps for save in saves if save.steps > earlier[-1]] or [total]
+    return earlier[-1] + max(1, round(0.4 * (following[0] - earlier[-1])))
+
+
+def _all_killed(saves: Sequence[Save], total: int) -> int:
+    """Return a number of steps after two saves, the newer one with more digits if possible: '5' > '10' as text."""
+    pairs = [(a.steps, b.steps) for a, b in itertools.pairwise(saves)]
+    longer = [b for a, b in pairs if len(str(b)) > len(str(a))]
+    after = next(iter(longer), pairs[-1][1] if pairs else 0)
+    return (
+        _between([save for save in saves if save.steps <= after], total, after / total) if after else round(0.5 * total)
+    )

@@ -1,0 +1,189 @@
+"""The folders of a drill, and which files the program writes and reads in them.
+
+    ROOT/started            its time is the start of the drill.
+    ROOT/now/work           the program's working folder, at first a copy of the current one.
+    ROOT/now/runs/NAME      the run folder.
+    ROOT/before             both, as they were before the first start.
+    ROOT/attempt-3          of one start: what its ranks report, and its TMPDIR
+
+Which files an attempt reads is seen from their access times, without the program's help and in any language. Most file
+systems update an access time only if it is not later than the file's last change (relatime). So the drill sets it to
+1970 before each start, and a later one means that the file was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcinit.base.errors import RequestError
+from hpcinit.records import drill_records, run_folder
+
+MOST_GB = 2.0  # of the user's folder, which is copied
+OMITTED = {"runs", "__pycache__", "node_modules", "venv"}  # and hidden folders
+# What hpcinit writes into a run folder; the rest is the program's.
+OWN_FOLDERS = {"logs", "timeline", "errors", "hang", "flight", "nccl", "unusable", "heartbeats"}
+OWN_FILES = {value for name, value in vars(run_folder).items() if name.isupper() and isinstance(value, str)} | {
+    "local.json"
+}
+SAVED_OF_RUN = (run_folder.SPEC, run_folder.CONFIG, run_folder.SCRIPT, run_folder.PROVENANCE, run_folder.SUBMISSION)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A file at one time. changed_ns: its modification time."""
+
+    size: int
+    changed_ns: int
+
+
+class Place:
+    """The folders of one drill. Remove them with `remove()`."""
+
+    def __init__(self, source: Path, without: Sequence[str] = ()) -> None:
+        """Copy the user's folder, except what is named `without`. Raise RequestError if it is too large."""
+        files = [path for path in _files(source, {*OMITTED, *without}) if path.name not in without]
+        size = sum(path.lstat().st_size for path in files)
+        if size > MOST_GB * 1e9:
+            raise RequestError(
+                f"{source} has {size / 1e9:.1f} GB, expected at most {MOST_GB:g} GB, because it is copied: "
+                "omit the data with --without NAME, and give the program their absolute path"
+            )
+        self.root = Path(tempfile.mkdtemp(prefix="hpcinit-drill-")).resolve()
+        (self.root / drill_records.STARTED).touch()
+        self.now, self.work, self.before = self.root / "now", self.root / "now/work", self.root / "before"
+        self.attempts = 0
+        self.work.mkdir(parents=True)
+        for path in files:
+            target = self.work / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target, follow_symlinks=False)
+        self.given = self.written()
+        self.reads_visible = self._sees_reads()
+
+    def keep_as_before(self, run: Path) -> None:
+        """Keep the working folder and the files of a run folder that was just submitted, for later parts."""
+        shutil.copytree(self.work, self.before / "work", symlinks=True)
+        kept = self.before / run.relative_to(self.now)
+        (kept / run_folder.LOGS).mkdir(parents=True)
+        for name in SAVED_OF_RUN:
+            shutil.copy2(run / name, kept / name)
+
+    def restore(self, state: Path | None = None) -> None:
+        """Make the folders what they were before the first start, or at a state that copy_state() returned."""
+        shutil.rmtree(self.now)
+        shutil.copytree(state or self.before, self.now, symlinks=True)
+
+    def copy_state(self, name: str) -> Path:
+        """Return a copy of all folders as they are now."""
+        target = self.root / name
+        shutil.copytree(self.now, target, symlinks=True)
+        return target
+
+    def next_attempt(self) -> Path:
+        """Return a new folder for the reports of the next attempt, with its TMPDIR."""
+        self.attempts += 1
+        folder = self.root / f"attempt-{self.attempts}"
+        (folder / "tmp").mkdir(parents=True)
+        return folder
+
+    def written(self) -> dict[str, Seen]:
+        """Return the program's files: all files in the working folder and in the run folder, except hpcinit's own."""
+        found: dict[str, Seen] = {}
+        for path, entry in _entries(self.now):
+            parts = path.parts
+            if parts[0] == "runs" and len(parts) > 2 and (parts[2] in OWN_FOLDERS or _is_own(parts[2])):
+                continue
+            with contextlib.suppress(OSError):  # it was removed or renamed
+                status = entry.stat(follow_symlinks=False)
+                found[str(path)] = Seen(status.st_size, status.st_mtime_ns)
+        return found
+
+    def forget_reads(self) -> None:
+        """Set all access times to 1970."""
+        for name, seen in self.written().items():
+            with contextlib.suppress(OSError):
+                os.utime(self.now / name, ns=(0, seen.changed_ns), follow_symlinks=False)
+
+    def read_since(self) -> list[str]:
+        """Return the files that were read since forget_reads(), the first one first."""
+        times: dict[str, int] = {}
+        for name in self.written():
+            with contextlib.suppress(OSError):
+                if at := (self.now / name).stat(follow_symlinks=False).st_atime_ns:
+                    times[name] = at
+        return sorted(times, key=lambda name: times[name])
+
+    def remove_outside(self) -> None:
+        """Remove what the ranks created in node-local folders. The ranks have refused to change what existed before."""
+        for report in self.root.glob(f"attempt-*/{drill_records.OUTSIDE}"):
+            for one in drill_records.read_lines(report)[0]:
+                path = Path(one["path"])
+                if one["refused"]:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove everything."""
+        self.remove_outside()
+        for _ in range(20):  # a process that is just ending may still create a file
+            shutil.rmtree(self.root, ignore_errors=True)
+            if not self.root.exists():
+                return
+            time.sleep(0.1)
+
+    def _sees_reads(self) -> bool:
+        probe = self.root / "probe"
+        probe.write_text("x")
+        os.utime(probe, ns=(0, probe.stat().st_mtime_ns))
+        probe.read_text()
+        return probe.stat().st_atime_ns > 0
+
+
+def _is_own(name: str) -> bool:
+    """Whether hpcinit writes this file into a run folder, or its temporary file x.json.4242.tmp or x.json.tmp."""
+    return name in OWN_FILES or (name.endswith(".tmp") and name.startswith(tuple(f"{own}." for own in OWN_FILES)))
+
+
+def leftover(folder: Path) -> dict[str, int]:
+    """Return the files in the TMPDIR of an attempt, with their sizes."""
+    return {str(path): entry.stat(follow_symlinks=False).st_size for path, entry in _entries(folder / "tmp")}
+
+
+def changes(before: Mapping[str, Seen], after: Mapping[str, Seen]) -> dict[str, Seen]:
+    """Return the files that are new or changed."""
+    return {name: seen for name, seen in after.items() if before.get(name) != seen}
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
+    """Yield the files below a folder, with their relative paths. Files may vanish meanwhile."""
+    waiting = [folder]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name != "__pycache__":
+                        waiting.append(Path(entry.path))
+                else:
+                    yield Path(entry.path).relative_to(folder), entry
+
+
+def _files(source: Path, omitted: Container[str]) -> Iterator[Path]:
+    """Yield the files of the user's folder that a program may need."""
+    for at, folders, files in os.walk(source):
+        folders[:] = [
+            one
+            for one in folders
+            if not one.startswith(".") and one not in omitted and not Path(at, one, "pyvenv.cfg").exists()
+        ]
+        yield from (Path(at) / name for name in files)
+        yield from (Path(at) / name for name in folders if Path(at, name).is_symlink())

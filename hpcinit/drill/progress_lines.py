@@ -1,0 +1,147 @@
+"""Steps and losses from a rank's log, for programs that do not call `run.progress()`.
+
+The formats are a table of patterns. Real lines of each framework are in tests/drill/test_progress_lines.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcinit.base.errors import RequestError
+
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
+# step 12, step=12, "step": 12, iter 12:, iteration 12/ 60, it 12, global_step 12
+_STEP = re.compile(
+    r"(?i)(?<![a-z])(?:global[_ ]?|train[_ ]?)?(?:step|iter(?:ation)?|update)s?['\"]?\s*[:=#\[]?\s*(\d+)\b"
+)
+# loss 2.31, loss=2.31, 'loss': '2.31', lm loss: 2.31E+00, train_loss 2.31
+_LOSS = re.compile(rf"(?i)(?<!val )(?<!val_)(?<!eval_)(?<!eval )loss['\"]?\s*[:=|]?\s*['\"\[]?({NUMBER})")
+_RATE = re.compile(rf"(?i)(?<![a-z])(?:lr|learning[_ ]rate)['\"]?\s*[:=|]?\s*['\"\[]*({NUMBER})")
+_EPOCH = re.compile(rf"(?i)(?<![a-z])epoch['\"]?\s*[:=\[]?\s*['\"]?({NUMBER})")
+# Epoch 0:  50%|#####     | 32/64 [00:00<00:00, 120.10it/s, v_num=0, train_loss=2.30]   Lightning's bar, and tqdm's
+_BAR = re.compile(r"(?:[Ee]poch\s+(\d+).*?)?\|\s*(\d+)/(\d+) \[[^\]]*\]?")
+# Trainer of Transformers: a dict without a step
+_DICT = re.compile(r"^\{.*'epoch': .*\}$")
+_SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One reported step. at: where its line ends in the log. step: a number that grows from step to step."""
+
+    step: int
+    at: int
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of this step, or None if the line has none."""
+        return self.values.get("loss")
+
+
+def _values(line: str) -> dict[str, float]:
+    found = {name: pattern.search(line) for name, pattern in (("loss", _LOSS), ("lr", _RATE), ("epoch", _EPOCH))}
+    return {name: float(match[1]) for name, match in found.items() if match}
+
+
+def _plain(line: str, at: int) -> Point | None:
+    step, values = _STEP.search(line), _values(line)
+    return Point(int(step[1]), at, values) if step and "loss" in values else None
+
+
+def _bar(line: str, at: int) -> Point | None:
+    found, values = _BAR.search(line), _values(line)
+    if not found or "loss" not in values:
+        return None
+    epoch, done, total = int(found[1] or 0), int(found[2]), int(found[3])
+    return Point(epoch * total + done, at, values | ({"epoch": float(epoch)} if found[1] else {}))
+
+
+def _trainer(line: str, at: int) -> Point | None:
+    values = _values(line)
+    if not _DICT.match(line.strip()) or not {"loss", "epoch"} <= values.keys() or _SUMMARY.search(line):
+        return None
+    # Lines of equal epochs are equal steps: comparison.py only needs numbers that grow from step to step.
+    return Point(round(values["epoch"] * 10000), at, values)
+
+
+def _own(pattern: re.Pattern[str]) -> Callable[[str, int], Point | None]:
+    def read(line: str, at: int) -> Point | None:
+        found = pattern.search(line)
+        if not found:
+            return None
+        named = {name: text for name, text in found.groupdict().items() if text is not None and name != "step"}
+        return Point(int(found["step"]), at, _values(line) | {name: float(text) for name, text in named.items()})
+
+    return read
+
+
+Reader = Callable[[str, int], Point | None]
+FORMATS: Mapping[str, Reader] = {
+    "the Trainer of Transformers": _trainer,
+    "a progress bar": _bar,
+    "lines with a step and a loss": _plain,
+}
+
+
+def reader_of(pattern: str) -> Reader:
+    """Return a reader for drill.pattern. Raise RequestError if it is no regular expression with a group 'step'."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise RequestError(f"drill.pattern={pattern!r} is no regular expression: {error}") from None
+    if "step" not in compiled.groupindex:
+        raise RequestError(
+            f"drill.pattern={pattern!r} has no group 'step', expected one: "
+            "drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)'"
+        )
+    return _own(compiled)
+
+
+def points(data: bytes, start: int, reader: Reader) -> list[Point]:
+    """Return the steps in a part of a log from byte `start` on. The last line of a step has its values."""
+    found: dict[int, Point] = {}
+    for line, at in _lines(data, start):
+        if point := reader(line, at):
+            earlier = found.pop(point.step, point)
+            found[point.step] = Point(point.step, earlier.at, point.values)
+    return list(found.values())
+
+
+def _lines(data: bytes, start: int) -> Iterator[tuple[str, int]]:
+    """Yield the complete lines and the end of each. Progress bars end a line with a carriage return."""
+    at = start
+    for piece in re.split(rb"(?<=[\r\n])", data):
+        at += len(piece)
+        if piece.endswith((b"\r", b"\n")):
+            yield piece.decode(errors="replace").strip("\r\n"), at
+
+
+def best_reader(data: bytes) -> Reader | None:
+    """Return the reader that finds the most steps in growing order; None if no format of the table fits."""
+
+    def grown(reader: Reader) -> int:
+        steps = [point.step for point in points(data, 0, reader)]
+        return len(steps) if steps == sorted(steps) else 0
+
+    counts = {reader: grown(reader) for reader in FORMATS.values()}
+    best = max(counts, key=lambda reader: counts[reader])
+    return best if counts[best] >= MOST_NEEDED else None
+
+
+MOST_NEEDED = 3  # steps in a log, for its format to be recognized
+
+
+def reported(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """Return the steps that `run.progress()` reported."""
+    found = {one["step"]: Point(one["step"], one["at"], one["values"]) for one in documents}
+    return list(found.values())
+
+
+def last_digit(texts: Sequence[float]) -> float:
+    """Return the value of the last printed digit of these numbers: 0.0001 for 2.3104."""
+    digits = max((len(f"{value!r}".partition(".")[2].split("e")[0]) for value in texts), default=0)
+    return float(10.0**-digits)

@@ -1,0 +1,162 @@
+"""In a rank of `hpcinit drill`: records each optimizer step, and refuses to change files outside of the drill's folder.
+
+Invariant: the program computes exactly what it computes without this module. Nothing here draws a random number or
+changes a tensor. Only a write outside of the drill's folder is different: it raises PermissionError before it happens.
+
+What does not work: a program that writes without Python, such as a compiled one. Its files are not seen here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hpcinit.records import drill_records
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Audit events that change files, and which of their arguments are paths.
+CHANGES = {
+    "os.mkdir": (0,),
+    "os.rename": (0, 1),
+    "os.remove": (0,),
+    "os.rmdir": (0,),
+    "os.truncate": (0,),
+    "os.symlink": (1,),
+}
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+MOST_ELEMENTS, MOST_TENSORS = 4096, 256
+
+
+def install(folder: Path, rank: int) -> None:
+    """Start to record into `folder`, before the program runs."""
+    sys.dont_write_bytecode = True  # beside modules outside of the drill's folder
+    sys.addaudithook(_Guard(folder).on_event)
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: PLC0415 - not every program has it
+
+        _record_steps(torch, folder / f"rank-{rank}.jsonl")
+        _guard_torch_save(torch)
+
+
+class _Guard:
+    """Refuses to change a file that existed before, outside of the drill's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.report = folder / drill_records.OUTSIDE
+        # A program may write caches, which are below a hidden folder of the home directory, and Python its own.
+        self.allowed = (str(folder.parent.resolve()), "/proc", "/sys")
+        self.home = str(Path.home().resolve())
+        self.started = (folder.parent / drill_records.STARTED).stat().st_mtime
+        self.reported: set[str] = set()
+        self.busy = False
+
+    def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.busy or (event != "open" and event not in CHANGES):
+            return
+        self.busy = True
+        try:
+            if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
+                return
+            for at in (0,) if event == "open" else CHANGES[event]:
+                if isinstance(arguments[at], str | bytes | os.PathLike):
+                    self._look(os.fsdecode(arguments[at]), event)
+        finally:
+            self.busy = False
+
+    def _look(self, path: str, event: str) -> None:
+        real = str(Path(path).parent.resolve() / Path(path).name)
+        if real.startswith(tuple(f"{one}/" for one in self.allowed)):
+            return
+        if real.startswith(f"{self.home}/.") or (real.startswith("/dev/") and not real.startswith("/dev/shm/")):
+            return
+        try:
+            existed = os.lstat(real).st_ctime < self.started
+        except OSError:
+            if event in ("os.remove", "os.rmdir"):
+                return  # it does not exist
+            existed = False
+        refused = existed or not real.startswith(tuple(f"{one}/" for one in NODE_LOCAL))
+        if real not in self.reported:
+            self.reported.add(real)
+            drill_records.append(self.report, {"path": real, "action": event, "refused": refused})
+        if refused:
+            raise PermissionError(f"hpcinit drill: {real} is outside of the drill's folder, so it is not changed")
+
+
+def _guard_torch_save(torch: Any) -> None:
+    """Let torch.save raise the audit event 'open', because it opens files in C++."""
+    save = torch.save
+
+    def audited(obj: Any, f: Any, *arguments: Any, **keys: Any) -> Any:
+        if isinstance(f, str | os.PathLike):
+            sys.audit("open", os.fspath(f), "wb", os.O_WRONLY)
+        return save(obj, f, *arguments, **keys)
+
+    torch.save = audited
+
+
+def _record_steps(torch: Any, path: Path) -> None:
+    batch, first = [0], list[Any]()
+
+    def on_forward(module: Any, inputs: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            for tensor in inputs:
+                # The inputs of the first modules are data; those of the others depend on parameters.
+                if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
+                    batch[0] = zlib.crc32(
+                        _sample(tensor).cpu().contiguous().view(torch.uint8).numpy().tobytes(), batch[0]
+                    )
+
+    def on_step(optimizer: Any, *_: Any) -> None:
+        if not first:
+            first.append(optimizer)
+        if optimizer is not first[0]:
+            return
+        with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
+            parameters = [p for group in optimizer.param_groups for p in group["params"]][:MOST_TENSORS]
+            states = [t for p in parameters for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
+            drill_records.append(
+                path,
+                {
+                    "at": os.fstat(1).st_size,
+                    "time": time.time(),
+                    "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
+                    "weights": _sum(parameters),
+                    "state_sum": _sum(states),
+                    "states": len(states),
+                    "rng": _random_states(torch),
+                    "batch": batch[0],
+                },
+            )
+        batch[0] = 0
+
+    torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(on_step)
+
+
+def _sample(tensor: Any) -> Any:
+    """Return at most MOST_ELEMENTS elements of this rank's part of a tensor."""
+    local = tensor.detach()
+    local = (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)
+    return local[:: max(1, local.numel() // MOST_ELEMENTS)]
+
+
+def _sum(tensors: Iterable[Any]) -> float:
+    return sum(float(_sample(one).double().abs().sum()) for one in tensors)
+
+
+def _random_states(torch: Any) -> dict[str, int]:
+    found = {
+        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        "python": zlib.crc32(repr(random.getstate()).encode()),
+    }
+    if numpy := sys.modules.get("numpy"):
+        found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes()) + int(numpy.random.get_state()[2])
+    return found

@@ -1,0 +1,167 @@
+"""`hpcinit drill` on real programs: a correct one passes, and a planted bug is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcinit.base.errors import INTERRUPTED
+from tests import json_documents
+
+PROGRAM = (Path(__file__).parent / "train.py").read_text()
+TIMEOUT_S = 450
+
+
+def drill(folder: Path, *words: str, program: str = PROGRAM, more: Mapping[str, str] = {}) -> tuple[int, str, str]:
+    """Run a drill of `program` in `folder`, with a TMPDIR beside it. Return its status, stdout and stderr."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(program)
+    (folder.parent / "tmp").mkdir(exist_ok=True)
+    env = os.environ | {"TMPDIR": str(folder.parent / "tmp")} | more
+    command = [sys.executable, "-m", "hpcinit", "drill", *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert not list((folder.parent / "tmp").iterdir()), "the drill left files"
+    return done.returncode, done.stdout, done.stderr
+
+
+def document(out: str) -> dict[str, Any]:
+    """Return the one document of a drill with --json, compared with the page of documents."""
+    (found,) = json_documents.parse(out, "drill")
+    return found
+
+
+@pytest.mark.ranks
+def test_a_correct_program_passes(tmp_path: Path) -> None:
+    """A program that resumes exactly passes each fault: from the step that it saved, with equal losses.
+
+    The user's folder has the same files as before.
+    """
+    status, out, err = drill(tmp_path / "work", "--json", "--", "train.py")
+    assert status == 0, out + err
+    found = document(out)
+    assert (found["steps"], found["deterministic"], found["saves"]) == (24, True, [6, 12, 18, 24])
+    parts = {part["part"]: part for part in found["parts"]}
+    assert {"preempted", "time limit", "all ranks killed", "killed while it saved", "full disk"} == parts.keys()
+    preempted, killed = parts["preempted"], parts["all ranks killed"]
+    assert preempted["saved"] >= preempted["step"] and preempted["resumed_from"] == [preempted["saved"]]
+    assert killed["resumed_from"][0] % 6 == 0 and killed["step"] > killed["resumed_from"][0]
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["train.py"]
+
+
+# What is replaced in the program by what, and the cause that the drill names.
+BUGS = {
+    "no_optimizer": ('    optimizer.load_state_dict(state["optimizer"])\n', ""),
+    "loads_nothing": ("Path(FOLDER).glob", "Path('elsewhere').glob"),
+    "ignores_signal": ("stop.append(number)", "None"),
+    "torn_checkpoint": ("/saving", "/step-{step:03}.pt"),
+    "no_scheduler": ('    scheduler.load_state_dict(state["scheduler"])\n', ""),
+    "no_random_state": ('    torch.set_rng_state(state["random"])\n', ""),
+    "data_from_start": ("data[order[batch * 32 : batch * 32 + 32]]", "data[order[step0 * 32 : step0 * 32 + 32]]"),
+    "wrong_file": ("found[-1]", "found[0]"),
+    "node_local": ('"checkpoints"', "tempfile.gettempdir()"),
+}
+QUICK = {"no_optimizer", "node_local"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cause", [pytest.param(one, marks=() if one in QUICK else pytest.mark.more) for one in BUGS])
+def test_a_planted_bug_is_named(tmp_path: Path, cause: str) -> None:
+    """The exit status is 1, and the first finding names the planted bug."""
+    old, new = BUGS[cause]
+    assert old in PROGRAM
+    program = PROGRAM.replace(old, new)
+    if cause == "no_scheduler":  # a schedule that counts; the optimizer's state contains the rate as well
+        program = program.replace("ExponentialLR(optimizer, 0.95)", "LambdaLR(optimizer, lambda step: 0.95**step)")
+    if cause == "data_from_start":
+        program = program.replace(
+            "    epoch, batch = divmod(step, 8)\n", "    step0 = step - first\n    epoch = step // 8\n"
+        )
+        program = program.replace("while step <", "first = step\nwhile step <").replace("step0 * 32", "step0 % 8 * 32")
+        program = program.replace("step0 * 32 + 32", "step0 % 8 * 32 + 32")
+    if cause == "torn_checkpoint":  # a disk on which a save takes time
+        program = program.replace("    torch.save(state, f", "    write(state, f")
+        program = program.replace("def save(", SLOW + "def save(")
+    status, out, err = drill(tmp_path / "work", "--json", "--", "train.py", program=program)
+    assert status == 1, out + err
+    assert document(out)["findings"][0]["cause"] == cause, out
+
+
+SLOW = """def write(state, path):
+    import io
+
+    torch.save(state, buffer := io.BytesIO())
+    with open(path, "wb") as file:
+        for part in (buffer.getvalue()[:1000], buffer.getvalue()[1000:]):
+            file.write(part)
+            file.flush()
+            time.sleep(0.1)
+
+
+"""
+
+
+@pytest.mark.ranks
+def test_files_elsewhere_are_refused_before_they_change(tmp_path: Path) -> None:
+    """A program that overwrites a file outside of its folder ends the drill, and the file is unchanged."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "step-006.pt").write_text("of the user")
+    (mine / "saving").write_text("of the user")
+    status, out, err = drill(
+        tmp_path / "work", "--", "train.py", program=PROGRAM.replace('"checkpoints"', repr(str(mine)))
+    )
+    assert (status, out) == (2, ""), out
+    assert "outside of its working folder" in err and str(mine) in err
+    assert {path.name: path.read_text() for path in mine.iterdir()} == dict.fromkeys(
+        ("step-006.pt", "saving"), "of the user"
+    )
+
+
+@pytest.mark.ranks
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C ends the ranks, removes all folders, and exits with 130."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "work/train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(600)\n")
+    env = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "hpcinit", "drill", "--", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path / "work", env=env, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list(tmp_path.glob("tmp/*/now/work/started")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        engines = [
+            one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])
+        ]
+        assert engines
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED and "interrupted" in err
+    assert not list((tmp_path / "tmp").iterdir()) and psutil.wait_procs(engines, timeout=10)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no program, expected one after --"),
+        (["--steps", "2", "--", "train.py"], "expected at least 3"),
+        (["cluster=mini", "--", "train.py"], "a drill sets this key itself"),
+        (["drill.pattern=x", "--", "train.py"], "has no group 'step'"),
+        (["--stepz", "--", "train.py"], "did you mean --steps"),
+        (["--", "/elsewhere/train.py"], "is not in the current folder"),
+        (["--", "missing.py"], "missing.py"),
+    ],
+)
+def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
+    """A wrong request exits with 2 and prints what was expected; nothing is left."""
+    status, out, err = drill(tmp_path / "work", *words)
+    assert (status, out) == (2, "") and message in err, err

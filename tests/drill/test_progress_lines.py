@@ -1,0 +1,86 @@
+"""Steps and losses in the output of training loops."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcinit.base.errors import RequestError
+from hpcinit.drill import progress_lines
+
+# Lines as the frameworks print them: two steps, then the loss of the second.
+LINES = {
+    "nanoGPT": (
+        b"iter 0: loss 4.2874, time 9.25ms, mfu -100.00%\niter 1: loss 4.1, time 9.1ms\niter 2: loss 3.5, t\n",
+        3,
+        3.5,
+    ),
+    "plain": (b"step 1 loss 2.5\nstep 2 loss 2.25\nstep 3 loss 1e-2\n", 3, 0.01),
+    "epochs": (
+        b"epoch 0 step 1: train_loss 0.7\nepoch 0 step 2: train_loss 0.6\nepoch 1 step 3: train_loss 0.5\n",
+        3,
+        0.5,
+    ),
+    "json": (b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n{"step": 3, "loss": 2.0, "lr": 0.1}\n', 3, 2.0),
+    "Megatron": (
+        b" [2024-05-01 10:00:00] iteration        1/     500 | consumed samples:  16 | learning rate: 1.5E-04 | "
+        b"lm loss: 1.08E+01 | grad norm: 2.1 |\n iteration 2/ 500 | lm loss: 1.07E+01 |\n iteration 3/ 500 | lm loss: 1.05E+01 |\n",
+        3,
+        10.5,
+    ),
+    "Trainer 4": (
+        b"{'loss': 4.1, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.07}\n{'loss': 3.9, 'epoch': 0.14}\n"
+        b"{'loss': 3.7, 'epoch': 0.21}\n{'train_runtime': 3.1, 'train_loss': 3.9, 'epoch': 0.21}\n",
+        3,
+        3.7,
+    ),
+    "Trainer 5": (
+        b"{'loss': '4.1', 'grad_norm': '1.5', 'epoch': '0.07'}\n{'loss': '3.9', 'epoch': '0.14'}\n{'loss': '3.7', 'epoch': '0.21'}\n",
+        3,
+        3.7,
+    ),
+    "Lightning": (
+        b"\rEpoch 0:  50%|#####     | 1/2 [00:00<00:00, 12.1it/s, v_num=0, train_loss=2.50]"
+        b"\rEpoch 0: 100%|##########| 2/2 [00:00<00:00, 12.1it/s, v_num=0, train_loss=2.25]"
+        b"\rEpoch 1:  50%|#####     | 1/2 [00:00<00:00, 12.1it/s, v_num=0, train_loss=2.00]\r\n",
+        3,
+        2.0,
+    ),
+    "DeepSpeed": (
+        b"step=1, skipped=0, lr=[0.001], loss=2.5\nstep=2, lr=[0.001], loss=2.4\nstep=3, lr=[0.001], loss=2.3\n",
+        3,
+        2.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_output_of_frameworks_is_recognized(name: str) -> None:
+    """The table of formats finds each step, and its loss, but no loss of an evaluation."""
+    data, count, loss = LINES[name]
+    reader = progress_lines.best_reader(data)
+    assert reader is not None
+    found = progress_lines.points(data, 0, reader)
+    assert (len(found), found[-1].loss) == (count, loss)
+    assert [point.step for point in found] == sorted(point.step for point in found)
+
+
+def test_other_output_has_no_steps() -> None:
+    """Lines without a step and a loss are no progress; neither are two lines."""
+    assert progress_lines.best_reader(b"loading data\nstep 1 done\nstep 2 done\nstep 3 done\n") is None
+    assert progress_lines.best_reader(b"step 1 loss 2\nstep 2 loss 1\n") is None
+
+
+def test_a_pattern_of_the_user() -> None:
+    """drill.pattern reads steps from lines that no format fits, and named groups become values."""
+    reader = progress_lines.reader_of(r"it=(?P<step>\d+) L=(?P<loss>\S+) r=(?P<lr>\S+)")
+    (point,) = progress_lines.points(b"x\nit=7 L=0.5 r=1e-3\nhalf a line it=8", 0, reader)
+    assert (point.step, dict(point.values)) == (7, {"loss": 0.5, "lr": 0.001})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"), [("it=(", "no regular expression"), ("it=(\\d+)", "has no group 'step'")]
+)
+def test_a_wrong_pattern_is_refused(pattern: str, message: str) -> None:
+    """An invalid pattern, or one without a step, is an error that shows a correct one or the position."""
+    with pytest.raises(RequestError, match=message):
+        progress_lines.reader_of(pattern)
