@@ -116,7 +116,7 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
     [
         (
             "hpcinit ",
-            "build-ops cancel clean discover doctor exec export logs nodes plan render report resubmit run shell stacks status submit timeouts watch why world",
+            "build-ops cancel clean discover doctor drill exec export logs nodes plan render report resubmit run shell stacks status submit timeouts watch why world",
         ),
         ("hpcinit submit cluster=lo", "cluster=local"),
         ("hpcinit doctor cluster=lo", "cluster=local"),

@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     words, program = split_program(argv, "hpcinit drill")
     options, keys = console.parse_known_arguments(parser(), words)
+    if wrong := [word for word in keys if word.startswith("-")]:
+        raise console.error(parser(), words, f"unrecognized arguments: {wrong[0]}")
     if not program:
         raise RequestError("no program, expected one after --: hpcinit drill -- train.py")
     if options.steps is not None and options.steps < 3:
@@ -70,8 +72,6 @@ def main(argv: Sequence[str]) -> int:
         keys.remove(word)
     if wrong := [word for word in keys if word.partition("=")[0] in OWN_KEYS and word != "cluster=local"]:
         raise RequestError(f"{wrong[0]}: a drill sets this key itself; it runs on this machine, with cluster=local")
-    if wrong := [word for word in keys if word.startswith("-")]:
-        raise console.error(parser(), words, f"unrecognized arguments: {wrong[0]}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     place = Place(_folder_of(program), options.without)
     try:

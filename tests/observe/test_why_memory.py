@@ -83,7 +83,10 @@ def test_a_rank_killed_for_its_memory(hpcinit: Run, killing: MiniSlurm, tmp_path
             [["7", "", "", "", "1000M", "1"], ["7.0", "12M", "n2", "3", "", "1"]],
             "12 MB; the job requested 1000 MB per node",
         ),
-        ([["7", "", "", "", "", "1"], ["7.0", "12M", "n2", "3", "", "1"]], "task 3 on n2 used up to 12 MB (sampled"),
+        (
+            [["7", "", "", "", "", "1"], ["7.0", "12M", "n2", "3", "", "1"]],
+            "task 3 on n2 used up to 12 MB (short peaks are missing)",
+        ),
         ([["7", "", "", "", "1M", "1", "sbatch other"], ["7.0", "12M", "n2", "3", "", "1", "srun x"]], ""),
     ],
 )

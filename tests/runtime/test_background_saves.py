@@ -220,7 +220,9 @@ OWN = """
             Path(os.environ["FOLDER"], "writer").write_text(str(pid))
             while not (stop := run.should_stop()):
                 time.sleep(0.1)
-            print(stop.reason, run._session.longest_save.total_seconds() > 0.5)
+            time.sleep(1)
+            run.should_stop()
+            print(stop.reason, run._session.longest_save.total_seconds() > 1)
 """
 
 

@@ -73,7 +73,7 @@ def test_a_cluster_of_unknown_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         (["cluster=example"], "model.params is not set, expected the number of parameters, as in model.params=7e9"),
         ([*SEVEN, "parallel.tp=3"], "tp 3"),
         ([*SEVEN, "batch.global=33"], "batch.global"),
-        ([*SEVEN, "--", "train.py"], "it runs none: remove them"),
+        ([*SEVEN, "--", "train.py"], "runs no program: remove --"),
     ],
 )
 def test_wrong_requests(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
