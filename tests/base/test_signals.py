@@ -15,8 +15,8 @@ from tests.waiting import until
 
 PACKAGE = Path(hpcinit.__file__).parent
 CALLS = {"signal", "pthread_sigmask", "set_wakeup_fd", "siginterrupt", "sigwaitinfo", "sigwait", "sigtimedwait"}
-# Ctrl-C during `hpcinit exec`; and torch's handler of SIGCHLD, which would interrupt the writing of an error record.
-OTHERS = {"slurm/slurm_client.py", "runtime/program.py"}
+# Ctrl-C during `hpcinit exec`; SIGTERM to `hpcinit drill`; and torch's handler of SIGCHLD, which would interrupt the writing of an error record.
+OTHERS = {"drill/drill_command.py", "slurm/slurm_client.py", "runtime/program.py"}
 
 
 def calls(path: Path) -> Iterator[str]:
