@@ -1,6 +1,5 @@
 """The folders of a drill, and which files the program writes and reads in them.
 
-    ROOT/started            its time is the start of the drill.
     ROOT/now/work           the program's working folder, at first a copy of the current one.
     ROOT/now/runs/NAME      the run folder.
     ROOT/before             both, as they were before the first start.
@@ -56,7 +55,6 @@ class Place:
                 "omit the data with --without NAME, and give the program their absolute path"
             )
         self.root = Path(tempfile.mkdtemp(prefix="hpcinit-drill-")).resolve()
-        (self.root / drill_records.STARTED).touch()
         self.now, self.work, self.before = self.root / "now", self.root / "now/work", self.root / "before"
         self.attempts = 0
         self.work.mkdir(parents=True)
@@ -121,16 +119,14 @@ class Place:
         return sorted(times, key=lambda name: times[name])
 
     def remove_outside(self) -> None:
-        """Remove what the ranks created in node-local folders. The ranks have refused to change what existed before."""
-        for report in self.root.glob(f"attempt-*/{drill_records.OUTSIDE}"):
-            for one in drill_records.read_lines(report)[0]:
-                path = Path(one["path"])
-                if one["refused"]:
-                    continue
+        """Remove what the ranks created in node-local folders, and nothing else in such a folder."""
+        for name in sorted(drill_records.created_outside(self.root), reverse=True):  # a file before its folder
+            path = Path(name)
+            with contextlib.suppress(OSError):  # removed by the program, or a folder with files of another process
                 if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
+                    path.rmdir()
                 else:
-                    path.unlink(missing_ok=True)
+                    path.unlink()
 
     def remove(self) -> None:
         """Remove everything."""

@@ -15,7 +15,6 @@ from typing import Any
 from hpcinit.records.run_folder import from_known_fields
 
 ENV_DRILL = "HPCINIT_DRILL"  # environment variable: the folder of this attempt. All files in its parent may be written
-STARTED = "started"  # in the parent of that folder: written when the drill started
 OUTSIDE = "outside.jsonl"  # {path, action, refused} of each file that a rank wrote elsewhere, or wanted to
 PROGRESS = "progress.jsonl"  # {step, at, values} of each run.progress() of rank 0; at: size of its log
 
@@ -61,6 +60,12 @@ def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
                 found.append(json.loads(line))
         return found, start + len(whole)
     return [], start
+
+
+def created_outside(root: Path) -> list[str]:
+    """Return what the ranks of all attempts have created outside of the drill's folder."""
+    reports = [one for path in root.glob(f"attempt-*/{OUTSIDE}") for one in read_lines(path)[0]]
+    return [str(one["path"]) for one in reports if not one["refused"]]
 
 
 def steps(folder: Path, rank: int) -> list[Step]:

@@ -46,14 +46,13 @@ def install(folder: Path, rank: int) -> None:
 
 
 class _Guard:
-    """Refuses to change a file that existed before, outside of the drill's folder."""
+    """Refuses to change a file outside of the drill's folder, unless a rank of the drill created it."""
 
     def __init__(self, folder: Path) -> None:
         self.report = folder / drill_records.OUTSIDE
         # A program may write caches, which are below a hidden folder of the home directory, and Python its own.
         self.allowed = (str(folder.parent.resolve()), "/proc", "/sys")
         self.home = str(Path.home().resolve())
-        self.started = (folder.parent / drill_records.STARTED).stat().st_mtime
         self.reported: set[str] = set()
         self.busy = False
 
@@ -71,18 +70,18 @@ class _Guard:
             self.busy = False
 
     def _look(self, path: str, event: str) -> None:
-        real = str(Path(path).parent.resolve() / Path(path).name)
+        place = Path(path).parent.resolve() / Path(path).name
+        real = str(place)
         if real.startswith(tuple(f"{one}/" for one in self.allowed)):
             return
         if real.startswith(f"{self.home}/.") or (real.startswith("/dev/") and not real.startswith("/dev/shm/")):
             return
-        try:
-            existed = os.lstat(real).st_ctime < self.started
-        except OSError:
-            if event in ("os.remove", "os.rmdir"):
-                return  # it does not exist
-            existed = False
-        refused = existed or not real.startswith(tuple(f"{one}/" for one in NODE_LOCAL))
+        # The time of a file does not show who created it: another job may write into an old folder during the drill.
+        exists = place.is_symlink() or place.exists()
+        if not exists and event in ("os.remove", "os.rmdir"):
+            return
+        foreign = exists and real not in drill_records.created_outside(self.report.parent.parent)
+        refused = foreign or not real.startswith(tuple(f"{one}/" for one in NODE_LOCAL))
         if real not in self.reported:
             self.reported.add(real)
             drill_records.append(self.report, {"path": real, "action": event, "refused": refused})

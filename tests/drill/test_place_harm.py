@@ -1,0 +1,86 @@
+"""What a drill removes: only what its own ranks created, whatever looks like it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcinit.drill.place import Place
+from hpcinit.runtime import drill_recorder
+
+# A rank of the attempt `folder`, whose node-local folder is `node`.
+RANK = """
+import sys
+from pathlib import Path
+from hpcinit.runtime import drill_recorder
+node, folder = Path(sys.argv[1]), Path(sys.argv[2])
+drill_recorder.NODE_LOCAL = (str(node),)
+guard = drill_recorder._Guard(folder)
+sys.addaudithook(guard.on_event)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "node").mkdir()
+    return Place(tmp_path / "work")
+
+
+def rank(place: Place, node: Path, code: str, folder: Path | None = None) -> str:
+    """Run lines of a program as a rank of a drill, and return what it printed on stderr."""
+    command = [sys.executable, "-c", RANK + code, str(node), str(folder or place.next_attempt())]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+def test_a_folder_that_another_job_fills(place: Place, tmp_path: Path) -> None:
+    """The folder existed before. Its times are new, because another job writes into it during the drill."""
+    other = tmp_path / "node/cache"
+    other.mkdir()
+    (other / "shard-1").write_text("of the other job")
+    code = "(node / 'cache').mkdir(exist_ok=True)\n(node / 'cache/mine').write_text('x')\n"
+    assert rank(place, tmp_path / "node", code) == ""
+    place.remove()
+    assert {path.name: path.read_text() for path in other.iterdir()} == {"shard-1": "of the other job"}
+
+
+def test_a_file_that_another_job_wrote_during_the_drill(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "node/state").write_text("of the other job")
+    error = rank(place, tmp_path / "node", "(node / 'state').write_text('x')\n")
+    place.remove()
+    assert (tmp_path / "node/state").read_text() == "of the other job"
+    assert "PermissionError" in error and "outside of the drill's folder" in error
+
+
+def test_another_job_uses_the_folder_that_a_rank_created(place: Place, tmp_path: Path) -> None:
+    """The rank's own file is removed. The folder and the file of the other job stay."""
+    node = tmp_path / "node"
+    assert rank(place, node, "(node / 'cache').mkdir()\n(node / 'cache/mine').write_text('x')\n") == ""
+    (node / "cache/other").write_text("of the other job")
+    place.remove()
+    assert [path.name for path in (node / "cache").iterdir()] == ["other"]
+
+
+def test_a_link_to_a_folder(place: Place, tmp_path: Path) -> None:
+    """The link that a rank created is removed, and not what it points to."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/file").write_text("x")
+    assert rank(place, tmp_path / "node", "import os\nos.symlink(node.parent / 'data', node / 'link')\n") == ""
+    place.remove()
+    assert (tmp_path / "data/file").exists() and not (tmp_path / "node/link").is_symlink()
+
+
+def test_what_ranks_created_is_theirs(place: Place, tmp_path: Path) -> None:
+    """A second rank and a second attempt may change it. Everything is removed at the end."""
+    node, folder = tmp_path / "node", place.next_attempt()
+    create = "(node / 'a/b').mkdir(parents=True, exist_ok=True)\n(node / 'a/b/c').write_text('x')\n"
+    assert [rank(place, node, create, folder), rank(place, node, create, folder), rank(place, node, create)] == [""] * 3
+    place.remove()
+    assert list(node.iterdir()) == [] and not place.root.exists()
+
+
+def test_the_folders_of_a_node() -> None:
+    assert drill_recorder.NODE_LOCAL == ("/tmp", "/var/tmp", "/dev/shm")
