@@ -60,6 +60,10 @@ class Attempt:
 
     def __init__(self, place: Place, run: Path, folder: Path, pid: int, log_from: Mapping[int, int]) -> None:
         self.place, self.run, self.folder, self.pid = place, run, folder, pid
+        self._engine: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # It also knows when the process started: another process may have the number later.
+            self._engine = psutil.Process(pid)
         self.began, self._at, self.first_step = time.monotonic(), time.time(), 0.0
         self.times: list[float] = []  # of the steps of rank 0
         self.reader: Reader | None = None
@@ -80,7 +84,8 @@ class Attempt:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)  # if it is a child of this process
         try:
-            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+            engine = self._engine
+            return engine is not None and engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -135,8 +140,9 @@ class Attempt:
 
     def _tree(self) -> list[psutil.Process]:
         try:
-            engine_process = psutil.Process(self.pid)
-            return [engine_process, *engine_process.children(recursive=True)]
+            if self._engine is None or not self._engine.is_running():
+                return []
+            return [self._engine, *self._engine.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
@@ -230,7 +236,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to processes that may have ended."""
+    """Send a signal to processes that may have ended, and to no other that has the number of one of them."""
     for one in processes:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             one.send_signal(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
 import time
@@ -159,11 +158,9 @@ def _chosen(states: Sequence[tuple[Path, dict[str, int]]]) -> list[tuple[Path, d
 
 def _run_for(processes: Sequence[psutil.Process], seconds: float) -> None:
     """Let stopped processes run for a moment. Return when all of them are stopped or have ended."""
-    for one in processes:
-        _signal(one.pid, signal.SIGCONT)
+    send(processes, signal.SIGCONT)
     time.sleep(seconds)
-    for one in processes:
-        _signal(one.pid, signal.SIGSTOP)
+    send(processes, signal.SIGSTOP)
     for one in processes:
         for _ in range(1000):
             with contextlib.suppress(OSError), Path(f"/proc/{one.pid}/stat").open("rb") as file:
@@ -171,8 +168,3 @@ def _run_for(processes: Sequence[psutil.Process], seconds: float) -> None:
                     time.sleep(0.0002)
                     continue
             break
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

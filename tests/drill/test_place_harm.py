@@ -1,13 +1,17 @@
-"""What a drill removes: only what its own ranks created, whatever looks like it."""
+"""What a drill removes and ends: only what its own ranks created, and its own processes, whatever looks like them."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hpcinit.drill import attempt
+from hpcinit.drill.attempt import Attempt
 from hpcinit.drill.place import Place
 from hpcinit.runtime import drill_recorder
 
@@ -84,3 +88,21 @@ def test_what_ranks_created_is_theirs(place: Place, tmp_path: Path) -> None:
 
 def test_the_folders_of_a_node() -> None:
     assert drill_recorder.NODE_LOCAL == ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def test_another_process_has_the_number_of_a_job_that_ended(place: Place, tmp_path: Path) -> None:
+    """It is neither ended nor stopped nor counted as the job."""
+    job, other = subprocess.Popen(["sleep", "300"]), subprocess.Popen(["sleep", "300"])
+    one, rank_process = Attempt(place, tmp_path, place.root, job.pid, {}), psutil.Process(job.pid)
+    assert one.running()
+    job.kill()
+    job.wait()
+    one.pid = rank_process._pid = other.pid  # as if the kernel had given the number away
+    assert one._engine is not None
+    one._engine._pid = other.pid
+    assert not one.running()
+    one.kill()
+    attempt.send([rank_process], signal.SIGSTOP)
+    assert other.poll() is None and psutil.Process(other.pid).status() != psutil.STATUS_STOPPED
+    other.kill()
+    other.wait()
