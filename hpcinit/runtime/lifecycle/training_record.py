@@ -1,8 +1,8 @@
 """Rank 0 records when it builds the model, loads, steps, saves, and is in a declared phase, for `hpcinit report`.
 
-A step costs a few microseconds. A thread writes the file, at most once per second and 1,000 times in all, so that a disk
-neither slows the program nor ends it. A rank that is killed leaves a record that is older by at most a second, or by
-a thousandth of its time if that is longer.
+A step costs a few microseconds. A thread writes the file, at most once per second and 1,000 times in all, so that
+a disk neither slows the program nor ends it. A rank that is killed leaves a record that is older by at most a second,
+or by a thousandth of its time if that is longer.
 """
 
 from __future__ import annotations
