@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcinit.drill.attempt import Record, Save
-from hpcinit.drill.progress_lines import last_digit
+from hpcinit.drill.progress_lines import Point, last_digit
 from hpcinit.records.drill_records import Step
 
 EQUAL = 1e-6  # relative difference of sums that count as equal
@@ -124,13 +124,13 @@ def _from_step(first: Record, record: Record) -> int | None:
             continue
         if not (record.steps and first.steps):
             return same
-        return _before(first, first.points[same].at) - _before(record, point.at)
+        return _before(first, first.points[same]) - _before(record, point)
     return None
 
 
-def _before(record: Record, at: int) -> int:
-    """Return how many steps rank 0 had made when its log had this size."""
-    return sum(step.at < at for step in record.steps[0])
+def _before(record: Record, point: Point) -> int:
+    """Return how many steps rank 0 had made when it reported this one."""
+    return sum(step.time < point.time if point.time else step.at < point.at for step in record.steps[0])
 
 
 def _by_weights(alone: Undisturbed, record: Record) -> int | None:

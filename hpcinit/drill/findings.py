@@ -69,14 +69,11 @@ def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
     """Yield what the end of the first attempt shows."""
     if cut.signal in ("caught", "ignored"):
         after = cut.done - cut.at
-        saved = any(save.steps >= cut.at for save in cut.saves)
         if cut.ran_on or cut.done >= alone.first.done:
             yield Finding(
                 IGNORES_SIGNAL,
                 f"SIGTERM is {cut.signal}: the program made {counted(after, 'more step')} instead of stopping",
             )
-        elif not saved and alone.saves:
-            yield Finding(IGNORES_SIGNAL, f"SIGTERM is {cut.signal}, and the program ended without a save")
 
 
 def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> list[Finding]:

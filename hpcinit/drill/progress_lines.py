@@ -30,11 +30,15 @@ _SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")
 
 @dataclass(frozen=True)
 class Point:
-    """One reported step. at: where its line ends in the log. step: a number that grows from step to step."""
+    """One reported step: a number that grows from step to step.
+
+    at: where its line ends in the log. time: of `run.progress()`, in seconds since 1970; 0 for a line of the log.
+    """
 
     step: int
     at: int
     values: Mapping[str, float] = field(default_factory=dict)
+    time: float = 0.0
 
     @property
     def loss(self) -> float | None:
@@ -137,7 +141,7 @@ MOST_NEEDED = 3  # steps in a log, for its format to be recognized
 
 def reported(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the steps that `run.progress()` reported."""
-    found = {one["step"]: Point(one["step"], one["at"], one["values"]) for one in documents}
+    found = {one["step"]: Point(one["step"], 0, one["values"], one["time"]) for one in documents}
     return list(found.values())
 
 

@@ -16,7 +16,7 @@ from hpcinit.records.run_folder import from_known_fields
 
 ENV_DRILL = "HPCINIT_DRILL"  # environment variable: the folder of this attempt. All files in its parent may be written
 OUTSIDE = "outside.jsonl"  # {path, action, refused} of each file that a rank wrote elsewhere, or wanted to
-PROGRESS = "progress.jsonl"  # {step, at, values} of each run.progress() of rank 0; at: size of its log
+PROGRESS = "progress.jsonl"  # {step, time, values} of each run.progress() of rank 0; time: since 1970
 
 
 @dataclass(frozen=True)

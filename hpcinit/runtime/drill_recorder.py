@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hpcinit.records import drill_records
@@ -116,7 +117,7 @@ def _record_steps(torch: Any, path: Path) -> None:
     def on_step(optimizer: Any, *_: Any) -> None:
         if not first:
             first.append(optimizer)
-        if optimizer is not first[0]:
+        if optimizer is not first[0] or _is_of_a_load():
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
             parameters = [p for group in optimizer.param_groups for p in group["params"]][:MOST_TENSORS]
@@ -138,6 +139,14 @@ def _record_steps(torch: Any, path: Path) -> None:
 
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(on_step)
+
+
+def _is_of_a_load() -> bool:
+    """Whether torch makes this step. It makes one of its own (with lr 0) before it loads an optimizer's state."""
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _sample(tensor: Any) -> Any:

@@ -514,7 +514,7 @@ class Runtime:
         if self.rank or self.folder is None:
             return
         if drill := os.environ.get(drill_records.ENV_DRILL):  # progress.json skips steps
-            known = {"step": step, "at": os.fstat(1).st_size, "values": {k: float(v) for k, v in values.items()}}
+            known = {"step": step, "time": time.time(), "values": {k: float(v) for k, v in values.items()}}
             drill_records.append(Path(drill) / drill_records.PROGRESS, known)
         first = self._session.not_finite
         new = [name for name, value in values.items() if name not in first and not _is_finite(value)]

@@ -57,6 +57,39 @@ def test_a_correct_program_passes(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["train.py"]
 
 
+OWN_CALLS = """
+import time
+import torch
+import hpcinit
+
+with hpcinit.session() as run:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    wrapped = run.wrap(model, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    loaded = run.load(wrapped, "checkpoints")
+    for step in range(loaded.step + 1 if loaded else 1, 25):
+        inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = wrapped(inputs).pow(2).mean()
+        wrapped.backward(loss)
+        wrapped.step()
+        time.sleep(0.03)
+        run.progress(step, 24, loss=loss.item())
+        stop = run.should_stop()
+        if stop or step % 6 == 0:
+            run.save(wrapped, "checkpoints", step)
+        if stop:
+            break
+"""
+
+
+@pytest.mark.ranks
+def test_a_program_with_hpcinits_own_calls_passes(tmp_path: Path) -> None:
+    """It prints no steps, and torch makes a step of the optimizer before it loads."""
+    status, out, err = drill(tmp_path / "work", "--json", "--", "train.py", program=OWN_CALLS)
+    assert status == 0, out + err
+    assert document(out)["steps"] == 24
+
+
 # What is replaced in the program by what, and the cause that the drill names.
 BUGS = {
     "no_optimizer": ('    optimizer.load_state_dict(state["optimizer"])\n', ""),
