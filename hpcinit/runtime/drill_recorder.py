@@ -142,7 +142,7 @@ def _record_steps(torch: Any, path: Path) -> None:
 
 
 def _is_of_a_load() -> bool:
-    """Whether torch makes this step. It makes one of its own (with lr 0) before it loads an optimizer's state."""
+    """Whether torch makes this step: it makes one, with lr 0, before it loads an optimizer's state."""
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """Requeues and chains. The batch script requeues its own job, on the host and outside any container.
 
-It calls hpcinit/after for that. The reasons are in docs/decisions/0018-requeue-from-the-batch-shell.md.
+It calls hpcinit/after for that. The reasons are in docs/decisions/0214-one-end-of-job.md.
 """
 
 from __future__ import annotations
