@@ -27,7 +27,7 @@ from hpcinit.submit import job_environment
 from hpcinit.submit.submit_command import split_program
 
 GRACE_S = 30.0
-PATTERN = "drill.pattern="
+PATTERN, RANKS = "drill.pattern=", "ranks_per_node="
 OWN_KEYS = ("cluster", "runs_dir", "wait", "again", "dry_run", "chain")
 
 
@@ -54,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--without", action="append", default=[], metavar="NAME", help="do not copy files and folders of this name"
     )
+    parser.add_argument(
+        "--fewer-ranks", type=int, metavar="N", help="also restart with ranks_per_node=N, and compare only the step"
+    )
     return console.add_verbosity_options(parser)
 
 
@@ -75,7 +78,13 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     place = Place(_folder_of(program), options.without)
     try:
-        drill, first = _submitted(place, keys, program, options.steps, options.grace, reader)
+        first = _submitted(place, keys, program)
+        place.keep_as_before(first.run)
+        drill = Drill(place, first.run, _job_environment(), options.steps, options.grace)
+        drill.reader = first.reader = reader
+        if options.fewer_ranks:
+            fewer = [key for key in keys if not key.startswith(RANKS)] + [f"{RANKS}{options.fewer_ranks}"]
+            drill.fewer = lambda: _submitted(place, fewer, program)
         return _run(drill, first, options.json)
     finally:
         _end_all(place)
@@ -93,14 +102,7 @@ def _folder_of(program: Sequence[str]) -> Path:
     return here
 
 
-def _submitted(
-    place: Place,
-    keys: Sequence[str],
-    program: Sequence[str],
-    steps: int | None,
-    grace_s: float,
-    reader: progress_lines.Reader | None,
-) -> tuple[Drill, Attempt]:
+def _submitted(place: Place, keys: Sequence[str], program: Sequence[str]) -> Attempt:
     """Submit the program with all checks of a submission. Raise RequestError with what they report."""
     folder = place.next_attempt()
     own = ["cluster=local", f"runs_dir={place.now / 'runs'}", "again=true"]
@@ -121,15 +123,12 @@ def _submitted(
     if done.returncode:
         problems = next((one["error"] for one in documents if one["document"] == "error"), done.stderr)
         raise RequestError(problems.replace(str(place.work), str(here)))
-    run = Path(documents[0]["run"]).absolute()
-    place.keep_as_before(run)
+    return Attempt(place, Path(documents[0]["run"]).absolute(), folder, int(documents[0]["job_id"]), {})
+
+
+def _job_environment() -> dict[str, str]:
     cleaned, _ = job_environment.clean_environment(os.environ)
-    job_env = {name: value for name, value in cleaned.items() if not secret_names.is_secret(name, value, ())}
-    drill = Drill(place, run, job_env, steps, grace_s)
-    drill.reader = reader
-    attempt = Attempt(place, run, folder, int(documents[0]["job_id"]), {})
-    attempt.reader = reader
-    return drill, attempt
+    return {name: value for name, value in cleaned.items() if not secret_names.is_secret(name, value, ())}
 
 
 def _run(drill: Drill, attempt: Attempt, as_json: bool) -> int:

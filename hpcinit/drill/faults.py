@@ -18,6 +18,7 @@ from hpcinit.engine import local_job
 
 PREEMPTED, RANK_KILLED, ALL_KILLED = "preempted", "rank killed", "all ranks killed"
 TIME_LIMIT, WHILE_SAVING, FULL_DISK = "time limit", "killed while it saved", "full disk"
+FEWER_RANKS = "fewer ranks"
 SLICE_S = 0.001  # how long the ranks run between two looks during a save
 MOST_STATES = 2  # unfinished saves from which the program is started
 AFTER_FAILURE_S = 30.0  # for the other ranks to end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,9 @@ class Part:
 
 
 class Drill:
-    """Runs the parts in the folders of `place`. env: the environment of the job."""
+    """Runs the parts in the folders of `place`. env: the environment of the job. fewer: submits it with fewer ranks."""
+
+    fewer: Callable[[], Attempt] | None = None
 
     def __init__(self, place: Place, run: Path, env: Mapping[str, str], most_steps: int | None, grace_s: float) -> None:
         self.place, self.run, self.env = place, run, env
@@ -134,7 +136,9 @@ class Drill:
 
     def plan(self, first: Record) -> Plan:
         """Choose when each fault happens."""
-        total, unchecked = first.done, ["a restart on fewer ranks"]
+        total, unchecked = first.done, list[str]()
+        if len(first.steps) > 1 and not self.fewer:
+            unchecked.append("a restart on fewer ranks: --fewer-ranks N")
         saves = [save for save in self.saves if save.steps < total]
         at = {faults.PREEMPTED: _between(saves, total, 0.3), faults.TIME_LIMIT: _between(saves, total, 0.7)}
         if len(first.steps) > 1:
@@ -153,7 +157,7 @@ class Drill:
     def estimate_s(self, first: Record, plan: Plan) -> float:
         """Return how long the rest of the drill takes, the second undisturbed run included."""
         step_s = (first.seconds - first.begin_s) / first.done
-        starts = 3 + len(plan.at) + len(plan.cut[:1]) * faults.MOST_STATES + bool(plan.disk)
+        starts = 3 + len(plan.at) + len(plan.cut[:1]) * faults.MOST_STATES + bool(plan.disk) + bool(self.fewer)
         return starts * (first.begin_s + START_S) + 4 * step_s * first.done
 
     def parts(self, alone: Undisturbed, plan: Plan, frozen: Frozen) -> Iterator[Part]:
@@ -178,6 +182,18 @@ class Drill:
         if frozen.while_saving:
             records = [self._ended(self._next(one), AFTER_STATE) for one in frozen.while_saving]
             yield self._part(alone, frozen.while_saving, records)
+        if frozen.killed and self.fewer:
+            cut = replace(self._whole(frozen.killed), fault=faults.FEWER_RANKS)
+            yield self._part(alone, [cut], [self._ended(self._with_fewer_ranks(cut, self.fewer), AFTER_STATE)])
+
+    def _with_fewer_ranks(self, cut: Interruption, submit: Callable[[], Attempt]) -> SaveWatch:
+        """Submit the program with fewer ranks, in the folders that the kill of all ranks left."""
+        self.place.remove_outside()
+        self.place.restore(cut.state)
+        self.place.forget_reads()
+        attempt = submit()
+        attempt.reader = self.reader
+        return SaveWatch(attempt, findings.newest(cut.saves), cut.saves)
 
     def _after_loss(self, alone: Undisturbed, plan: Plan, killed: Interruption, doing: Faults) -> Iterator[Part]:
         """Yield the results of the kill of all ranks, and of the full disk that the attempt after it meets."""
@@ -215,6 +231,8 @@ class Drill:
         part = Part(first.fault, _title(first, self.grace_s), at=first.at, saved=findings.newest(first.saves))
         for cut, record in zip(cuts, records, strict=True):
             found = comparison.resumed(alone, record)
+            if cut.fault == faults.FEWER_RANKS:  # their batches are others
+                found = replace(found, differs=None, compared=False)
             part.from_step.append(found.from_step)
             part.lost_s += max(0, cut.at - (found.from_step or 0)) * alone.step_s + record.begin_s
             new = [*findings.of_interruption(alone, cut), *findings.of_resume(alone, cut, record, found)]
@@ -234,6 +252,7 @@ def _title(cut: Interruption, grace_s: float) -> str:
         faults.TIME_LIMIT: f"time limit at step {cut.at}",
         faults.WHILE_SAVING: f"killed while it saved step {cut.at}",
         faults.FULL_DISK: f"disk full at step {cut.at}",
+        faults.FEWER_RANKS: "restarted on fewer ranks",
     }[cut.fault]
 
 

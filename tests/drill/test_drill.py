@@ -90,6 +90,21 @@ def test_a_program_with_hpcinits_own_calls_passes(tmp_path: Path) -> None:
     assert document(out)["steps"] == 24
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("same", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_a_restart_on_fewer_ranks(tmp_path: Path, same: bool) -> None:
+    """With --fewer-ranks a step of two ranks is loaded by one. A program that needs the same number fails there only."""
+    check = "    assert not loaded or loaded.extra == run.world_size\n" if same else ""
+    program = OWN_CALLS.replace("step)\n        if stop:", "step, extra=run.world_size)\n        if stop:")
+    program = program.replace("    for step", f"{check}    for step")
+    words = ["--json", "ranks_per_node=2", "--fewer-ranks", "1", "--", "train.py"]
+    status, out, err = drill(tmp_path / "work", *words, program=program)
+    assert status == same, out + err
+    last = document(out)["parts"][-1]
+    assert last["part"] == "fewer ranks" and last["causes"] == (["resume_fails"] if same else []), out
+    assert same or last["resumed_from"][0] % 6 == 0 < last["resumed_from"][0]
+
+
 # What is replaced in the program by what, and the cause that the drill names.
 BUGS = {
     "no_optimizer": ('    optimizer.load_state_dict(state["optimizer"])\n', ""),
