@@ -29,14 +29,14 @@ class TrainingRecord:
         self._path, self._pid = folder / training_spans.FILE, os.getpid()
         self._record = SpanRecord(startup.now())
         self._began = time.monotonic()
-        self._due = 0.0
+        self._waits = False  # to be written
         self._write()
         atexit.register(self._close)
 
     def step(self, step: int) -> None:
         """Note a finished step; -1 without a number."""
         self._record.step(step, startup.now())
-        if time.monotonic() >= self._due:
+        if not self._waits:
             self._write()
 
     def loaded(self, step: int) -> None:
@@ -57,16 +57,15 @@ class TrainingRecord:
             self.switch(training_spans.FIRST)
 
     def _write(self) -> None:
-        now = time.monotonic()
-        every_s = max(LEAST_S, SHARE * (now - self._began))
-        self._due = now + every_s
-        path, text = self._path, self._record.to_json()
+        self._waits = True
+        every_s = max(LEAST_S, SHARE * (time.monotonic() - self._began))
+        background_writer.later(training_spans.FILE, self._write_file, every_s=every_s)
 
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            safe_files.write_atomically(path, text)
-
-        background_writer.later(training_spans.FILE, write, every_s=every_s)
+    def _write_file(self) -> None:
+        """Write what is recorded by now. A thread does it, also after the last step before a hang."""
+        self._waits = False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        safe_files.write_atomically(self._path, self._record.to_json())
 
     def _close(self) -> None:
         """Write what is not written yet. background_writer flushes after it: handlers run in reverse order."""
