@@ -110,7 +110,8 @@ def test_weights_are_exported_and_evaluated(folder: Path) -> None:
 def test_a_launcher_of_your_own(folder: Path) -> None:
     """The class of the page reads rank, size and hosts from its variables."""
     env = {"MY_RANK": "3", "MY_SIZE": "4", "MY_HOSTS": "n1,n2", "MY_JOB": "7"}
-    done = shell("python my_launcher.py", folder, PYTHONPATH=str(Path(__file__).parent.parent), **env)
+    read = "import os, my_launcher; print(my_launcher.MyLauncher().read(os.environ))"
+    done = shell(f"python -c '{read}'", folder, PYTHONPATH=str(Path(__file__).parent.parent), **env)
     assert "rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, hosts=('n1', 'n2')" in done.stdout, (
         done.stderr
     )
