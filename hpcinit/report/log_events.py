@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOST_BYTES = 64 << 20  # of one log
-# A sample of the lines of one shape has about so many, in blocks, which show how often the program prints a step.
+# The approximate number of lines of one shape in a sample. Blocks of lines show how often the program prints a step.
 MOST_ALIKE, BLOCK = 64, 4
 BESIDE = 2  # lines after any other line are read as well, and the one before it
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
@@ -55,10 +55,10 @@ EACH = [
     (re.compile(r"\b([\d.]+) ?s/(?:it|step|iter|batch)\b"), 1.0),
     (re.compile(r"(?i)\b(?:step|iter)_?time(?:\(s\)|_s)?\s*[:=]\s*([\d.]+) ?s?\b"), 1.0),
 ]
-# The patterns below need 0.1 ms for a line, and most lines, in small letters, have none of these words.
+# The patterns below need 0.1 ms for a line. Most lines, in lower case, contain none of these strings.
 WORDS = re.compile(
-    "sav|written|checkpoint-|load|restor|resum|eval|valid|val[ _]|held|cancelled|watchdog|collective|heartbeat|sig|"
-    "preempt|restart|traceback|error|begin|start"
+    "sav|written|checkpoint-|load|restor|resum|eval|valid|val[ _]|hel|cancelled|watchdog|collective|heartbeat|sig|"
+    "preempt|restart|traceback|error|begi|start"
 )
 THING = r"(?:checkpoints?|ckpts?|snapshot|model|state|weights|optimizer)"
 SAVE = re.compile(
