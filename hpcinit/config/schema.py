@@ -455,6 +455,10 @@ class Config:
         choices=spec.SEED_BY,
     )
     deterministic: bool = key("use only deterministic algorithms: slower, and an error where torch has none", False)
+    tracker: Optional[str] = key(
+        "wandb or mlflow: rank 0 of all attempts continues one run of the tracker; null: neither",
+        choices=spec.TRACKERS,
+    )
     activation_checkpointing: str = key(
         "full: recompute each layer in the backward pass; or none", "none", choices=spec.CHECKPOINTING
     )

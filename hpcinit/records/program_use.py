@@ -15,7 +15,7 @@ from pathlib import Path
 from hpcinit.base import safe_files
 from hpcinit.records import run_folder
 from hpcinit.records.layout import Layout
-from hpcinit.records.spec import Comm, Hang, Samples, Spec, Training
+from hpcinit.records.spec import MLFLOW, Comm, Hang, Samples, Spec, Training
 from hpcinit.records.stop_reasons import Stopping
 
 # The steps of a program, in their order.
@@ -95,6 +95,8 @@ def _of_init(spec: Spec) -> Iterator[str]:
     if spec.comm.deepspeed and not spec.training.wrapper.needs_deepspeed:
         yield "comm.deepspeed"
     yield from _changed("stop", spec.stop, Stopping(), ("margin_s", "every_steps"))
+    if spec.tracker == MLFLOW:
+        yield "tracker"
     yield from _changed("hang", spec.hang, Hang(), tuple(each.name for each in fields(Hang)))
 
 

@@ -28,6 +28,7 @@ JOB_RETURN = "job_return.pkl"  # by rank 0 of a job of a Hydra multirun: what it
 RESULT = "result.json"  # written by rank 0 or by the program: the result, records/results.py
 STARTUP = "startup.txt"  # by rank 0: what hpcinit set at each start, records/startup_settings.py
 PROGRAM_USE = "program_use.json"  # written by rank 0: records/program_use.py
+TRACKER = "tracker.txt"  # by run.tracker_id() on rank 0: the id of the tracker's run
 STOPPED = "stopped.json"  # job and reason: the ranks stopped before the end, or their program still runs
 CHAIN = "chain.txt"  # by the batch script when its chain is over, for the next job: exit status and job
 RESTARTS = "restarts.jsonl"  # by hpcinit.after, a line for each restart: why, and the furthest step until then

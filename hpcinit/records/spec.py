@@ -32,6 +32,7 @@ PARAM = ("fp32", "bf16", "fp16")
 REDUCE = ("fp32", "bf16")
 HANG_ACTIONS = ("report", "end")
 CHECKPOINTING = ("none", "full")
+WANDB, MLFLOW = TRACKERS = ("wandb", "mlflow")
 OFF, REPORT, REPLACE = NODE_CHECKS = ("off", "report", "replace")
 
 
@@ -222,6 +223,7 @@ class Spec:
     hang: Hang = field(default_factory=Hang)
     check_node: NodeCheck = field(default_factory=NodeCheck)
     launch: Launch = field(default_factory=Launch)
+    tracker: str | None = None
     components: tuple[Component, ...] = ()
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 def largest(found: Ledger) -> Loss | None:
     """Return the largest row that is not kept steps, or None if all are small."""
-    rows = {row: amount.at for row, amount in found.rows().items() if row != ledger.KEPT}
+    rows = {row: amount.at for row, amount in found.rows.items() if row != ledger.KEPT}
     row = max(rows, key=lambda row: rows[row])
     if not found.unit_s or rows[row] < LEAST_SHARE * found.unit_s:
         return None
@@ -66,7 +66,7 @@ def _after(found: Ledger) -> str:
 
 def interrupted(found: Ledger) -> list[Allocation]:
     """Return the allocations whose end lost steps."""
-    return [one for one in found.allocations if one.rows()[ledger.REPEATED].at > 0]
+    return [one for one in found.allocations if one.rows[ledger.REPEATED].at > 0]
 
 
 def _interval(found: Ledger, lost: float) -> str:

@@ -6,9 +6,9 @@ and this module adds them up. A time that has only bounds has a range, which the
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from hpcinit.report.startup_phases import Report
@@ -57,7 +57,7 @@ class Amount(NamedTuple):
     high: float = 0.0
 
     def plus(self, other: Amount, factor: float = 1.0) -> Amount:
-        return Amount(*(mine + factor * value for mine, value in zip(self, other, strict=True)))
+        return Amount(self.at + factor * other.at, self.low + factor * other.low, self.high + factor * other.high)
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Allocation:
     def charged_s(self) -> float:
         return self.end - self.begin - self.suspended_s
 
+    @cached_property
     def rows(self) -> dict[str, Amount]:
         """Return the seconds of the allocation by row; they add up to charged_s."""
         found = dict.fromkeys(ROWS, Amount())
@@ -172,11 +173,12 @@ class Ledger:
     def queued_s(self) -> float:
         return sum(one.queued_s or 0.0 for one in self.allocations)
 
+    @cached_property
     def rows(self) -> dict[str, Amount]:
         """Return the GPU-seconds (node-seconds) of each row; they add up to unit_s."""
         found = dict.fromkeys(ROWS, Amount())
         for one in self.allocations:
-            for row, amount in one.rows().items():
+            for row, amount in one.rows.items():
                 found[row] = found[row].plus(amount, one.units)
         rest = Amount(0.0, 0.0, found[UNKNOWN].at if self.guessed else 0.0)
         return {row: amount if row in (UNKNOWN, IDLE) else amount.plus(rest) for row, amount in found.items()}
@@ -240,20 +242,10 @@ def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
     last: Segment | None = None
     for one in segments:
         if last is not None and (last.row, last.last) == (one.row, one.first):
-            last = replace(last, end=one.end, last=one.last, count=last.count + one.count)
+            last = Segment(last.row, last.begin, one.end, last.first, one.last, last.count + one.count)
             continue
         if last is not None:
             yield last
         last = one
     if last is not None:
         yield last
-
-
-def step_s(segments: Iterable[Segment]) -> float:
-    """Return the usual time of a step, 0 if unknown."""
-    found = [
-        (one.end.at - one.begin.at) / one.count
-        for one in segments
-        if one.row in (KEPT, REPEATED) and one.count and one.end.at > one.begin.at
-    ]
-    return statistics.median(found) if found else 0.0

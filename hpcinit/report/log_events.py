@@ -8,13 +8,17 @@ from __future__ import annotations
 import gzip
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
 MOST_BYTES = 64 << 20  # of one log
+# The approximate number of lines of one shape in a sample. Blocks of lines show how often the program prints a step.
+MOST_ALIKE, BLOCK = 64, 4
+BESIDE = 2  # lines after any other line are read as well, and the one before it
+DIGITS = bytes.maketrans(b"123456789", b"000000000")
 HEAD = 90  # characters of a line in which its time is
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MONTHS = {
@@ -51,6 +55,11 @@ EACH = [
     (re.compile(r"\b([\d.]+) ?s/(?:it|step|iter|batch)\b"), 1.0),
     (re.compile(r"(?i)\b(?:step|iter)_?time(?:\(s\)|_s)?\s*[:=]\s*([\d.]+) ?s?\b"), 1.0),
 ]
+# The patterns below need 0.1 ms for a line. Most lines, in lower case, contain none of these strings.
+WORDS = re.compile(
+    "sav|written|checkpoint-|load|restor|resum|eval|valid|val[ _]|hel|cancelled|watchdog|collective|heartbeat|sig|"
+    "preempt|restart|traceback|error|begi|start"
+)
 THING = r"(?:checkpoints?|ckpts?|snapshot|model|state|weights|optimizer)"
 SAVE = re.compile(
     rf"(?i)\bsav(?:ing|ed?|e)\b.{{0,60}}\b{THING}\b|{THING}.{{0,60}}\b(?:saved|written|save)\b|/checkpoint-\d+"
@@ -66,6 +75,7 @@ ENDS = re.compile(
     r"(?i)CANCELLED AT (\S+)(?: DUE TO (\w+(?: \w+)?))?|(?P<hang>watchdog caught|collective operation timeout|"
     r"heartbeat monitor|watchdog.{0,40}time(?:d )?out)|(?P<signal>SIGTERM|SIGUSR1|signal 15|signal 10|preempt)"
 )
+OTHERS = {"ended", "error", "load", "save", "eval"}  # a line about one of these is about no step
 RESTARTED = re.compile(r"(?i)restarting worker group|restart_count=[1-9]|\brestart \d+ of\b")
 BEGINS = re.compile(r"(?i)\b(?:start|begin|beginn|resum)\w*\b.{0,20}\b(?:step|iter)")
 CAUSED = re.compile(r"Traceback \(most recent call last\)|srun: error:|OutOfMemoryError|CUDA error")
@@ -117,10 +127,11 @@ class Stream:
         return replace(self, events=tuple(moved))
 
 
-def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
+def read(path: Path, near: float, day_first: bool = False, sample: bool = False) -> Stream | None:
     """Return the events of a log, or None if it is no text or cannot be read.
 
-    near: a time at its start, for times without a date or a year. day_first: '03/04' is the 3rd of April.
+    near: a time at its start, for times without a date or a year. day_first: '03/04' is the 3rd of April. sample: of
+    many lines that are alike, read a part.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -132,7 +143,7 @@ def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
         return None
     text = ESCAPES.sub("", data.decode(errors="replace")).replace("\r", "\n")
     stamps = _Stamps(near, day_first)
-    events = [*_events(text.split("\n"), stamps)]
+    events = [*_events(text, stamps, sample)]
     forms = Counter(one.form for one in events if one.kind == "step")
     form = forms.most_common(1)[0][0] if forms else -1
     events = [one if one.kind != "step" or one.form == form else one._replace(kind="line") for one in events]
@@ -205,57 +216,116 @@ class _Stamps:
         return at
 
 
-def _events(lines: Iterable[str], stamps: _Stamps) -> Iterator[Event]:
-    at: float | None = None
-    for line in lines:
+class _Form(NamedTuple):
+    """How a line shows a step: its number in STEPS, and the pattern of the seconds of a step with their unit."""
+
+    number: int
+    each: tuple[re.Pattern[str], float] | None
+
+
+class _Lines:
+    """Reads one line after the other. The shape of a line is the line with 0 for each digit.
+
+    Most lines are steps of a few shapes, so the patterns are tried once for a shape.
+    """
+
+    def __init__(self, stamps: _Stamps) -> None:
+        self._stamps = stamps
+        self._at: float | None = None
+        self.forms: dict[bytes, _Form | None] = {}  # None: a line of this shape shows nothing
+
+    def events(self, line: str, shape: bytes) -> list[Event]:
+        own = self._stamps.of(line) if b"00:00:00" in shape or b"0000000000" in shape[:12] else None
+        self._at = self._at if own is None else own
+        if shape in self.forms:
+            form, found = self.forms[shape], []
+        else:
+            found = [*_of_line(line, own, self._at)] if (marked := WORDS.search(line.lower())) else []
+            form = None if (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found) else _form(line)
+            if not found and (form or not marked):
+                self.forms[shape] = form
+        if form:
+            found.append(_step(line, form, own))
+        return found or ([] if own is None else [Event(own, "line")])
+
+
+def _events(text: str, stamps: _Stamps, sample: bool) -> Iterator[Event]:
+    shapes = text.encode("ascii", "replace").translate(DIGITS).split(b"\n")
+    strides = {shape: number // MOST_ALIKE + 1 for shape, number in Counter(shapes).items()} if sample else {}
+    lines = _Lines(stamps)
+    seen: Counter[bytes] = Counter()
+    since = 0
+    skipped: tuple[str, bytes] | None = None
+    for line, shape in zip(text.split("\n"), shapes, strict=True):
         if not line.strip():
             continue
-        own = stamps.of(line)
-        at = own if own is not None else at
-        found = [*_of_line(line, own, at)]
-        yield from found or ([] if own is None else [Event(own, "line")])
+        stride = strides.get(shape, 1)
+        if stride > 1 and shape in lines.forms:
+            seen[shape] += 1
+            since += 1
+            # A time without a date needs the times of all lines before it.
+            if since > BESIDE and seen[shape] // BLOCK % stride and not stamps.daily:
+                skipped = (line, shape) if lines.forms[shape] else skipped
+                continue
+        else:
+            since = 0
+            if skipped:
+                yield from lines.events(*skipped)
+        skipped = None
+        yield from lines.events(line, shape)
+    if skipped:
+        yield from lines.events(*skipped)
 
 
 def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:
-    """Yield what one line shows. own: its time. at: the last known time."""
+    """Yield what one line shows, except a step. own: its time. at: the last known time."""
+    time = own if own is not None else at
     if found := ENDS.search(line):
         if found[1]:
             with_date = TIMES[0].search(found[1])
             yield Event(datetime.fromisoformat(with_date[0][:19]).timestamp() if with_date else at, "ended")
             return
-        yield Event(own if own is not None else at, "hang" if found["hang"] else "signal")
+        yield Event(time, "hang" if found["hang"] else "signal")
     if RESTARTED.search(line):
-        yield Event(own if own is not None else at, "restart")
-    step = LOADED_STEP.search(line)
-    number = int(step[1]) if step else -1
+        yield Event(time, "restart")
     if CAUSED.search(line):
-        yield Event(own if own is not None else at, "error")
+        yield Event(time, "error")
     elif LOAD.search(line):
-        yield Event(own, "load", number, bool(LOADED.search(line)))
+        yield Event(own, "load", _number_in(line), bool(LOADED.search(line)))
     elif SAVE.search(line):
-        yield Event(own, "save", number, bool(SAVED.search(line)))
+        yield Event(own, "save", _number_in(line), bool(SAVED.search(line)))
     elif EVAL.search(line):
         yield Event(own, "eval")
-    elif not BEGINS.search(line):
-        for number, form in enumerate(STEPS):
-            if found := form.search(line):
-                yield _step(line, found, own)._replace(form=number)
-                return
 
 
-def _step(line: str, found: re.Match[str], at: float | None) -> Event:
+def _number_in(line: str) -> int:
+    """Return the step of a line about a checkpoint, -1 if it has none."""
+    found = LOADED_STEP.search(line)
+    return int(found[1]) if found else -1
+
+
+def _form(line: str) -> _Form | None:
+    """Return how the line shows a step, None if it shows none."""
+    number = next((at for at, form in enumerate(STEPS) if form.search(line)), None)
+    if number is None:
+        return None
+    return _Form(number, next((one for one in EACH if (found := one[0].search(line)) and _number(found[1])), None))
+
+
+def _step(line: str, form: _Form, at: float | None) -> Event:
+    found = STEPS[form.number].search(line)
+    assert found
     step = int(found[1])
     total = int(found[2] or 0) if found.re.groups > 1 else 0
     bar_s = -1.0
-    if bar := BAR.search(line):
+    if "<" in line and (bar := BAR.search(line)):
         bar_s = 3600 * int(bar[3] or 0) + 60 * int(bar[4]) + int(bar[5])
         epoch = EPOCH.search(line)
         if int(bar[1]) == step and epoch:  # a bar of each epoch
             step, total = step + int(epoch[1]) * int(bar[2]), 0
-    each = next(
-        (factor * float(one[1]) for form, factor in EACH if (one := form.search(line)) and _number(one[1])), 0.0
-    )
-    return Event(at, "step", step, each_s=each, total=total, bar_s=bar_s)
+    each = form.each[0].search(line) if form.each else None
+    each_s = form.each[1] * float(each[1]) if form.each and each and _number(each[1]) else 0.0
+    return Event(at, "step", step, each_s=each_s, total=total, bar_s=bar_s, form=form.number)
 
 
 def _number(text: str) -> bool:

@@ -44,15 +44,15 @@ def headline(found: Ledger) -> str:
 
 def percent(found: Ledger, row: str) -> str:
     """Return '71 %', or 'between 60 and 75 %'."""
-    low, high = (100 * value / (found.unit_s or 1.0) for value in found.rows()[row][1:])
+    low, high = (100 * value / (found.unit_s or 1.0) for value in found.rows[row][1:])
     if high - low > 1:
         return f"between {low:.0f} and {min(high, 100):.0f} %"
-    return f"{100 * found.rows()[row].at / (found.unit_s or 1.0):.0f} %"
+    return f"{100 * found.rows[row].at / (found.unit_s or 1.0):.0f} %"
 
 
 def shares(found: Ledger) -> list[tuple[str, float]]:
     """Return (row, share) of the rows that are large enough to show, the largest first."""
-    every = [(row, amount.at / (found.unit_s or 1.0)) for row, amount in found.rows().items()]
+    every = [(row, amount.at / (found.unit_s or 1.0)) for row, amount in found.rows.items()]
     return sorted((one for one in every if one[1] >= SHOWN), key=lambda one: -one[1])
 
 
@@ -76,7 +76,7 @@ def lines(found: Ledger, title: str = "") -> Iterator[str]:
     yield from advice.by_node(found)
     yield ""
     widest = max(len(text) for text in ledger.TITLES.values())
-    for row, amount in found.rows().items():
+    for row, amount in found.rows.items():
         if amount.high > 0 or row == ledger.UNKNOWN:
             within = f"  between {hours(amount.low)} and {hours(amount.high)}" if _is_range(found, amount) else ""
             share = 100 * amount.at / found.unit_s
@@ -94,7 +94,7 @@ def attempt_lines(found: Ledger) -> Iterator[str]:
         return
     yield ""
     for one in found.allocations:
-        kept = 100 * one.rows()[ledger.KEPT].at / (one.charged_s or 1.0)
+        kept = 100 * one.rows[ledger.KEPT].at / (one.charged_s or 1.0)
         name = f"{one.job} restart {one.restart}" if one.restart else one.job
         why = advice.WORDS.get(one.reason, one.reason) or one.state.lower()
         yield (
@@ -112,7 +112,7 @@ def csv_text(found: Sequence[Ledger]) -> str:
         for one in each.allocations:
             about = (each.name, one.job, one.restart, f"{datetime.fromtimestamp(one.begin):%Y-%m-%dT%H:%M:%S}")
             queued = ledger.Amount(*([one.queued_s or 0.0] * 3))
-            for row, amount in {ledger.QUEUE: queued, **one.rows()}.items():
+            for row, amount in {ledger.QUEUE: queued, **one.rows}.items():
                 writer.writerow((*about, one.nodes, one.gpus, row, *(f"{value:.3f}" for value in amount)))
     return text.getvalue()
 
@@ -126,7 +126,7 @@ def svg(found: Ledger) -> str:
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
         f'<text x="20" y="24" font-size="15">{escape(f"{found.name}: {headline(found)}")}</text>',
     ]
-    at, rows = 20.0, found.rows()
+    at, rows = 20.0, found.rows
     for row in ledger.ROWS:
         size = wide * rows[row].at / (found.unit_s or 1.0)
         parts.append(_box(row, at, 38, size, 28, f"{ledger.TITLES[row]}: {hours(rows[row].at)} {found.unit}"))

@@ -11,7 +11,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hpcinit.report import ledger
 from hpcinit.report.ledger import Segment, Start, Time, exact
@@ -75,7 +75,7 @@ def _in_order(segments: Sequence[Segment], end: float) -> Iterator[Segment]:
         begin = one.begin if now is None else now
         at = min(max(one.end.at, begin.at), end)
         now = Time(at, min(one.end.low, at), max(one.end.high, at))
-        yield replace(one, begin=begin, end=now)
+        yield Segment(one.row, begin, now, one.first, one.last, one.count)  # faster than replace()
 
 
 def _open(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> dict[str, tuple[float, float]]:

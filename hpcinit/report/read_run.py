@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from hpcinit.records import (
 )
 from hpcinit.report import charges, ledger, log_events, read_job, read_logs, startup_table
 from hpcinit.report.ledger import Allocation, Segment, Start, exact
-from hpcinit.report.log_events import Event
+from hpcinit.report.log_events import Event, Stream
 from hpcinit.report.read_job import Checkpoint
 from hpcinit.report.read_logs import Piece
 from hpcinit.report.startup_phases import Report
@@ -54,6 +56,33 @@ SILENCE_STEPS, SILENCE_S = 10, 60.0  # a failed start that was silent for longer
 CLOCK_S = 2.0  # the times of Slurm and of the batch script are whole seconds
 
 
+@dataclass(frozen=True)
+class _Witnesses:
+    """What shows the steps of a run without a record of them. It is read for the first start that needs it.
+
+    near: a time at the start of its log.
+    """
+
+    run: Path
+    near: float
+
+    @cached_property
+    def log(self) -> Stream | None:
+        return log_events.read(self.run / run_folder.RANK_LOG.format(rank=0), self.near, sample=True)
+
+    @cached_property
+    def chunks(self) -> list[list[Event]]:
+        """The events of each start, of a log without times."""
+        return read_job.chunks(self.log.events) if self.log else []
+
+    @cached_property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        inside = {run_folder.LOGS, run_folder.TIMELINE, run_folder.ERRORS, run_folder.HANG_REPORTS, heartbeats.FOLDER}
+        inside |= {run_folder.CODE, safeguards.FLIGHT, run_folder.NCCL}
+        folders = [path for path in self.run.iterdir() if path.is_dir() and path.name not in inside]
+        return read_job.checkpoints([file for folder in folders for file in read_job.files(folder)], self.run)
+
+
 def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> list[Allocation]:
     """Return the allocations of the run in this folder, with their segments.
 
@@ -71,7 +100,8 @@ def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> 
         else:
             found = sorted((one for job in listed for one in known.get(job, ())), key=lambda one: one.begin)
     found = found or _without_accounting(run, record, starts)
-    return ledger.with_repeats(_with_reasons(run, [_with_starts(run, one, found, reports) for one in found]))
+    witnesses = _Witnesses(run, found[0].begin if found else 0.0)
+    return ledger.with_repeats(_with_reasons(run, [_with_starts(witnesses, one, found, reports) for one in found]))
 
 
 def _without_accounting(run: Path, record: Mapping[str, Any], starts: Sequence[timeline.Attempt]) -> list[Allocation]:
@@ -118,7 +148,9 @@ def _allocated(start: timeline.Attempt) -> float | None:
     return min((rank.events["allocated"] for rank in start.ranks if "allocated" in rank.events), default=None)
 
 
-def _with_starts(run: Path, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]) -> Allocation:
+def _with_starts(
+    witnesses: _Witnesses, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]
+) -> Allocation:
     """Return the allocation with its starts, each until the next one."""
     begins = [(_begin(report.attempt), report) for report in reports]
     own = [(begin, report) for begin, report in begins if begin is not None and _place(begin, every) is one]
@@ -128,7 +160,7 @@ def _with_starts(run: Path, one: Allocation, every: Sequence[Allocation], report
         return replace(one, starts=() if ran else (Start((segment,)),))
     bounds = [one.begin, *(min(max(begin, one.begin), one.end) for begin, _ in own[1:]), one.end]
     found = [
-        _start(run, report, begin, end, one, reports)
+        _start(witnesses, report, begin, end, one, reports)
         for (_, report), begin, end in zip(own, bounds, bounds[1:], strict=False)
     ]
     return replace(one, starts=tuple(found))
@@ -148,8 +180,10 @@ def _uses_init(report: Report) -> bool:
     return any(timeline.LAST in rank.events for rank in report.attempt.ranks)
 
 
-def _start(run: Path, report: Report, begin: float, end: float, one: Allocation, reports: Sequence[Report]) -> Start:
-    start = report.attempt
+def _start(
+    witnesses: _Witnesses, report: Report, begin: float, end: float, one: Allocation, reports: Sequence[Report]
+) -> Start:
+    run, start = witnesses.run, report.attempt
     uses_init = any(map(_uses_init, reports))
     rows, ready = _startup_rows(start, begin, end, uses_init)
     segments: list[Segment] = []
@@ -166,7 +200,7 @@ def _start(run: Path, report: Report, begin: float, end: float, one: Allocation,
             trained, resumed = _training(start.spans, at, end, hung=bool(hang), stopped=stopped, state=one.state)
         else:
             trained, resumed, within = _without_spans(
-                run, start, reports.index(report), at, end, one, hung=bool(hang), stopped=stopped
+                witnesses, start, reports.index(report), at, end, one, hung=bool(hang), stopped=stopped
             )
         segments += trained
     used = min(1.0, start.nodes / one.nodes) if one.nodes else 1.0
@@ -208,11 +242,12 @@ def _training(
 ) -> tuple[list[Segment], int]:
     """Return the segments of the recorded spans from `begin` to `end`, and the step that the first one continued."""
     segments: list[Segment] = []
-    usual = ledger.step_s(
-        Segment(ledger.KEPT, exact(one.begin), exact(one.end), count=one.number)
+    paces = [
+        (one.end - one.begin) / one.number
         for one in spans
-        if one.what == training_spans.STEPS and one.end
-    )
+        if one.what == training_spans.STEPS and one.number and one.end > one.begin
+    ]
+    usual = statistics.median(paces) if paces else 0.0
     at, resumed = begin, -1
     for number, one in enumerate(spans):
         until = min(max(at, one.end or (one.begin if one.what == training_spans.STEPS else end)), end)
@@ -260,7 +295,7 @@ def tail(what: str, begin: float, end: float, usual: float, *, hung: bool, stopp
 
 
 def _without_spans(
-    run: Path,
+    witnesses: _Witnesses,
     start: timeline.Attempt,
     number: int,
     begin: float,
@@ -274,16 +309,15 @@ def _without_spans(
 
     number: how many starts were before it. Its log, its checkpoints and its last heartbeats have times of steps.
     """
-    every = _checkpoints(run)
+    every = witnesses.checkpoints
     saves = [save for save in every if begin < save.end <= end]
-    signs = [*_signs(run, start, begin, end)]
+    signs = [*_signs(witnesses.run, start, begin, end)]
     events: list[Event] = []
-    log = log_events.read(run / run_folder.RANK_LOG.format(rank=0), begin)
-    if log is not None and log.stamped:
+    if (log := witnesses.log) is not None and log.stamped:
         events = [event for event in log.events if event.time is not None and begin <= event.time <= end]
-    elif log is not None and number < len(chunks := read_job.chunks(log.events)):
+    elif number < len(witnesses.chunks):
         anchors = [*saves, *signs]
-        events = read_job.placed(chunks[number], replace(one, begin=begin, end=end), anchors)
+        events = read_job.placed(witnesses.chunks[number], replace(one, begin=begin, end=end), anchors)
     last = max((event.time or 0.0 for event in events if event.kind == "step"), default=0.0)
     events += [Event(sign.end, "step", sign.step) for sign in signs if sign.end > last]
     shown = sum(event.kind == "step" for event in events) + len(saves)
@@ -311,13 +345,6 @@ def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iter
     time_s, step = progress.get("time"), progress.get("step")
     if isinstance(time_s, int | float) and isinstance(step, int) and begin <= time_s <= end:
         yield Checkpoint(step, float(time_s), float(time_s))
-
-
-def _checkpoints(run: Path) -> Sequence[Checkpoint]:
-    inside = {run_folder.LOGS, run_folder.TIMELINE, run_folder.ERRORS, run_folder.HANG_REPORTS, heartbeats.FOLDER}
-    inside |= {run_folder.CODE, safeguards.FLIGHT, run_folder.NCCL}
-    folders = [path for path in run.iterdir() if path.is_dir() and path.name not in inside]
-    return read_job.checkpoints([file for folder in folders for file in read_job.files(folder)], run)
 
 
 def _hang(run: Path, job: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def document(found: Ledger) -> dict[str, Any]:
         "charged_hours": found.unit_s / 3600,
         "rows": [
             _row(ledger.QUEUE, Amount(*([found.queued_s] * 3))),
-            *(_row(row, Amount().plus(amount, 1 / unit_s)) for row, amount in found.rows().items()),
+            *(_row(row, Amount().plus(amount, 1 / unit_s)) for row, amount in found.rows.items()),
         ],
         "largest_loss": {"row": loss.row, "hours": loss.unit_s / 3600, "text": loss.text} if loss else None,
         "nodes_at_fault": list(advice.by_node(found)),
@@ -57,9 +58,9 @@ def _row(row: str, amount: Amount) -> dict[str, Any]:
 def _attempts(one: Allocation) -> Iterator[dict[str, Any]]:
     """Yield a document for each start in the allocation: its part of the charged time, and its start-up."""
     for start in one.starts or (Start(()),):
-        alone = Allocation(**{**vars(one), "starts": (start,)})
+        alone = replace(one, starts=(start,))
         if len(one.starts) > 1:
-            alone = Allocation(**{**vars(alone), "begin": start.segments[0].begin.at, "end": start.segments[-1].end.at})
+            alone = replace(alone, begin=start.segments[0].begin.at, end=start.segments[-1].end.at)
         yield {
             "job": f"{one.job}.0.{one.restart}",
             "start": alone.begin,
@@ -70,7 +71,7 @@ def _attempts(one: Allocation) -> Iterator[dict[str, Any]]:
             "gpus": one.gpus,
             "state": one.state,
             "reason": one.reason,
-            "rows": [_row(row, amount) for row, amount in alone.rows().items()],
+            "rows": [_row(row, amount) for row, amount in alone.rows.items()],
             **(startup_table.document(start.report) if start.report else {}),
         }
 
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _short(one: Ledger) -> dict[str, Any]:
-    rows = {row: round(amount.at / 3600, 6) for row, amount in one.rows().items()}
+    rows = {row: round(amount.at / 3600, 6) for row, amount in one.rows.items()}
     return {"charged_hours": one.unit_s / 3600, "unit": one.unit, "hours": rows}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import FIELDS, BringUpError, HpcinitError, RequestError, TrainingHang
-from hpcinit.records import drill_records, error_records, program_use, run_folder
+from hpcinit.records import drill_records, error_records, program_use, run_folder, tracker
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.spec import Program, Spec
 from hpcinit.records.startup_timeout import StartupTimeout, left_of_job
@@ -42,6 +42,7 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
     folder = Path(os.environ.get(run_folder.ENV_FOLDER, "")) if spec and world.rank == 0 else None
     if spec and folder:
         program_use.start(folder, spec)
+        os.environ.update(tracker.variables(spec, folder, os.environ))
     if program.kind == "command":
         startup.barrier_and_close(world, timeout)
         return _command(program)

@@ -548,6 +548,19 @@ class Runtime:
             return
         results.write_or_print(self.folder, known)
 
+    def tracker_id(self, value: str) -> None:
+        """Keep the id of the tracker's run: `run.tracker_id(mlflow.start_run().info.run_id)`.
+
+        With `tracker=mlflow`, rank 0 of the next attempt gets it as MLFLOW_RUN_ID, so that it continues this run. Only
+        rank 0 writes it. If that fails, hpcinit prints one warning.
+
+        Args:
+            value: the id. The last call counts.
+        """
+        if self.rank == 0 and self.folder is not None:
+            with background_writer.suppressed(run_folder.TRACKER):
+                safe_files.write_atomically(self.folder / run_folder.TRACKER, f"{value}\n")
+
     def _send_heartbeat(self, step: int) -> None:
         """Record a heartbeat. step: as reported by progress(), else the number of calls of should_stop()."""
         session = self._session

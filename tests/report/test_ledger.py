@@ -16,8 +16,9 @@ from hpcinit.base.errors import RequestError
 from hpcinit.records import training_spans
 from hpcinit.records.save_interval import best_interval_s
 from hpcinit.records.training_spans import SpanRecord
-from hpcinit.report import advice, ledger, pictures, read_job, read_run, report_command
+from hpcinit.report import advice, ledger, log_events, pictures, read_job, read_logs, read_run, report_command
 from hpcinit.report.ledger import Allocation, Ledger, Segment, Start, exact
+from hpcinit.report.read_logs import Piece
 from tests.observe import synthetic
 
 START = synthetic.START
@@ -62,7 +63,7 @@ def test_the_rows_add_up(tmp_path: Path) -> None:
     """Steps after the last save are repeated, all rows add up to the charged time, and the bar names the rows."""
     found = Ledger("train-0001", tuple(read_run.read(two_attempts(tmp_path / "run"), {})))
     assert [one.charged_s for one in found.allocations] == [120.0, 140.0]
-    rows = {row: amount.at / 2 for row, amount in found.rows().items()}  # of 2 nodes
+    rows = {row: amount.at / 2 for row, amount in found.rows.items()}  # of 2 nodes
     assert abs(sum(rows.values()) - 260.0) < 1e-6 and abs(rows[ledger.UNKNOWN]) < 1e-6
     assert 20 <= rows[ledger.REPEATED] < 23 and abs(rows[ledger.SAVE] - 8) < 0.1 and abs(rows[ledger.RESTORE] - 5) < 0.1
     assert abs(rows[ledger.KEPT] - 100) < 3  # 1 s each, with the usual part of the first steps
@@ -82,7 +83,7 @@ def test_an_idle_spare_node(tmp_path: Path) -> None:
         ]
     }
     found = Ledger("train-0001", tuple(read_run.read(run, known)))
-    assert abs(found.rows()[ledger.IDLE].at - 260 * 8) < 1 and found.gpus == 24
+    assert abs(found.rows[ledger.IDLE].at - 260 * 8) < 1 and found.gpus == 24
     document = report_command.document(found)
     assert abs(sum(row["seconds"] for row in document["rows"][1:]) - document["charged_s"]) < 0.1
     assert [attempt["charged_s"] for attempt in document["attempts"]] == [120.0, 140.0]
@@ -96,11 +97,11 @@ def test_a_hang_and_a_start_that_failed(tmp_path: Path) -> None:
     (run / "hang/43.0.0/report.json").write_text('{"host": "n0002"}')
     (run / "exit.json").write_text(json.dumps({"job": "43", "restart": 0, "ended": START + 300, "exit_status": 76}))
     (one,) = read_run.read(run, {})
-    assert 245 < one.rows()[ledger.HANG].at < 270 and one.starts[0].fault == "n0002"
+    assert 245 < one.rows[ledger.HANG].at < 270 and one.starts[0].fault == "n0002"
     absent = synthetic.run(tmp_path / "absent", 4, 1, absent=2)
     (absent / "exit.json").write_text(json.dumps({"job": "43", "restart": 0, "ended": START + 300, "exit_status": 1}))
     (one,) = read_run.read(absent, {})
-    rows = one.rows()
+    rows = one.rows
     assert (
         rows[ledger.START].at > 74
         and rows[ledger.KEPT].at == 0
@@ -208,6 +209,49 @@ def test_many_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "train-0000" not in capsys.readouterr().out
 
 
+def long_log(path: Path) -> None:
+    """Write 3,000 steps of 1 s, a save of 20 s every 250 steps, two starts, and an evaluation of 60 s in each."""
+    at, chance = START, random.Random(7)
+    with path.open("w") as log:
+
+        def line(text: str, seconds: float) -> None:
+            nonlocal at
+            at += seconds
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))} INFO train.py:12 {text}\n")
+
+        for start, steps in enumerate((range(1, 1800), range(1750, 3000))):
+            line(f"Rendezvous complete, restart_count={start}", 30)
+            line(f"resumed from step {steps[0] - 1}", 10)
+            for step in steps:
+                line(f"step {step}/4000 loss {10 / step:.4f} data_load_time 0.01", 1 + chance.uniform(-0.1, 0.1))
+                if step % 250 == 0:
+                    line(f"saved checkpoint step_{step}.pt", 20)
+                if step in (700, 2700):
+                    line("evaluation took 60 s", 60)
+
+
+def test_a_sample_of_a_log_shows_the_same(tmp_path: Path) -> None:
+    """A tenth of the lines of steps gives each row within 1 % of the time, and every line about something else."""
+    long_log(tmp_path / "rank-0.log")
+    rows, events = [], []
+    for sample in (False, True):
+        stream = log_events.read(tmp_path / "rank-0.log", START, sample=sample)
+        assert stream is not None
+        events.append(stream.events)
+        restart = next(one.time or 0.0 for one in stream.events if one.kind == "restart" and one.time)
+        first = Piece(START, restart, [one for one in stream.events if (one.time or 0.0) < restart])
+        second = Piece(restart, START + 4000, [one for one in stream.events if (one.time or 0.0) >= restart])
+        starts = (read_logs.divide(first), read_logs.divide(second))
+        rows.append(Allocation("77", 0, START, START + 4000, starts=starts).rows)
+    for row in ledger.ROWS:
+        assert abs(rows[0][row].at - rows[1][row].at) < 40, (row, rows[0][row], rows[1][row])
+    assert rows[1][ledger.SAVE].at > 150 and rows[1][ledger.PHASES].at > 100
+    steps = [sum(one.kind == "step" for one in every) for every in events]
+    assert steps[0] == 3049 and steps[1] < 350
+    others = [[one for one in every if one.kind not in ("step", "line")] for every in events]
+    assert others[0] == others[1] and {one.kind for one in others[0]} == {"restart", "load", "save", "eval"}
+
+
 LOG = """{0} INFO world size 8
 {1} INFO step 10 loss 5.1
 {2} INFO step 20 loss 4.1
@@ -224,6 +268,6 @@ def test_a_job_that_hpcinit_did_not_submit(tmp_path: Path) -> None:
     os.utime(tmp_path / "slurm-77.out", (START + 475, START + 475))
     found = read_job.find(str(tmp_path))
     assert found is not None and 470 <= found.charged_s <= 531
-    rows = found.rows()
+    rows = found.rows
     assert abs(rows[ledger.KEPT].at - 400) <= 25 and rows[ledger.SAVE].low <= 30 <= rows[ledger.SAVE].high
     assert rows[ledger.KEPT].low < rows[ledger.KEPT].high

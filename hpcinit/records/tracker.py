@@ -1,0 +1,34 @@
+"""The variables with which the tracker of rank 0 continues, in each attempt, what it has recorded of the run so far.
+
+No tracker is imported. Decision 0251.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from hpcinit.base import safe_files
+from hpcinit.records import run_folder
+from hpcinit.records.spec import MLFLOW, WANDB, Spec
+
+
+def variables(spec: Spec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to the environment of rank 0; {} if the user has set an id."""
+    if spec.tracker == WANDB and "WANDB_RUN_ID" not in environ:
+        # The nonce is the same in all attempts, and that of each task and of a resubmission is different.
+        own = hashlib.sha256(f"{WANDB} {spec.nonce}".encode()).hexdigest()[:16]
+        return {"WANDB_RUN_ID": own, "WANDB_RESUME": environ.get("WANDB_RESUME", "allow")}
+    if spec.tracker == MLFLOW and "MLFLOW_RUN_ID" not in environ and (known := reported(folder)):
+        return {"MLFLOW_RUN_ID": known}
+    return {}
+
+
+def reported(folder: Path) -> str:
+    """Return the id that the program has reported with run.tracker_id(), '' if there is none."""
+    with suppress(OSError):
+        text = safe_files.read_text(folder / run_folder.TRACKER).strip()
+        return text if text.isprintable() else ""
+    return ""
