@@ -11,7 +11,8 @@ STEPS = int(os.environ.get("STEPS", "120"))
 with hpcinit.session() as run:
     wrapped = run.wrap(torch.nn.Linear(8, 1), optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4))
     loaded = run.load(wrapped, "checkpoints")
-    print(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}: rank {run.rank} is process {os.getpid()}", flush=True)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    print(f"start {start}: rank {run.rank} is process {os.getpid()}", flush=True)
     for step in range(loaded.step if loaded else 0, STEPS):
         loss = wrapped(torch.randn(4, 8)).square().mean()
         wrapped.backward(loss)
