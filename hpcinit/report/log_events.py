@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 MOST_BYTES = 64 << 20  # of one log
 # The approximate number of lines of one shape in a sample. Blocks of lines show how often the program prints a step.
-MOST_ALIKE, BLOCK = 64, 4
+MOST_ALIKE, BLOCK = 40, 4
 BESIDE = 2  # lines after any other line are read as well, and the one before it
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 HEAD = 90  # characters of a line in which its time is
@@ -241,7 +241,8 @@ class _Lines:
             form, found = self.forms[shape], []
         else:
             found = [*_of_line(line, own, self._at)] if (marked := WORDS.search(line.lower())) else []
-            form = None if (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found) else _form(line)
+            other = (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found)
+            form = _form(line) if b"0" in shape and not other else None
             if not found and (form or not marked):
                 self.forms[shape] = form
         if form:
@@ -251,22 +252,22 @@ class _Lines:
 
 def _events(text: str, stamps: _Stamps, sample: bool) -> Iterator[Event]:
     shapes = text.encode("ascii", "replace").translate(DIGITS).split(b"\n")
-    strides = {shape: number // MOST_ALIKE + 1 for shape, number in Counter(shapes).items()} if sample else {}
+    numbers = Counter(shapes) if sample else {}
+    strides = {shape: number // MOST_ALIKE + 1 for shape, number in numbers.items() if number >= MOST_ALIKE}
+    seen = dict.fromkeys(strides, 0)
     lines = _Lines(stamps)
-    seen: Counter[bytes] = Counter()
     since = 0
     skipped: tuple[str, bytes] | None = None
     for line, shape in zip(text.split("\n"), shapes, strict=True):
-        if not line.strip():
-            continue
-        stride = strides.get(shape, 1)
-        if stride > 1 and shape in lines.forms:
+        if (stride := strides.get(shape)) and shape in lines.forms:
             seen[shape] += 1
             since += 1
             # A time without a date needs the times of all lines before it.
             if since > BESIDE and seen[shape] // BLOCK % stride and not stamps.daily:
                 skipped = (line, shape) if lines.forms[shape] else skipped
                 continue
+        elif not line.strip():
+            continue
         else:
             since = 0
             if skipped:
