@@ -115,10 +115,6 @@ class Stream:
         steps = [one.time is not None for one in self.events if one.kind == "step"]
         return 2 * sum(steps) > len(steps) if steps else any(one.time is not None for one in self.events)
 
-    @property
-    def steps(self) -> int:
-        return sum(one.kind == "step" for one in self.events)
-
     def shifted(self, seconds: float) -> Stream:
         moved = [
             one if one.time is None or one.kind == "ended" else one._replace(time=one.time + seconds)
@@ -134,9 +130,7 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
     many lines that are alike, read a part.
     """
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            data = file.read(MOST_BYTES)
-        written = path.stat().st_mtime
+        data, written = _bytes(path, MOST_BYTES), path.stat().st_mtime
     except (OSError, EOFError):
         return None
     if b"\0" in data[:4096]:
@@ -153,10 +147,14 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
 def beginning(path: Path) -> str:
     """Return the first 64 KB of a log, '' if it cannot be read."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(1 << 16).decode(errors="replace")
+        return _bytes(path, 1 << 16).decode(errors="replace")
     except (OSError, EOFError):
         return ""
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        return file.read(most)
 
 
 class _Stamps:

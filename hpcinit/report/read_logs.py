@@ -160,11 +160,7 @@ def _start_up(
         times = [one.time or 0.0 for one in loads]
         loading, loaded = min(times), max(times)
         done = loaded > loading or any(one.done for one in loads)
-        low = (
-            Time(min(loading, at), min(line, at), min(loading, at))
-            if loading == loaded and done
-            else exact(min(loading, at))
-        )
+        low = exact(min(loading, at))
         until = (
             exact(min(loaded, at))
             if loaded > loading
