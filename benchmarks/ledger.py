@@ -70,7 +70,7 @@ def _make(folder: Path, current: bool, lines: int, number: int) -> None:
     (run / "exit.json").write_text(json.dumps({"job": "43", "restart": 0, "ended": end, "exit_status": 1}))
     at = begin
     with (run / run_folder.RANK_LOG.format(rank=0)).open("w") as log:
-        log.writelines(f"{WORDS[word % 7]} {WORDS[word % 5]}: {'x' * word}\n" for word in range(100))
+        log.writelines(f"{WORDS[at % 7]}: {'x' * at} {at if at % 2 else ''}\n" for at in range(100))
         for step in range(1, lines + 1):
             at += STEP_S + random.uniform(-0.05, 0.05)
             now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

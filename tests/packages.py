@@ -64,7 +64,7 @@ PACKAGES = {
         (*LOGIN, "world", "deepspeed", "config", "observe"),
         ("psutil",),
     ),
-    "report": Package("where the charged time of runs went, and how their starts went", (*LOGIN, "observe"), ("rich",)),
+    "report": Package("where the charged time of runs went, and how their starts went", (*LOGIN, "observe")),
     "why": Package("evidence, diagnosis, hang verdicts, excluded nodes", (*LOGIN, "observe", "config"), ("rich",)),
     "after": Package("the end of a job, on the host of the batch script: restart, requeue, chain", LOGIN),
     "submit": Package(

@@ -34,7 +34,6 @@ TITLES = {
 }
 NAMES = {KEPT: "steps", REPEATED: "repeated", FIRST: "first step", IDLE: "idle spares"}  # short, for the bar
 ROWS = [row for row in TITLES if row != QUEUE]  # they add up to what was charged
-START_UP = (START, IMPORTS, INIT, FIRST, RESTORE)
 
 
 class Time(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 MOST_BYTES = 64 << 20  # of one log
 # The approximate number of lines of one shape in a sample. Blocks of lines show how often the program prints a step.
-MOST_ALIKE, BLOCK = 64, 4
+MOST_ALIKE, BLOCK = 40, 4
 BESIDE = 2  # lines after any other line are read as well, and the one before it
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 HEAD = 90  # characters of a line in which its time is
@@ -115,10 +115,6 @@ class Stream:
         steps = [one.time is not None for one in self.events if one.kind == "step"]
         return 2 * sum(steps) > len(steps) if steps else any(one.time is not None for one in self.events)
 
-    @property
-    def steps(self) -> int:
-        return sum(one.kind == "step" for one in self.events)
-
     def shifted(self, seconds: float) -> Stream:
         moved = [
             one if one.time is None or one.kind == "ended" else one._replace(time=one.time + seconds)
@@ -134,9 +130,7 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
     many lines that are alike, read a part.
     """
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            data = file.read(MOST_BYTES)
-        written = path.stat().st_mtime
+        data, written = _bytes(path, MOST_BYTES), path.stat().st_mtime
     except (OSError, EOFError):
         return None
     if b"\0" in data[:4096]:
@@ -153,10 +147,14 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
 def beginning(path: Path) -> str:
     """Return the first 64 KB of a log, '' if it cannot be read."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(1 << 16).decode(errors="replace")
+        return _bytes(path, 1 << 16).decode(errors="replace")
     except (OSError, EOFError):
         return ""
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        return file.read(most)
 
 
 class _Stamps:
@@ -241,7 +239,8 @@ class _Lines:
             form, found = self.forms[shape], []
         else:
             found = [*_of_line(line, own, self._at)] if (marked := WORDS.search(line.lower())) else []
-            form = None if (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found) else _form(line)
+            other = (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found)
+            form = _form(line) if b"0" in shape and not other else None
             if not found and (form or not marked):
                 self.forms[shape] = form
         if form:
@@ -251,22 +250,22 @@ class _Lines:
 
 def _events(text: str, stamps: _Stamps, sample: bool) -> Iterator[Event]:
     shapes = text.encode("ascii", "replace").translate(DIGITS).split(b"\n")
-    strides = {shape: number // MOST_ALIKE + 1 for shape, number in Counter(shapes).items()} if sample else {}
+    numbers = Counter(shapes) if sample else {}
+    strides = {shape: number // MOST_ALIKE + 1 for shape, number in numbers.items() if number >= MOST_ALIKE}
+    seen = dict.fromkeys(strides, 0)
     lines = _Lines(stamps)
-    seen: Counter[bytes] = Counter()
     since = 0
     skipped: tuple[str, bytes] | None = None
     for line, shape in zip(text.split("\n"), shapes, strict=True):
-        if not line.strip():
-            continue
-        stride = strides.get(shape, 1)
-        if stride > 1 and shape in lines.forms:
+        if (stride := strides.get(shape)) and shape in lines.forms:
             seen[shape] += 1
             since += 1
             # A time without a date needs the times of all lines before it.
             if since > BESIDE and seen[shape] // BLOCK % stride and not stamps.daily:
                 skipped = (line, shape) if lines.forms[shape] else skipped
                 continue
+        elif not line.strip():
+            continue
         else:
             since = 0
             if skipped:

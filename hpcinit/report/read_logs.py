@@ -160,11 +160,7 @@ def _start_up(
         times = [one.time or 0.0 for one in loads]
         loading, loaded = min(times), max(times)
         done = loaded > loading or any(one.done for one in loads)
-        low = (
-            Time(min(loading, at), min(line, at), min(loading, at))
-            if loading == loaded and done
-            else exact(min(loading, at))
-        )
+        low = exact(min(loading, at))
         until = (
             exact(min(loaded, at))
             if loaded > loading
@@ -199,12 +195,16 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
     for (begin, first), (end, last) in pairs:
         number = last - first
         excess = end - begin - number * usual
+        usual_interval = Segment(ledger.KEPT, exact(begin), exact(end), first, last, number)
+        if excess < max(EXCESS * usual, 3 * noise, 0.02 * number * usual):
+            yield usual_interval
+            continue
         inside = marks[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]
         kinds = {kind for _, kind, _ in inside}
         if interval and first // interval != last // interval:
             kinds.add("save")
-        if not kinds or excess < max(EXCESS * usual, 3 * noise, 0.02 * number * usual):
-            yield Segment(ledger.KEPT, exact(begin), exact(end), first, last, number)
+        if not kinds:
+            yield usual_interval
             continue
         saving = min(excess, sum(b - a for a, b in _pairs(inside)))
         slack = SLACK * (excess - saving) + noise

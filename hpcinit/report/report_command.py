@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from hpcinit.observe import find_runs
 from hpcinit.records import job_record, run_folder
 from hpcinit.report import advice, charges, ledger, pictures, read_run, startup_table
 from hpcinit.report.ledger import Allocation, Amount, Ledger, Start
-from hpcinit.report.startup_phases import Report
 
 DURATION = re.compile(r"(\d+)([hdw])")
 HOURS = {"h": 1, "d": 24, "w": 168}
@@ -211,18 +209,4 @@ def _print_one(found: Ledger) -> None:
         print(f"\nstart-up of the last of {len(reports)} attempts (all: --json)")
         reports = reports[-1:]
     for report in reports:
-        print()
-        _print_start(report)
-
-
-def _print_start(report: Report) -> None:
-    if not sys.stdout.isatty():
-        _print(startup_table.report_lines(report))
-        return
-    from rich.console import Console  # noqa: PLC0415 - for a terminal only
-
-    console = Console(highlight=False, color_system=console_module.color_system())
-    console.print(plain(startup_table.headline(report)), style="bold", markup=False)
-    console.print(startup_table.terminal_table(report))
-    for line in startup_table.notes(report):
-        console.print(plain(line), markup=False)
+        _print([""], startup_table.report_lines(report))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpcinit.base.console import plain
 from hpcinit.base.errors import HpcinitError, RequestError
-from hpcinit.records import job_record, run_folder, spec, timeline
+from hpcinit.base.text import counted
+from hpcinit.records import job_record, requeues, run_folder, spec, timeline
 from hpcinit.records.timeline import Attempt
 from hpcinit.report import startup_phases
 from hpcinit.report.startup_phases import Phase, Report, seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank, which all waited for")
 
@@ -28,8 +24,7 @@ def headline(report: Report) -> str:
     attempt = report.attempt
     start = timeline.begun(attempt)
     at = f", started {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}" if start else ""
-    plural = "s" * (attempt.world_size != 1), "s" * (attempt.nodes != 1)
-    shape = f"{attempt.world_size} rank{plural[0]} on {attempt.nodes} node{plural[1]} ({attempt.launcher})"
+    shape = f"{counted(attempt.world_size, 'rank')} on {counted(attempt.nodes, 'node')} ({attempt.launcher})"
     ends = [rank.events[timeline.LAST] for rank in attempt.ranks if timeline.LAST in rank.events]
     if startup_phases.before_init(report):
         return f"job {attempt.job}: {shape}{at}, the program has not called hpcinit.init()"
@@ -100,23 +95,6 @@ def report_lines(report: Report) -> Iterator[str]:
         )
         yield f"  {name}  {'  '.join(numbers)}  {line[-1]}".rstrip()
     yield from notes(report)
-
-
-def terminal_table(report: Report) -> Table:
-    """Return the table that is printed to a terminal."""
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for column, name in enumerate(HEAD):
-        numbers = 0 < column < len(HEAD) - 1
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=column < len(HEAD) - 1)
-    for phase in report.phases:
-        cells = row(report, phase)
-        style = "dim" if phase.waits else ""
-        about = Text(plain(cells[-1]), "yellow" if cells[-1] else "")
-        table.add_row(*(Text(plain(cell), style) for cell in cells[:-1]), about)
-    return table
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -220,23 +198,9 @@ def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
         record = job_record.submission(run)
         at = float(record["submitted"])
         yield from ((f"{_number(job)}.0", at) for job in job_record.jobs(record))
-    for line in _lines(run / run_folder.RESTARTS):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            yield f"{_number(line['job'])}.{int(line['restart'])}", float(line["time"])
+    yield from ((f"{_number(one.job)}.{one.restart}", one.time) for one in requeues.read(run))
 
 
 def _number(job: str) -> str:
     """Return the job id, or TASK for an array task ('18_1'): only its ranks know its own number."""
     return TASK if "_" in job else job
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text()
-    except OSError:
-        return
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            document = json.loads(line)
-            if isinstance(document, dict):
-                yield document
