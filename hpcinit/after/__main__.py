@@ -70,7 +70,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def ended(job: Job, policy: Policy, status: int) -> str:
-    """Decide what to do after the ranks have ended, do it, and return the decision."""
+    """Decide what to do after the ranks have ended, do it, and return the decision as a line for the batch script.
+
+    status: srun's exit status.
+    """
     found = facts.gather(job, status, bool(policy.max_restarts or policy.nodes))
     status = decisions.own_status(found)
     why = decisions.reason(found, status)
@@ -88,7 +91,7 @@ def ended(job: Job, policy: Policy, status: int) -> str:
 
 
 def restarted(job: Job, policy: Policy) -> str:
-    """Count this restart, unless the previous attempt has already counted it.
+    """Count this restart, unless the previous attempt has already counted it. Return the decision for the batch script.
 
     Slurm can also requeue a job without its batch script, after a preemption or a node failure.
     """

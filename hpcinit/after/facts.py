@@ -1,4 +1,4 @@
-"""Gathers the facts about the end of the ranks from the run folder and from Slurm."""
+"""Collects facts about how the ranks ended, from the run folder and from Slurm."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _preempted(name: str) -> bool:
 
 
 def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
-    """Yield the nodes that are down or do not respond, except the excluded ones."""
+    """Yield the nodes in `nodelist` that are down or do not respond, except those in `excluded`."""
     # Without --all, sinfo omits nodes that are in hidden partitions only.
     query = ("sinfo", "--all", "--noheader", "--Node", f"--nodes={nodelist}", "--format=%N %T")
     for line in sorted(set(_printed(*query).splitlines())):

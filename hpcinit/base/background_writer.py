@@ -41,7 +41,7 @@ def suppressed(what: str) -> Iterator[None]:
     else:
         if what in _failing:
             _failing.discard(what)
-            say(f"{what} is written again")
+            say(f"{what} can be written again")
 
 
 class _Writer:

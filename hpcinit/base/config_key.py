@@ -1,4 +1,4 @@
-"""Declares one config key as a field of a dataclass."""
+"""Defines key(), which declares a config key as a field of a dataclass."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ def unsafe(text: str) -> str | None:
 
 
 def directive(text: str) -> str:
-    """Escape `text` for an #SBATCH line before quoting: sbatch reads \\x as x, even within '...' (22.05 and 24.11)."""
+    """Escape backslashes in `text` for an #SBATCH line. Quote the result afterwards.
+
+    Even within '...', sbatch reads \\x as x (22.05 and 24.11).
+    """
     return text.replace("\\", "\\\\")
 
 

@@ -33,7 +33,7 @@ def block(numbers: Iterable[int]) -> set[int]:
 
 
 def unblock(numbers: Iterable[int]) -> None:
-    """Deliver these signals to this thread again, including pending ones."""
+    """Unblock these signals in this thread. Signals that are pending are delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 

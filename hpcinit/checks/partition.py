@@ -27,7 +27,7 @@ MODULES = "modules"  # a module with the site's plugin for NCCL
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each resource of which the job requests more than the partition has."""
+    """Yield a message for each resource (nodes, time, GPUs, cores, memory) that exceeds the partition's limits."""
     has, memory = resources.partition(config), resources.mem_gb(config)
     yield from _nodes_and_time(config, has)
     if has.mem_gb is not None and memory and memory > has.mem_gb:
@@ -189,7 +189,7 @@ def _cores(config: Config, has: Partition) -> Iterator[str]:
 
 
 def hetjob_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of `hetjob`, and of the resources of each component after the first."""
+    """Yield a message for each problem in `hetjob`, and with the resources of its components."""
     if not config.hetjob:
         if config.worlds != hetjob.ONE:
             yield f"worlds is {config.worlds}, but hetjob is empty: remove worlds, or add components"
@@ -202,7 +202,7 @@ def hetjob_problems(config: Config) -> Iterator[str]:
         ("restart.max_restarts", config.restart.max_restarts or 0, 0),
     ):
         if value != usual:
-            yield f"hetjob is set and {key} is {value}, expected {usual}: a heterogeneous job cannot have it"
+            yield f"hetjob is set and {key} is {value}, expected {usual}: heterogeneous jobs do not support it"
     wrong = [text for at, each in enumerate(config.hetjob) for text in _component(at, dict(each))]
     yield from wrong
     if not wrong:

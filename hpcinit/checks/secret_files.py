@@ -21,7 +21,7 @@ HOW = (
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each secret in the config, and for each secret file that cannot be used."""
+    """Yield a message for each secret that is written in the config, and for each secret file that can't be used."""
     yield from _written(config)
     for name, place in config.secrets.items():
         if not quoting.ENV_NAME.fullmatch(name):

@@ -22,7 +22,7 @@ from hpcinit.world import network
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each problem with the start-up timeout, the host names or the layout of the ranks."""
+    """Yield a message for each problem with the start-up timeout, the host names, or how the ranks divide the model."""
     for check in (
         lambda: network.rename_host("node", config.cluster.host_template),
         lambda: job_spec.startup_timeout(config),

@@ -34,7 +34,10 @@ KEYS = {
 
 
 def key_for(option: str) -> str:
-    """Return the config key that sets this option of sbatch."""
+    """Return the config key that sets an sbatch option.
+
+    option: the long name without dashes.
+    """
     return KEYS.get(option) or OWNED.get(option) or f"cluster.sbatch.{option}"
 
 

@@ -89,8 +89,8 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
             own = hydra.compose(composer.name, fixed, return_hydra_config=True).hydra
             if not own.launcher._target_.endswith(".BasicLauncher"):
                 raise ConfigError(
-                    f"hydra/launcher is {own.launcher._target_}, expected the default: hpcinit submits sweeps itself; "
-                    "remove it"
+                    f"hydra/launcher is {own.launcher._target_}, but hpcinit submits sweeps itself: remove "
+                    "hydra/launcher"
                 )
             if not own.sweeper._target_.endswith(".BasicSweeper"):
                 raise Searches
@@ -98,7 +98,9 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
             parsed = parse(parser, params, composer.unusable) + parsed
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
-                raise ConfigError(f"{override.input_line}: expected a list of values, as in 1,2, for a key of hpcinit")
+                raise ConfigError(
+                    f"{override.input_line}: expected one of hpcinit's keys with a list of values, as in 1,2"
+                )
         typed: list[Override] = [Typed.from_override(override) for override in parsed]
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(typed, None)[0]]
     if not combinations:

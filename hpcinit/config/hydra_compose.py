@@ -65,7 +65,7 @@ def main(
     with suppress(combinations.Searches):
         return task(combinations.requests(args.overrides, _composer(name), prepare))
     if search is None:
-        raise ConfigError("hydra/sweeper: a search cannot be resubmitted, expected a single run or a plain sweep")
+        raise ConfigError("hydra/sweeper: a search cannot be resubmitted; only single runs and plain sweeps can")
     from hpcinit.config import search_space as searching  # noqa: PLC0415 - for searches only
 
     return searching.run(args.overrides, _composer(name), prepare, search())

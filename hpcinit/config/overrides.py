@@ -31,7 +31,7 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
     if (args.package or args.resolve) and not (args.cfg or args.help):
         flag = f"-p {args.package}" if args.package else "--resolve"
         name = args.package or "NAME"
-        raise ConfigError(f"{flag}: expected together with --cfg; to choose a partition: partition={name}")
+        raise ConfigError(f"{flag}: works only together with --cfg; to choose a partition: partition={name}")
     if args.config_path:
         raise ConfigError(
             f"--config-path {args.config_path}: hpcinit's own configs cannot be replaced; use --config-dir"

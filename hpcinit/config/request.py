@@ -101,7 +101,7 @@ class Search(Protocol):
         """
 
     def interrupted(self) -> int:
-        """Handle Ctrl-C between two batches. Return the exit status."""
+        """Handle Ctrl-C between two batches. Return the exit status of the command."""
 
 
 class Ended(Exception):

@@ -50,7 +50,7 @@ class Qos:
 
 @dataclass
 class SiteContainer:
-    """How a site runs containers."""
+    """How the cluster's site runs containers."""
 
     runtime: Optional[str] = key(
         "pyxis (srun's --container-* options), apptainer or singularity; null: no containers",
@@ -362,7 +362,7 @@ class NodeCheck:
 
 @dataclass
 class Container:
-    """The image in which the ranks run. cluster.container describes how the site runs images."""
+    """The container image in which the ranks run. cluster.container describes how the site runs images."""
 
     image: Optional[str] = key(
         "train.sif, docker://..., or, quoted for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:YY.MM-py3\"'",

@@ -40,7 +40,9 @@ class Options(DeepSpeed):
         _one_of("offload_optimizer", self.offload_optimizer, OFFLOAD)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.hpz < 1:
-            raise RequestError(f"deepspeed.hpz is {self.hpz}, expected 1 (no secondary partition) or more ranks")
+            raise RequestError(
+                f"deepspeed.hpz is {self.hpz}, expected a number of ranks, or 1 for no secondary partition"
+            )
         if self.gradient_clipping < 0:
             raise RequestError(f"deepspeed.gradient_clipping is {self.gradient_clipping}, expected 0 (none) or more")
         for problem in _ignored(self):

@@ -311,9 +311,9 @@ def _line(entry: Entry, own: Mapping[str, Any]) -> str:
 
 
 def document_difference(document: Document, facts: Sequence[Entry]) -> list[str]:
-    """Return the keys in which the file differs from Slurm.
+    """Return the differences between the file and Slurm, one line for each value.
 
-    A line '-KEY: VALUE' is what the file has, and a line '+KEY: VALUE' is what Slurm has.
+    A line '-KEY: VALUE' shows what the file has, and a line '+KEY: VALUE' shows what Slurm has.
     """
     was, own = document.all, document.own
     lines = []
@@ -347,7 +347,9 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise RequestError(f"{type(value).__name__} {where}, expected keys and values as in conf/cluster/example.yaml")
+        raise RequestError(
+            f"found a {type(value).__name__} {where}, expected keys and values as in conf/cluster/example.yaml"
+        )
     return value
 
 

@@ -153,7 +153,10 @@ def _update(path: Path, before: Document, seen: Site, force: bool) -> int:
 
 def _agreed(path: Path) -> bool:
     if not sys.stdin.isatty():
-        raise RequestError("file exists, and there is no terminal to ask: add --force to change it, --diff to compare")
+        raise RequestError(
+            "the file exists, and there is no terminal to ask before changing it: add --force to change it, or --diff "
+            "to compare"
+        )
     print(f"change {path}? [y/N] ", end="", flush=True)
     agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not agreed:

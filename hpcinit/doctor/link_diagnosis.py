@@ -58,7 +58,10 @@ DEVICE = Rule(1.3)
 
 
 def check_links(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the checks of links, device speeds, clocks and the all-reduce."""
+    """Yield checks of the links between ranks, the device speeds, the clocks and the all-reduce.
+
+    reports: the reports of the doctor's ranks.
+    """
     measured = [link for report in reports for link in report.links]
     if not measured:
         return

@@ -37,7 +37,7 @@ FREE_SPACE = "free some space, or choose another folder"
 
 
 def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield a check of each folder to which a submission or its job writes."""
+    """Yield one check for each folder that a submission or its job writes to."""
     yield from _runs_dir(config)
     for key, place in (("cluster.scratch", config.cluster.scratch), ("cluster.cache", config.cluster.cache)):
         if place:

@@ -73,7 +73,7 @@ def _scancel(jobs: Sequence[str]) -> None:
 
 
 def of_slurm(job: Job) -> State:
-    """Return the state of a job as Slurm reports it."""
+    """Return the State of a job that Slurm has reported."""
     return State(
         job.state, job.job_id, SLURM, job.reason, job.exit_status, job.source,
         start=job.start, elapsed_s=job.elapsed_s, left_s=job.left_s,

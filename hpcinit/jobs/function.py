@@ -28,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
     folder = argv[1] if argv[:1] == ["--folder"] else os.environ.get(run_folder.ENV_FOLDER)
     if folder is None:
         raise RequestError(
-            "this runs a function inside a job: submit it with hpcinit.Executor(folder).submit(function)"
+            "hpcinit.jobs.function works only inside a job: submit the function with "
+            "hpcinit.Executor(folder).submit(function)"
         )
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for submitit.JobEnvironment, which reads Slurm's variables
     here = SlurmJobEnvironment()

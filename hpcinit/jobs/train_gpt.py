@@ -159,7 +159,10 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, context: int) -> float:
-    """Return the mean loss on pieces spread over `text`. Each data share evaluates different pieces."""
+    """Return the mean loss on pieces spread over `text`. Each data share evaluates different pieces.
+
+    context: the length of a piece in tokens.
+    """
     shares = run.layout.data_parallel
     starts = torch.linspace(0, len(text) - context - 1, EVAL_PIECES * shares).long()
     return mean_over_ranks(loss_at(run, model, text, starts[run.data_rank :: shares], context))

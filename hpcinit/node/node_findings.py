@@ -236,7 +236,10 @@ def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
 
 
 def nccl_compared(found: Sequence[Nccl]) -> Iterator[Check]:
-    """Yield the differences between nodes. Nodes that nccl_alone() reports are not compared."""
+    """Yield a check for each difference between nodes that would disturb NCCL.
+
+    Nodes that nccl_alone() reports are not compared.
+    """
     taken = [one for one in found if one.address and not next(nccl_alone(one, len(found)), None)]
     yield from _same_address(taken)
     yield from _networks(taken)

@@ -155,7 +155,10 @@ def _inner_runs(run: overview.Run) -> Iterator[Path]:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether a rank wrote a heartbeat recently although its job is over: Slurm cannot reach its node."""
+    """Return whether a rank has written a heartbeat recently although its job is over.
+
+    Then Slurm can't reach the rank's node.
+    """
     if job_record.exit_status(path) is not None:
         return False
     beats = (file.stat().st_mtime for file in (path / heartbeats.FOLDER).glob("*/*.json"))

@@ -189,7 +189,10 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
     if found := next(matches, None):
         mine = _queue(found)
         if other := next((path for path in matches if _queue(path) != mine), None):
-            raise RequestError(f"two clusters or engines have a job {word}: name the run, {found.name} or {other.name}")
+            raise RequestError(
+                f"two clusters or engines have a job {word}: give the name of the run instead, {found.name} or "
+                f"{other.name}"
+            )
         return found
     last = ", ".join(path.name for path in known[-5:]) or "none"
     if word.isdigit() and (job := state.foreign_job(word)):
@@ -203,7 +206,7 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
 
 
 def _queue(path: Path) -> tuple[str, str]:
-    """Return what makes the job ids of a run unique: its engine and cluster. A local run has a process id."""
+    """Return the engine and the cluster of a run, because a job id is unique only within them."""
     return job_record.last_submission(path)["engine"], job_record.clusters(path)
 
 

@@ -91,7 +91,10 @@ def running(word: str, runs_dir: Path) -> RunningJob:
     except Unreachable as error:
         raise Failure(f"{error}, so the nodes of {path.name} are unknown; try again later") from None
     if found is None:
-        raise Failure(f"Slurm lists no nodes for job {now.job_id} of {path.name}: has it just ended? hpcinit status")
+        raise Failure(
+            f"Slurm lists no nodes for job {now.job_id} of {path.name}: has the job just ended? Check with: "
+            f"hpcinit status {path.name}"
+        )
     components = tuple(tuple(nodelist.expand(text)) for text in found.nodelists)
     return RunningJob(path, plan, now.engine, found.job_id, components)
 

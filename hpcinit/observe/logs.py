@@ -29,7 +29,7 @@ class Tail:
         self._path, self._at, self._rest = path, 0, b""
 
     def lines(self) -> Iterator[str]:
-        """Yield the complete lines that were appended since the last call."""
+        """Yield the complete lines that were appended to the file since the last call."""
         try:
             with safe_files.open_file(self._path) as file:
                 file.seek(self._at)
@@ -42,7 +42,10 @@ class Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
     def rest(self) -> str:
-        """Return the text after the last line feed, once. It is the last output of a rank that was killed."""
+        """Return the text after the last line feed, once.
+
+        If a rank was killed, this is the last text that it printed.
+        """
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 

@@ -31,7 +31,7 @@ REMOVED = re.compile(r"\..+\.removed-\d+")  # see hidden()
 
 
 def hidden(folder: Path) -> Path:
-    """Return the name of a folder during its removal. If that is interrupted, no folder looks complete."""
+    """Return the name of a folder while it is removed. If the removal is interrupted, no folder looks complete."""
     return folder.with_name(f".{folder.name}.removed-{os.getpid()}")
 
 
@@ -61,7 +61,10 @@ def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
 
 
 def remove(place: Place) -> str:
-    """Remove the place. Return why it was kept, or ''. Raise OSError if a folder cannot be removed."""
+    """Remove what hpcinit wrote in a place. Return why the place was kept, or ''.
+
+    Raise OSError if a folder can't be removed.
+    """
     if place.disk:
         scratch.sweep(place.path, kernels=True)  # except what its users have locked
         dumps = place.path / safeguards.FLIGHT

@@ -77,7 +77,7 @@ def _later(now: state.State, seconds: int) -> state.State:
 
 
 class Poll:
-    """The latest state of one run."""
+    """The latest state of one run. Creating it raises RequestError if the folder is not a run."""
 
     def __init__(self, path: Path) -> None:
         self._polls = Polls([path])

@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     if silent and not reports:
         raise Failure(
             f"no node of job {job.job_id} answered: {error or 'the step printed nothing'}. The run continues. "
-            "hpcinit stacks needs a step beside the ranks: srun --overlap"
+            "hpcinit stacks uses srun --overlap to start a job step beside the ranks"
         )
     ranks = [rank_stack(one, report["host"]) for report in reports for one in report["ranks"]]
     groups = fold(ranks)
@@ -250,7 +250,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
 
 
 def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the complete documents of stack_collector.encoded(), by host."""
+    """Return the complete documents in the output of stack_collector.encoded(), in the order of the hosts."""
     parts: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for line in printed:
@@ -319,7 +319,10 @@ def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
 
 
 def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
-    """Return the frames without those of hpcinit that started the program. If there are no others, return all."""
+    """Return the frames without those of hpcinit that started the program.
+
+    If there are no other frames, return all of them.
+    """
     frames = tuple((str(file), int(line), str(name)) for file, line, name in found)
     end = len(frames)
     while end and STARTED_BY.search(frames[end - 1][0]):

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     if options.csv and options.json:
-        raise RequestError("--csv and --json exclude each other: give one of them")
+        raise RequestError("--csv and --json cannot be combined: give only one of them")
     every = find_runs.means_all_runs(options.run)
     runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
