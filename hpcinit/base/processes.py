@@ -1,4 +1,4 @@
-"""Sets limits, lifetime and title of this process, and reads from /proc what is known about any process."""
+"""Sets limits, lifetime and title of this process, and reads what /proc shows about any process."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ class Process:
     namespace: the pid namespace, or '' if it is unknown.
     started: when the process started, in clock ticks since the boot, or '' if it is unknown.
 
-    The process id is not enough: the kernel reuses ids, and they start again after a boot and in each pid namespace
-    (container).
+    The process id alone is not enough: the kernel reuses ids, and the same id exists in other boots and in other pid
+    namespaces (containers).
     """
 
     host: str

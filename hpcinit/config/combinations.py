@@ -99,7 +99,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
                 raise ConfigError(
-                    f"{override.input_line}: expected one of hpcinit's keys with a list of values, as in 1,2"
+                    f"{override.input_line}: expected a list of values, as in 1,2, for one of hpcinit's keys"
                 )
         typed: list[Override] = [Typed.from_override(override) for override in parsed]
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(typed, None)[0]]

@@ -162,7 +162,7 @@ CASES = [
     ("-m nodes=1,'2", "nodes=1,'2: expected key=value"),
     ("-m nodes=range(3,1)", "nodes=range(3,1): the sweep has no combinations"),
     ("-m nodes=interval(1,2)", "nodes=interval(1,2): expected a list of values, as in 1,2"),
-    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected one of hpcinit's keys with a list of values, as in 1,2"),
+    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected a list of values, as in 1,2, for one of hpcinit's keys"),
     ("-m nodes=1,2 hydra/launcher=nosuch", "hydra/launcher=nosuch: no such hydra/launcher"),
     ("-m nodes=1,2 hydra.sweeper._target_=x.Y", "hydra/sweeper is x.Y, which cannot be created: "),
 ]  # fmt: skip
