@@ -1,4 +1,4 @@
-"""Decides what happens when the ranks of a job end, and does it. The batch script runs it on its own host:
+"""Decides what happens when the ranks of a job end, and does it. The batch script runs this module:
 
     python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
     python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued

@@ -56,7 +56,7 @@ class Facts:
 def own_status(facts: Facts) -> int:
     """Return the exit status of the rank that failed first.
 
-    Return srun's exit status if Slurm ended the ranks or if no failure is known.
+    Return srun's exit status if Slurm ended the ranks or if srun reported no failure.
     """
     first = next(iter(facts.failures), None)
     # During the grace time of a preemption, only the ranks get SIGTERM.

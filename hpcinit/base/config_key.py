@@ -26,7 +26,7 @@ def key(
     help: the description in `--help` and in the reference.
     least, above, most: the bounds of a number. A key declared as Optional may always be null.
     choices: the values that are allowed.
-    filled: what the error message says it expected if the value is ''.
+    filled: the expected value in the error message about ''.
     sbatch: the sbatch option that gets the value unchanged.
     owns: other options of sbatch and srun that hpcinit derives from this key.
     """

@@ -127,7 +127,7 @@ class SubmitError(Failure):
     """The submission failed.
 
     problem: the message without its last clause.
-    outcome: the last clause, which says whether there is a job.
+    outcome: the last clause: whether there is a job.
     """
 
     kind = failure_kinds.SUBMISSION

@@ -66,7 +66,7 @@ def joined(separator: str, texts: Sequence[str]) -> str:
 
 
 def pattern(path: str) -> str:
-    """Escape `path` for Slurm's file name patterns, where %% stands for a percent sign."""
+    """Escape `path` for Slurm's file name patterns, where %% means a percent sign."""
     return path.replace("%", "%%")
 
 

@@ -200,7 +200,7 @@ def ownership_problem(
 
 
 def path_ownership_problems(path: Path, advice: str, *, owners: Container[int] = (), named: bool = False) -> str:
-    """Return what ownership_problem() says about a path that is not open. Raise OSError if the path does not exist."""
+    """Return the result of ownership_problem() for a path that is not open. Raise OSError if it does not exist."""
     return ownership_problem(path, path.stat(), advice, owners=owners, named=named)
 
 
@@ -218,7 +218,7 @@ def pickle_problem(path: Path) -> str:
 
 
 def runs_dir_ownership_problems(path: Path) -> str:
-    """Return how another user could replace a run folder in `path`, or '' if nobody can.
+    """Return how another user could replace a run folder in `path`, or '' if no other user can.
 
     Raise OSError if `path` does not exist.
     """

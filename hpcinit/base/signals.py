@@ -99,7 +99,7 @@ class Handlers:
                 signal.siginterrupt(number, False)
 
     def restore(self) -> None:
-        """Reinstall the earlier handlers. Skip signals for which the program has since set a handler of its own."""
+        """Reinstall the earlier handlers. Skip signals for which the program has since set a handler."""
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, before)

@@ -114,9 +114,9 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script's name, its syntax error (or ''), and whether the ranks' Python has the same opinion.
+    """Return the script's name, its syntax error (or ''), and whether the ranks' Python certainly has that error too.
 
-    The last value is False if the ranks' Python may have another version, which could not be asked.
+    The last value is False if the ranks' Python could not be started and may have another version.
     """
     path = source(config)
     if path is None:

@@ -1,7 +1,7 @@
 """Completes `hpcinit` commands with TAB. `hpcinit --shell-completion install=bash|zsh|fish` prints the shell's script.
 
 hpcinit has its own scripts, because Hydra's do not support commands, change COMP_WORDBREAKS in the whole shell, and use
-bash's script for zsh. The keys and choices still come from Hydra.
+bash's script for zsh. Hydra still provides the keys and choices.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Return the words that can complete the end of `line`.
+    """Return the arguments that can complete the end of `line`.
 
     Return [] if a file name is expected, because the shell completes file names itself.
     """
@@ -104,10 +104,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return the words that may follow `hpcinit WORDS`.
-
-    word: the incomplete last argument.
-    """
+    """Return the arguments that may follow those in `words`. The last argument, `word`, is still incomplete."""
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:
@@ -161,7 +158,7 @@ def of_config(before: Sequence[str], word: str) -> list[str]:
 def of_hydra(words: Sequence[str]) -> list[str]:
     """Return the keys, groups and choices with which Hydra would complete the last of `words`.
 
-    Hydra reads the line from the variable COMP_LINE and skips the first word, which is the program.
+    Hydra reads the line from the variable COMP_LINE and skips the first item, which is the program.
     """
     from hpcinit.submit import submit_command  # noqa: PLC0415 - not for the other commands
 

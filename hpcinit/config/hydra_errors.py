@@ -114,7 +114,7 @@ def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
 def _take_apart(error: Exception) -> _Parsed:
     r"""Return the parts of an error.
 
-    Hydra wraps OmegaConf's error: as the cause of its own error if an override is wrong, or as text if a file is wrong:
+    Hydra wraps OmegaConf's error: as the cause of another error if an override is wrong, or as text if a file is wrong:
 
         "In 'cluster/x': ConfigKeyError raised while composing config:\nKey 'y' not in 'Cluster'\n  full_key: cluster.y"
     """

@@ -44,7 +44,7 @@ yaml_loader: Callable[[], Any] = get_yaml_loader  # returns OmegaConf's class
 
 
 def register_resolver(name: str, resolver: Callable[[], str]) -> None:
-    """Make ${name:} in a config stand for the result of `resolver`. Replace an existing resolver of this name."""
+    """Make ${name:} in a config mean the result of `resolver`. Replace an existing resolver of this name."""
     register: Any = OmegaConf.register_new_resolver if IS_1_3 else OmegaConf.register_resolver
     register(name, resolver, replace=True)
 

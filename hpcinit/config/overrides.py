@@ -74,7 +74,7 @@ def sbatchs_quality(arguments: Sequence[str]) -> list[str]:
 
 
 def removals(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each ~KEY that removes one of hpcinit's own keys.
+    """Yield a message for each ~KEY that would remove one of the keys in hpcinit's schema.
 
     Otherwise ~nodes would silently restore the default, and ~cluster would remove the whole cluster.
     """

@@ -1,4 +1,4 @@
-"""Requests: a Config, and where its values came from."""
+"""Requests: a Config and the origin of its values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rewritten(str):
 
 @dataclass(frozen=True)
 class Request:
-    """A Config and where its values came from.
+    """A Config and the origin of its values.
 
     document: the config as plain containers.
     combination: in a sweep, the overrides that differ between its requests, as one text; otherwise ''.

@@ -1,9 +1,9 @@
 """Translates options that users know from Slurm, torchrun or PBS into hpcinit's keys, or into advice.
 
-time=24:00:00  ->  time_min=1440        --nodes=8, --nodes 8, -N 8  ->  nodes=8
-mem=32G        ->  mem_gb=32            reservation=x               ->  ++cluster.sbatch.reservation=x
+    time=24:00:00  ->  time_min=1440        --nodes=8, --nodes 8, -N 8  ->  nodes=8
+    mem=32G        ->  mem_gb=32            reservation=x               ->  ++cluster.sbatch.reservation=x
 
-The same table says what to use instead of an option in cluster.sbatch or cluster.srun.
+The same table lists what to use instead of an option in cluster.sbatch or cluster.srun.
 """
 
 from __future__ import annotations

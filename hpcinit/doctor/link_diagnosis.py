@@ -195,7 +195,7 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 
 
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
-    """Yield checks that compare the all-reduce with the hardware's bandwidth, if that is known.
+    """Yield checks that compare the all-reduce with the hardware's bandwidth, unless that is unknown.
 
     On CPUs (gloo), the hardware's bandwidth does not apply.
     """

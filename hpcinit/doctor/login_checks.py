@@ -227,7 +227,7 @@ def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield all checks of the login node. Those to fix first come first."""
+    """Yield all checks of the login node, starting with those to fix first."""
     yield from version_checks(config)
     with slurm_client.on_cluster(config.cluster.clusters):
         yield from slurm_checks(config, env)

@@ -1,7 +1,7 @@
 """Runs jobs on Slurm: submits and cancels them, and finds their state.
 
-The state of a job can come from several sources: squeue, sacct, scontrol, and the run folder. The first one in SOURCES
-that has the state is used.
+Several sources can have the state of a job: squeue, sacct, scontrol, and the run folder. The first one in SOURCES that
+has the state is used.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def of_slurm(job: Job) -> State:
 
 @dataclass(frozen=True)
 class Known:
-    """Everything that is known about one Slurm job.
+    """All information about one Slurm job.
 
     slurm: the state from squeue, sacct or scontrol, or None if Slurm does not know the job.
     record: the state from exit.json. It is an end if the batch script has ended.

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class ProgramPath:
     """The folders from which the program imports its modules, except those of its Python environment.
 
-    before: folders that come before the environment's on sys.path.
-    after: folders that come after the environment's on sys.path.
+    before: folders that are before the environment's on sys.path.
+    after: folders that are after the environment's on sys.path.
     workdir: the folder in which the program was started.
     """
 

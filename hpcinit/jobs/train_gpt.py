@@ -99,7 +99,7 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def loss_at(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, starts: Tensor, context: int) -> Tensor:
-    """Return the mean loss over this rank's part of the pieces of `text` that begin at `starts`.
+    """Return the mean loss over this rank's part of the pieces of `text` that start at `starts`.
 
     context: the length of a piece in tokens.
     """

@@ -218,8 +218,8 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
     found: NCCL's choice on each node.
     nodes: the number of nodes in the job.
 
-    Each detail names its node. `hosts` of a check names the node at fault only if that is certain: a problem that most
-    nodes have comes from the job's settings.
+    Each detail names its node. `hosts` of a check names the node at fault only if that is certain: the job's settings
+    cause a problem that most nodes have.
     """
     alone = [check for one in found for check in nccl_alone(one, nodes)]
     for check in alone:

@@ -1,7 +1,8 @@
-"""Finds out whether a run will continue by itself: by a requeue, a later job of its chain, or a job that depends on it.
+"""Finds out whether a run will continue automatically.
 
-A second job that writes to the same checkpoint folder can damage checkpoints. So any advice to submit a run again is
-given only after this check.
+It continues after a requeue, with a later job of its chain, or with a job that depends on it. A second job that writes
+to the same checkpoint folder can damage checkpoints. So any advice to submit a run again is given only after this
+check.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DEPENDENCY = re.compile(r"^#SBATCH --dependency=(.*)$", re.MULTILINE)
 def continues(path: Path, now: state.State) -> str:
     """Return a sentence about what will happen next with the run. Return '' if nothing will continue it.
 
-    If that is unknown, the sentence says so.
+    If Slurm does not answer, the sentence explains that this is unknown.
 
     now: the state of the run in `path`.
     """

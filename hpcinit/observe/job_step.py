@@ -143,10 +143,7 @@ def _beside(job: RunningJob, nodes: Sequence[str]) -> list[str]:
 
 
 def collector(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command that runs stack_collector.py on a node, whatever is installed there.
-
-    asked: the query that stack_collector.py gets.
-    """
+    """Return the command that runs stack_collector.py with the query `asked` on a node, whatever is installed there."""
     code = Path(stack_collector.__file__).read_text()
     return ["sh", "-c", START, "sh", code, json.dumps(asked), sys.executable, "python3", "python"]
 

@@ -51,7 +51,7 @@ class Tail:
 
 
 class Source(NamedTuple):
-    """Where a log's lines come from.
+    """The log of a rank or of the batch script.
 
     rank: the rank; None: the batch script.
     task: the number of the sweep's task, or None.

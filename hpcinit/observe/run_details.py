@@ -130,7 +130,7 @@ def times(now: State) -> str:
 
 
 def times_alone(now: State) -> str:
-    """Return the same text as times() without the words before the time, for a column of the table."""
+    """Return the same text as times(), but only the times themselves, for a column of the table."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
         return f"{duration(now.elapsed_s)}{left}"

@@ -283,7 +283,7 @@ def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[st
 
 
 def _stack(one: Process, own: OwnStacks, state: str, py_spy: str, errors: list[str]) -> dict[str, Any]:
-    """Return the stack of the main thread, and which thread holds the GIL if that is known.
+    """Return the stack of the main thread, and which thread holds the GIL if py-spy shows it.
 
     The stack is {"frames": [[file, line, function], ...]}, with the innermost frame first.
     """

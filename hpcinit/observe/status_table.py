@@ -41,7 +41,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class StatusTable:
-    """The rows of the table, in order. If there are more than `most`, the last line says how many are not shown.
+    """The rows of the table, in order. If there are more than `most`, the last line counts those that are not shown.
 
     most: how many lines to print at most; None: all.
     """
