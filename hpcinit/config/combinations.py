@@ -1,9 +1,9 @@
 """Splits a sweep into combinations with Hydra's own sweeper, and makes a request for each combination.
 
 Hydra would need tens of milliseconds to compose each combination. Combinations that choose the same groups differ only
-in values, so only the first one is composed. For the others, hpcinit evaluates again only what depends on the values
-that differ. If it is not certain that this gives the same result as Hydra, the combination is composed by Hydra.
-tests/config/test_combinations.py compares the two.
+in values, so Hydra composes only the first one. For the others, hpcinit evaluates only what depends on the values that
+differ. If it is not certain that this gives the same result, Hydra composes that combination too.
+tests/config/test_combinations.py compares the results.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def make(
     first: int = 0,
     labels: Sequence[str] | None = None,
 ) -> list[Request]:
-    """Return the requests of `combinations`, numbered from `first`. Their overrides must be in the same order in all.
+    """Return the requests of `combinations`, numbered from `first`.
+
+    All combinations must have their overrides in the same order.
 
     labels: the names of the combinations. Without labels, a combination is named after the overrides in which it
-    differs, and only one combination per choice of groups is composed by Hydra.
+    differs, and Hydra composes only one combination per choice of groups.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []

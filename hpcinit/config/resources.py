@@ -13,7 +13,7 @@ from hpcinit.config.schema import Config, Partition
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return the number of ranks per node: the key, or one per requested GPU, or one per GPU of the node, or 1."""
+    """Return ranks_per_node if it is set, otherwise one rank per requested GPU or per GPU of the node, or 1."""
     if config.ranks_per_node is not None:
         return config.ranks_per_node
     requested = requested_gpus(config)
@@ -67,9 +67,9 @@ def _share(config: Config) -> tuple[int, int]:
 
 
 def cpus_per_rank(config: Config) -> int | None:
-    """Return the cores per rank: the key, or a part of the job's share of the node.
+    """Return cpus_per_rank if it is set, otherwise the rank's part of the cores that the job requests.
 
-    Return None if cluster.cpus_per_node is not set.
+    Return None if cluster.cpus_per_node is not set either.
     """
     if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
         return config.cpus_per_rank
@@ -78,7 +78,7 @@ def cpus_per_rank(config: Config) -> int | None:
 
 
 def mem_gb(config: Config) -> float | None:
-    """Return the memory per node in GB: the key, or the job's share of cluster.mem_gb.
+    """Return mem_gb if it is set, otherwise the job's share of cluster.mem_gb, in GB per node.
 
     0: all memory of the node. None: the script does not request memory.
     """
