@@ -27,10 +27,7 @@ MOST_RANKS_PER_CORE = 32
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message if settings of the environment contradict each other, or if a path is missing.
-
-    Yield one if runs_dir can't be used, too.
-    """
+    """Yield a message for settings that contradict each other, for missing paths, and if runs_dir can't be used."""
     yield from _consistent(config)
     # On a laptop, a dry run cannot see the cluster's file systems.
     if config.check_paths and shutil.which(config.engine.script_command):

@@ -19,7 +19,7 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 class ClockSkew(NamedTuple):
     """The difference between two clocks.
 
-    seconds: by how much the other clock is ahead (negative: behind), at least. 0 if the clocks may agree.
+    seconds: by how much the other clock is at least ahead (if negative, behind). 0: the clocks may agree.
     """
 
     seconds: float
