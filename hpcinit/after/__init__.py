@@ -1,1 +1,1 @@
-"""What happens after the ranks of a job have ended. The batch script runs `python -m hpcinit.after`."""
+"""What hpcinit does after the ranks of a job have ended. The batch script runs `python -m hpcinit.after`."""

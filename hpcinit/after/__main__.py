@@ -1,11 +1,14 @@
-"""Decides and acts at the end of a job, on the host of the batch script:
+"""Decides what happens when the ranks of a job end, and does it. The batch script runs this module:
 
     python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
     python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued
 
-It prints one line to stdout for the batch script (submit/lib/after.sh): WHAT STATUS NODES. Its own exit status could
-not be the answer, because any exit status may be that of a rank. Messages go to stderr, which is the job's log. It
-opens few files: on a slow shared file system each one takes 50 ms, and a preemption may leave only 30 s.
+It prints its decision to stdout, as one line for the batch script (submit/lib/after.sh): WHAT STATUS NODES. The exit
+status cannot carry the decision, because a rank may end with any exit status. Messages go to stderr, which is the job's
+log.
+
+It opens as few files as possible: on a slow shared file system each one takes 50 ms, and a preemption may leave only 30
+s.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script later than t
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Print the decision. After an error, decide that the job ends as its ranks did."""
+    """Print the decision. If hpcinit.after itself fails, decide to restart nothing and keep the ranks' exit status."""
     what, given = argv[0], dict(pair.partition("=")[::2] for pair in argv[1:])
     policy = Policy(
         on=frozenset(filter(None, given.get("on", "").split(":"))),
@@ -67,7 +70,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def ended(job: Job, policy: Policy, status: int) -> str:
-    """Decide what to do after the ranks have ended, do it, and return the decision."""
+    """Decide what to do after the ranks have ended, do it, and return the decision as a line for the batch script.
+
+    status: srun's exit status.
+    """
     found = facts.gather(job, status, bool(policy.max_restarts or policy.nodes))
     status = decisions.own_status(found)
     why = decisions.reason(found, status)
@@ -85,9 +91,9 @@ def ended(job: Job, policy: Policy, status: int) -> str:
 
 
 def restarted(job: Job, policy: Policy) -> str:
-    """Count this restart, unless the previous attempt has counted it.
+    """Count this restart, unless the previous attempt has already counted it. Return the decision for the batch script.
 
-    Slurm also requeues a job without the batch script, after a preemption or a lost node.
+    Slurm can also requeue a job without its batch script, after a preemption or a node failure.
     """
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
@@ -100,7 +106,7 @@ def _still_runs(job: Job) -> bool:
 
 
 def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
-    """Return all nodes to exclude so that the ranks restart in this job, or '' if they cannot."""
+    """Return the comma-separated nodes that the restarted ranks must avoid, or '' if they can't restart in this job."""
     bad = decisions.nodes_at_fault(found, why) if why in decisions.REPLACED else []
     if not bad:
         return ""
@@ -129,7 +135,10 @@ def _last_restart(job: Job) -> Restart | None:
 
 
 def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | None) -> bool:
-    """Record restart `number`, which follows `last`. Return whether it is allowed."""
+    """Record restart number `number` and return whether the limits allow it.
+
+    last: the previous restart, or None.
+    """
     step = elastic_restarts.furthest(job.folder)
     furthest, idle = decisions.progress(last, step if step >= 0 else None)
     limited = bool(policy.max_restarts)
@@ -146,7 +155,7 @@ def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | No
 
 
 def _requeued(job: Job, policy: Policy, why: str) -> bool:
-    """Requeue the job. Return whether Slurm accepted that."""
+    """Ask Slurm to requeue the job. Return whether Slurm accepted."""
     say(f"job {job.name} is requeued ({why}): restart {job.attempt + 1} of at most {policy.max_restarts}")
     for number in range(1, TRIES + 1):
         try:

@@ -1,4 +1,4 @@
-"""Decides what follows the end of the ranks, with pure functions from facts to a decision."""
+"""Decides what happens after the ranks have ended. The functions are pure: they turn facts into a decision."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ REPLACED = (run_folder.NODE_FAIL, run_folder.HANG, run_folder.FAILURE)  # reason
 
 @dataclass(frozen=True)
 class Policy:
-    """What the config allows. on: restart.on. max_restarts, without_progress: None for no limit.
+    """What the config allows after a failure.
 
-    max_restarts 0 means that the job is not requeued. nodes: how many the ranks need if the job has spare nodes, else
-    0.
+    on: restart.on, the reasons for which ranks restart.
+    max_restarts: how often the job may be requeued; 0: never.
+    without_progress: how many restarts in a row may make no progress; None: no limit.
+    nodes: how many nodes the ranks need, if the job has spare nodes; otherwise 0.
     """
 
     on: frozenset[str] = frozenset()
@@ -29,10 +31,16 @@ class Policy:
 
 @dataclass(frozen=True)
 class Facts:
-    """How the ranks ended. status: srun's exit status. stop: the reason in stopped.json, or ''.
+    """How the ranks ended.
 
-    lost, unusable: nodes. hung: the node at fault in each hang report, '' if unknown. node_failed: whether Slurm
-    printed that a node was lost.
+    status: srun's exit status.
+    failures: the failed ranks, in the order of srun's messages.
+    stop: the reason in stopped.json, or ''.
+    preempted: whether Slurm preempted the job.
+    lost: nodes that are down or do not respond.
+    unusable: nodes on which a check refused to start the ranks.
+    hung: the node at fault in each hang report, or '' if it is unknown.
+    node_failed: whether Slurm printed that a node failed.
     """
 
     status: int
@@ -46,7 +54,10 @@ class Facts:
 
 
 def own_status(facts: Facts) -> int:
-    """Return the status of the rank that failed first, or srun's if Slurm ended the ranks or srun printed nothing."""
+    """Return the exit status of the rank that failed first.
+
+    Return srun's exit status if Slurm ended the ranks or if srun reported no failure.
+    """
     first = next(iter(facts.failures), None)
     # During the grace time of a preemption, only the ranks get SIGTERM.
     if not facts.status or first is None or first.terminated or facts.preempted:
@@ -55,7 +66,10 @@ def own_status(facts: Facts) -> int:
 
 
 def reason(facts: Facts, status: int) -> str:
-    """Return why the ranks ended with `status`, as in restart.on, or '' if a restart is not needed or cannot help."""
+    """Return why the ranks ended, as a value of restart.on. Return '' if a restart isn't needed or can't help.
+
+    status: what own_status() returned.
+    """
     preempted, limit = stop_reasons.Reason.PREEMPTED.token, stop_reasons.Reason.TIME_LIMIT.token
     if not status and not facts.stop:
         return ""
@@ -76,7 +90,7 @@ def _of_failure(facts: Facts, status: int) -> str:
 
 
 def nodes_at_fault(facts: Facts, why: str) -> list[str]:
-    """Return the nodes that a restart in the same job must not use; [] if unknown."""
+    """Return the nodes that the ranks must avoid when they restart in the same job, or [] if they are unknown."""
     if faulty := [*facts.lost, *facts.unusable] or [*filter(None, facts.hung)][:1]:
         return list(dict.fromkeys(faulty))
     # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.
@@ -86,9 +100,10 @@ def nodes_at_fault(facts: Facts, why: str) -> list[str]:
 
 
 def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
-    """Return the furthest step so far, and the number of consecutive restarts without progress.
+    """Return the furthest step so far, and how many restarts in a row have made no progress.
 
-    last: the previous restart. step: the last step that the ranks reported.
+    last: the previous restart, or None.
+    step: the last step that the ranks reported, or None.
     """
     furthest, idle = (last.step, last.without_progress) if last else (None, 0)
     if step is None:
@@ -97,7 +112,7 @@ def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
 
 
 def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str:
-    """Return why restart `number` exceeds a limit, or ''."""
+    """Return which limit restart number `number` would exceed, or '' if it is allowed."""
     if number > policy.max_restarts:
         step = "none" if furthest is None else furthest
         return f"restart.max_restarts is {policy.max_restarts}; furthest step: {step}"
@@ -107,11 +122,13 @@ def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str
 
 
 def chain_continues(facts: Facts, status: int) -> bool:
-    """Return whether the next job of a chain runs after this one ended with `status`.
+    """Return whether the next job of the chain runs after this job has ended with `status`.
 
-    It does after 143, which means that Slurm or scancel ended the job. It does after 0 if a stop record exists, because
-    rank 0 removes that record when the program is done. It does after any other status if a node was lost, because then
-    the ranks on the other nodes fail too.
+    The chain continues in three cases:
+
+    - `status` is 143: Slurm or scancel ended the job.
+    - `status` is 0 and there is a stop record. Rank 0 removes that record when the program is done.
+    - A node failed: the ranks on the other nodes then fail too, with any status.
     """
     if status == run_folder.ENDED_EARLY:
         return True

@@ -1,4 +1,4 @@
-"""Gathers the facts about the end of the ranks from the run folder and from Slurm."""
+"""Collects facts about how the ranks ended, from the run folder and from Slurm."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ DOWN = ("down", "fail")  # states of a node that is lost; sinfo adds '*' to a no
 
 @dataclass(frozen=True)
 class Job:
-    """This attempt of the job. name: as squeue shows it, '17_1' for an array task. number: SLURM_JOB_ID.
+    """This attempt of the job.
 
-    job_from, from_: bytes in the job's log when the attempt started, and when its ranks did. excluded: nodes that the
-    ranks no longer use.
+    name: the job's id as squeue shows it, '17_1' for an array task.
+    number: SLURM_JOB_ID.
+    job_from: the size of the job's log, in bytes, when the attempt started.
+    from_: the size of the job's log, in bytes, when the attempt's ranks started.
+    excluded: nodes that the ranks no longer use.
     """
 
     folder: Path
@@ -36,7 +39,10 @@ class Job:
 
 
 def gather(job: Job, status: int, restarts: bool) -> Facts:
-    """Return the facts after srun ended with `status`. restarts: whether to include those that only a restart needs."""
+    """Return the facts after srun ended with `status`.
+
+    restarts: whether to collect the facts that only a restart needs.
+    """
     lines = _log(job, job.job_from)
     return Facts(
         status=status,
@@ -51,7 +57,7 @@ def gather(job: Job, status: int, restarts: bool) -> Facts:
 
 
 def _log(job: Job, start: int) -> list[str]:
-    """Return the messages of Slurm in the job's log, from the byte `start`."""
+    """Return Slurm's messages in the job's log, starting at byte `start`."""
     with suppress(OSError), safe_files.open_file(job.folder / run_folder.JOB_LOG) as file:
         file.seek(start)
         texts = (line.decode(errors="replace").rstrip("\n") for line in file)
@@ -71,7 +77,7 @@ def _preempted(name: str) -> bool:
 
 
 def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
-    """Yield the nodes that are down or do not respond, except the excluded ones."""
+    """Yield the nodes in `nodelist` that are down or do not respond, except those in `excluded`."""
     # Without --all, sinfo omits nodes that are in hidden partitions only.
     query = ("sinfo", "--all", "--noheader", "--Node", f"--nodes={nodelist}", "--format=%N %T")
     for line in sorted(set(_printed(*query).splitlines())):
@@ -81,14 +87,14 @@ def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
 
 
 def _unusable(job: Job) -> Iterator[str]:
-    """Yield the nodes where this attempt's check refused to start the ranks."""
+    """Yield the nodes on which a check refused to start this attempt's ranks."""
     start = f"{job.number}.{job.attempt}."
     for path in sorted((job.folder / run_folder.UNUSABLE).glob(f"{start}*")):
         yield path.name.removeprefix(start)
 
 
 def _hung(job: Job) -> Iterator[str]:
-    """Yield the node at fault in each hang report since the ranks started, '' if unknown."""
+    """Yield the node at fault in each hang report that was written since the ranks started, or '' if it is unknown."""
     with suppress(OSError):
         began = (job.folder / run_folder.EXIT).stat().st_mtime
         for path in sorted((job.folder / run_folder.HANG_REPORTS).glob(f"{job.number}.*/{hang_report.REPORT}")):
@@ -97,7 +103,7 @@ def _hung(job: Job) -> Iterator[str]:
 
 
 def is_running(name: str) -> bool:
-    """Return whether Slurm is not ending the job."""
+    """Return whether the job's state is RUNNING, so that Slurm is not already ending it."""
     return _printed("squeue", "--noheader", f"--jobs={name}", "--format=%T").strip() == "RUNNING"
 
 

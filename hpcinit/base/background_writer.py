@@ -1,7 +1,7 @@
-"""Writes reports without ending or delaying the training run.
+"""Writes reports in the background, so that a failed write can neither end nor delay the training run.
 
 If a disk is full, a quota is used up or a file server does not answer, only the report is lost, with one warning.
-During training a thread writes the reports; if several texts for one report wait, it writes the latest.
+During training, a thread writes the reports. If several versions of a report are waiting, it writes the latest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def suppressed(what: str) -> Iterator[None]:
-    """Suppress an OSError raised in the block, which writes the report `what`. Warn once per report and process."""
+    """Ignore an OSError in the `with` block, which writes the report `what`.
+
+    Warn about each report once per process.
+    """
     try:
         yield
     except OSError as error:
@@ -38,11 +41,11 @@ def suppressed(what: str) -> Iterator[None]:
     else:
         if what in _failing:
             _failing.discard(what)
-            say(f"{what} is written again")
+            say(f"{what} can be written again")
 
 
 class _Writer:
-    """A daemon thread that starts with the first report. `_changed` guards its attributes."""
+    """A daemon thread that writes reports. It starts with the first report. `_changed` guards its attributes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -84,12 +87,12 @@ class _Writer:
             return not self._waiting and not self._busy
 
     def _due(self) -> str | None:
-        """Return the first report that must be written now, or None."""
+        """Return the name of the first report that is due now, or None."""
         now = time.monotonic()
         return next((what for what in self._waiting if now >= self._not_before.get(what, now)), None)
 
     def _pause_s(self) -> float | None:
-        """Return the seconds until the next waiting report is due, or None if none waits."""
+        """Return the seconds until the next report is due, or None if no report is waiting."""
         times = [self._not_before.get(what, 0.0) for what in self._waiting]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -121,21 +124,27 @@ _writer = _Writer()
 
 
 def later(what: str, write: Callable[[], object], *, keep_first: bool = False, every_s: float = 0.0) -> None:
-    """Make the thread call `write` until it succeeds, and return at once. `write` may raise OSError.
+    """Queue a report and return at once: a thread calls `write` until it succeeds.
 
-    If an earlier `write` for the same report still waits, the new one replaces it; with keep_first, the earlier one
-    stays. every_s: the shortest time between two writes of this report. The latest one is always written.
+    what: the report's name.
+    write: writes the report; it may raise OSError. It replaces an earlier `write` for the same report that has not run
+    yet.
+    keep_first: keep that earlier `write` and ignore the new one.
+    every_s: the shortest time between two writes of this report. The latest version is always written.
     """
     _writer.put(what, write, keep_first, every_s)
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Retry all waiting reports; return whether all were written within `timeout_s` seconds."""
+    """Retry all reports that are waiting. Return whether all of them were written within `timeout_s` seconds."""
     return _writer.flush(timeout_s)
 
 
 def _in_child() -> None:
-    """Replace the writer in a forked child: the thread is not copied, and the parent writes the waiting reports."""
+    """Give a forked child a new writer, because fork() does not copy the thread.
+
+    Reports in the queue are written by the parent.
+    """
     global _writer  # noqa: PLW0603 - a process has one
     _writer = _Writer()
 

@@ -1,4 +1,4 @@
-"""Declares one config key as a field of a dataclass."""
+"""Defines key(), which declares a config key as a field of a dataclass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ def key(
     sbatch: str = "",
     owns: str = "",
 ) -> Any:
-    """Declare a key. `--help`, the reference page, the checks and the messages all use this declaration.
+    """Declare a config key. `--help`, the reference page, the checks and the messages are made from this declaration.
 
-    The name of a key with a unit ends in it: _s, _min, _h, _gb, _mb. least, above, most: the bounds of a number. An
-    Optional key may always be null. filled: what a message expects instead of ''. sbatch: the option that takes the
-    value unchanged. owns: other options of sbatch and srun that hpcinit derives from this key.
+    The name of a key with a unit ends in the unit: _s, _min, _h, _gb or _mb.
+
+    help: the description in `--help` and in the reference.
+    least, above, most: the bounds of a number. A key declared as Optional may always be null.
+    choices: the values that are allowed.
+    filled: the expected value in the error message about ''.
+    sbatch: the sbatch option that gets the value unchanged.
+    owns: other options of sbatch and srun that hpcinit derives from this key.
     """
     about = {
         "help": help,

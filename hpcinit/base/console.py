@@ -1,7 +1,7 @@
 """Prints notes and warnings of a command to stderr, and implements the options -q and -v.
 
-With -q, stderr shows only errors and differences from the request, and the answer has its shortest form. A process
-runs one command, so the level is set once, from the command line.
+With -q, a command prints its answer in the shortest form. On stderr, it prints only errors and how the job differs from
+the request. The level is set once per process, because a process runs only one command.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ def plain(text: str) -> str:
 
 
 def plain_lines(lines: Iterable[str]) -> str:
-    r"""Join lines that contain text from files. Escape a line feed inside a line as '\x0a'."""
+    r"""Join lines that contain text from files, and escape control characters.
+
+    A line feed inside a line becomes '\x0a'.
+    """
     return "\n".join(plain(line).replace("\n", "\\x0a") for line in lines)
 
 
 def colored(text: str) -> str:
-    r"""Return `text` with control characters escaped, as in '\x1b', except tabs, line feeds and colors.
+    r"""Return `text` with control characters escaped, as in '\x1b', but keep tabs, line feeds and colors.
 
-    Reset the color at the end. With NO_COLOR, remove the colors.
+    Reset the color at the end. If NO_COLOR is set, remove the colors.
     """
     keep = color_system() is not None
     safe = _CONTROL.sub(lambda found: (found[1] if keep else "") if found[1] else _shown(found[0]), text)
@@ -65,7 +68,7 @@ def _shown(character: str) -> str:
 
 
 def color_system() -> Literal["auto"] | None:
-    """Return the color_system of every Console: None with NO_COLOR, because rich would still print bold text."""
+    """Return the color_system for rich's Console: None if NO_COLOR is set, because rich would still print bold text."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 
@@ -73,7 +76,7 @@ def color_system() -> Literal["auto"] | None:
 
 
 def set_verbosity(level: int) -> None:
-    """Set QUIET, PLAIN or VERBOSE for the rest of this process."""
+    """Set the level of output for this process: QUIET, PLAIN or VERBOSE."""
     _chosen["level"] = level
 
 
@@ -83,20 +86,23 @@ def quiet() -> bool:
 
 
 def note(text: str) -> None:
-    """Print a line to stderr, unless quiet. Flush stdout first, so that the order is right if both are one pipe."""
+    """Print a line to stderr, unless -q was given.
+
+    Flush stdout first, so that the lines are in the right order if stdout and stderr are one pipe.
+    """
     if not quiet():
         always(text)
 
 
 def always(text: str) -> None:
-    """Print a line to stderr, even with -q: how the submitted job differs from the request."""
+    """Print a line to stderr even with -q. Used to report how the submitted job differs from the request."""
     with contextlib.suppress(OSError, ValueError):  # stdout is closed; the code that prints the answer handles it
         sys.stdout.flush()
     print(plain(text), file=sys.stderr, flush=True)
 
 
 def message(text: str) -> None:
-    """Print a note that starts with 'hpcinit:', for terminals in which other programs print too."""
+    """Print a note that starts with 'hpcinit:', for terminals to which other programs print too."""
     note(f"hpcinit: {text}")
 
 
@@ -106,10 +112,10 @@ def warning(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print 'hpcinit: text' to stderr in one write(2), because several processes write to the same log.
+    """Print 'hpcinit: TEXT' to stderr with one write(2), because several processes write to the same log.
 
-    print() writes the text and the end of the line separately, so another process's line could land between them. Raise
-    nothing: a full disk must not end a rank.
+    print() would write the text and the line end separately, so a line of another process could land between them.
+    Errors are ignored: a full disk must not end a rank.
     """
     with contextlib.suppress(OSError, ValueError):  # ValueError: the program has closed it
         if sys.stderr is not None:
@@ -125,9 +131,10 @@ def add_verbosity_options(
     json: str = "one JSON object, for programs",
     instead: argparse._MutuallyExclusiveGroup | None = None,
 ) -> argparse.ArgumentParser:
-    """Add the options of every command: --json, -q and -v.
+    """Add the options that every command has: --json, -q and -v.
 
-    json: the help text of --json. instead: the group of mutually exclusive options to which --json belongs.
+    json: the help text of --json.
+    instead: the group of mutually exclusive options to which --json is added.
     """
     (instead or parser).add_argument("--json", action="store_true", help=json)
     parser.add_argument(
@@ -143,7 +150,7 @@ def add_verbosity_options(
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixed: bool = False) -> argparse.Namespace:
-    """Parse `words` and set the verbosity. Raise RequestError if the arguments are wrong."""
+    """Parse the arguments `words` and set the verbosity. Raise RequestError if the arguments are wrong."""
 
     def refuse(message: str) -> NoReturn:
         raise error(parser, words, message)
@@ -155,7 +162,7 @@ def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixe
 
 
 def parse_known_arguments(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options in `words`. Return them and the other arguments, which are Hydra's, in their order."""
+    """Parse the options in `words`. Return them, and the remaining arguments in their order, which are for Hydra."""
     found, rest = parser.parse_known_args(words)
     _set_from_options(found)
     return found, rest
@@ -166,7 +173,10 @@ def _set_from_options(found: argparse.Namespace) -> None:
 
 
 def error(parser: argparse.ArgumentParser, words: Sequence[str], message: str) -> RequestError:
-    """Return argparse's `message` as an error. Report an unknown option first, with the most similar one."""
+    """Return argparse's `message` as a RequestError.
+
+    If an option is unknown, the error names the option and suggests a similar one.
+    """
     command = re.sub(r"^(hpcinit |python -m hpcinit\.)", "", parser.prog)
     known = [option for action in parser._actions for option in action.option_strings]
     names = {option.lstrip("-"): option for option in known if option not in ("-h", "--help")}
@@ -193,7 +203,7 @@ def error(parser: argparse.ArgumentParser, words: Sequence[str], message: str) -
 
 
 def started(command: Sequence[str]) -> float:
-    """With -v, print the command that is about to start. Return the current time, for ended()."""
+    """With -v, print the command that is about to start. Return the time.monotonic() of the start."""
     now = time.monotonic()
     if _chosen["level"] == VERBOSE:
         text = " ".join(shlex.join(command).split())
@@ -202,7 +212,7 @@ def started(command: Sequence[str]) -> float:
 
 
 def ended(command: Sequence[str], seconds: float, status: int) -> None:
-    """With -v, print how long a command took, and its exit status."""
+    """With -v, print how long a command took and its exit status."""
     if _chosen["level"] == VERBOSE:
         _print_verbose(time.monotonic(), f"{command[0]} took {seconds:.2f} s, exit status {status}")
 
@@ -213,14 +223,14 @@ def _print_verbose(now: float, text: str) -> None:
 
 
 class ProgressLine:
-    """A progress line: in a terminal it is updated in place, elsewhere each new message is a new line."""
+    """A line that shows progress. In a terminal it is updated in place; elsewhere each new message is a new line."""
 
     def __init__(self) -> None:
         self._shown, self._at, self._started = "", 0.0, time.monotonic()
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def show(self, message: str) -> None:
-        """Print `message` with the time since the start."""
+        """Print `message` with the seconds since this object was created."""
         clock = time.monotonic()
         text = f"hpcinit: {message} ({clock - self._started:.0f} s)"
         if self._terminal:
@@ -232,14 +242,14 @@ class ProgressLine:
         self._shown = message
 
     def end(self) -> None:
-        """End the line, so that other output starts on a new one."""
+        """Finish the line, so that other output starts on a new line."""
         if self._terminal and self._shown:
             _write("\n")
         self._shown = ""
 
 
 def _write(text: str) -> None:
-    """Write to stderr. Ignore a closed terminal: it must not end a submission whose job exists."""
+    """Write to stderr. Ignore a closed terminal: the job already exists, and its submission must not fail."""
     if sys.stderr is not None and not quiet():  # `2>&-`
         with contextlib.suppress(OSError):
             sys.stderr.write(text)

@@ -74,31 +74,34 @@ class RequestError(HpcinitError):
 
 
 class NodelistError(RequestError, ValueError):
-    """The text is not a Slurm nodelist. The message points at the column."""
+    """The text is not a Slurm nodelist. The message marks the column of the error."""
 
 
 class WorldError(RequestError):
-    """Rank, world size or master address cannot be determined from this environment."""
+    """The rank, world size or master address can't be determined from this environment."""
 
 
 class SpecError(RequestError):
-    """`spec.json` is missing, unreadable, or has another version."""
+    """The run folder's `spec.json` is missing, unreadable, or has a different version."""
 
 
 class ConfigError(RequestError):
-    """The config has problems, all found in one pass. problems: one complete message each."""
+    """The config has problems. All of them are reported together.
+
+    problems: the problems, one complete message each.
+    """
 
     def __init__(self, *problems: str) -> None:
         self.problems: Sequence[str] = problems
         super().__init__("\n".join(problems))
 
     def document(self) -> dict[str, Any]:
-        """Return the error as `--json` prints it, with a list of the problems."""
+        """Return the error as `--json` prints it, with a list of all problems."""
         return {**super().document(), "problems": list(self.problems)}
 
 
 class Failure(HpcinitError):
-    """The request was valid, but failed."""
+    """The request was valid, but carrying it out failed."""
 
 
 class Interrupted(HpcinitError):
@@ -109,7 +112,10 @@ class Interrupted(HpcinitError):
 
 
 class SubmissionInterrupted(KeyboardInterrupt):
-    """Ctrl-C interrupted a submission. runs: the folders of the runs that were submitted anyway."""
+    """Ctrl-C interrupted a submission.
+
+    runs: the folders of the runs that were submitted before the interruption.
+    """
 
     def __init__(self, runs: Sequence[Path]) -> None:
         made = f"submitted before the interruption: {', '.join(map(str, runs))}" if runs else NOTHING_SUBMITTED
@@ -118,7 +124,11 @@ class SubmissionInterrupted(KeyboardInterrupt):
 
 
 class SubmitError(Failure):
-    """The submission failed. problem: the message without its last clause. outcome: that clause, the job's state."""
+    """The submission failed.
+
+    problem: the message without its last clause.
+    outcome: the last clause: whether there is a job.
+    """
 
     kind = failure_kinds.SUBMISSION
 
@@ -128,11 +138,11 @@ class SubmitError(Failure):
 
 
 class NotReached(SubmitError):
-    """The controller did not receive the request: there is no job, and another attempt may succeed."""
+    """The request did not reach Slurm's controller. There is no job, so trying again is safe."""
 
 
 class MaybeSubmitted(SubmitError):
-    """The submission failed, but the job may exist."""
+    """The submission failed, but there may be a job."""
 
 
 class BringUpError(Failure):
@@ -140,7 +150,10 @@ class BringUpError(Failure):
 
 
 class TrainingHang(Failure):
-    """No rank finished a step for too long. report: the fields of records.hang_report.HangReport."""
+    """No rank finished a step for too long.
+
+    report: the fields of records.hang_report.HangReport.
+    """
 
     kind = failure_kinds.HANG
 

@@ -1,6 +1,6 @@
-"""Kinds of failures: the values of `kind` in hpcinit's errors, in error records and in verdicts of `hpcinit why`.
+"""The kinds of failures: values of `kind` in hpcinit's errors, in error records and in verdicts of `hpcinit why`.
 
-hpcinit uses these values, never the text of a message, to decide which failure was first, what caused it, what to do.
+From these kinds, hpcinit decides which failure was first, what caused it and what to do. It never parses messages.
 """
 
 from __future__ import annotations

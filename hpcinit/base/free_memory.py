@@ -1,4 +1,4 @@
-"""How much memory this process can still allocate: on its node, and in its memory cgroups."""
+"""Finds how much memory this process can still allocate, on its node and within its memory cgroups."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 
 def free_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
-    """Return the smallest amount that the node and each memory cgroup above this process have left, or 0 if unknown.
+    """Return how many bytes this process can still allocate, or 0 if that is unknown.
 
-    The kernel kills a process that exceeds the limit of its cgroup, instead of refusing the allocation.
+    It is the smallest amount left on the node and in each memory cgroup that contains this process. If a process
+    exceeds its cgroup's limit, the kernel kills it instead of refusing the allocation.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_or_empty(proc / "meminfo"), re.MULTILINE)
     left = [int(found[1]) * 1024 if found else 0]

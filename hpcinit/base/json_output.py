@@ -1,4 +1,4 @@
-"""What `--json` prints: one object per line, which names its document and the version of all documents.
+"""What `--json` prints: one object per line, with the name of its document and the version of the format.
 
 docs/reference/json.md lists the documents with their fields, and a test compares them with the output of each command.
 """
@@ -14,7 +14,12 @@ VERSION = 1  # changes if a field is removed or gets another meaning, not if one
 
 
 def line(document: str, fields: Mapping[str, Any]) -> str:
-    """Return an object as one line. document: its name in docs/reference/json.md. NaN and infinity become null."""
+    """Return `fields` as a JSON object on one line.
+
+    document: the document's name in docs/reference/json.md.
+
+    NaN and infinity become null.
+    """
     whole = {"document": document, "version": VERSION, **fields}
     try:
         return json.dumps(whole, allow_nan=False)
@@ -23,7 +28,7 @@ def line(document: str, fields: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null instead of NaN and infinity, which JSON does not have."""
+    """Return `value` with null in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Limits, lifetime and title of this process, and what /proc shows about any process."""
+"""Sets limits, lifetime and title of this process, and reads what /proc shows about any process."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def terminate_with_parent(parent: int) -> None:
-    """Make the kernel send SIGTERM to this process when its parent, `parent`, dies."""
+    """Make the kernel send SIGTERM to this process when its parent dies.
+
+    parent: the parent's process id.
+    """
     _signal_at_death_of(parent, signal.SIGTERM)
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel send SIGKILL to this process when its parent, `parent`, dies.
+    """Make the kernel send SIGKILL to this process when its parent dies.
 
-    SIGTERM is not enough: a shell that traps it waits for its foreground command, and a rank tries to save.
+    parent: the parent's process id.
+
+    SIGTERM is not enough: a shell that traps SIGTERM waits for its foreground command, and a rank tries to save.
     """
     _signal_at_death_of(parent, signal.SIGKILL)
 
 
 def _signal_at_death_of(parent: int, number: int) -> None:
-    """Make the kernel send the signal when the parent dies; exit now if it has died already."""
+    """Make the kernel send the signal `number` when the parent dies. If the parent has already died, exit now."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before prctl, which then sends nothing
@@ -53,10 +58,10 @@ ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of i
 
 
 def die_with_agent() -> None:
-    """Make the kernel send SIGKILL to this process when the agent in ENV_PARENT dies, however it ends.
+    """Make the kernel send SIGKILL to this process when its agent (process id in ENV_PARENT) dies for any reason.
 
-    Not SIGTERM: with run.should_stop() a rank would try to save, and never finish without its peers. Remove the
-    variable, because child processes of this process have another parent.
+    SIGTERM would not do: with run.should_stop() a rank would try to save, and never finish without its peers. The
+    variable is removed from the environment, because the children of this process have a different parent.
     """
     parent = os.environ.pop(ENV_PARENT, "")
     if parent.isdigit():
@@ -70,9 +75,10 @@ BESIDES = 1024  # for the program itself; the usual soft limit
 
 
 def raise_open_files_limit(ranks: int) -> None:
-    """Raise this process's soft limit of open files to what a job of `ranks` needs, or at most to the hard limit.
+    """Raise this process's soft limit of open files to what a job of `ranks` ranks needs, but not above the hard limit.
 
-    Child processes inherit the limit. Raise no error: if the limit is too low, a connection will fail and report it.
+    Child processes inherit the limit. No error is raised: if the limit is too low, a connection fails later and reports
+    it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = PER_RANK * ranks + BESIDES
@@ -85,10 +91,12 @@ def raise_open_files_limit(ranks: int) -> None:
 
 @contextlib.contextmanager
 def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
-    """If the block takes longer than `seconds`, print a message and all stacks and exit with status 1.
+    """Exit with status 1, after a message and all stacks, if the `with` block takes longer than `seconds`.
 
-    about: returns the message; it must not block for long. torch's own timeout is not sufficient: with a timeout of 5
-    s, a client connected to a silent server still waited after 200 s (torch 2.13).
+    about: returns the message; it must not block for long.
+
+    torch's own timeout is not sufficient: with a timeout of 5 s, a client connected to a silent server was still
+    waiting after 200 s (torch 2.13).
     """
 
     def end() -> None:
@@ -108,9 +116,12 @@ def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
 
 
 def end_hard(reason: str, stacks: bool = False) -> None:
-    """Print the reason and exit at once, because an exit handler could hang on a group whose peers are dead.
+    """Print `reason` and exit at once with status 1.
 
-    Nothing may prevent the exit: the program may have replaced or closed its streams.
+    Exit handlers are skipped, because they could hang in a group whose peers are dead. Nothing may prevent the exit,
+    even if the program has replaced or closed its streams.
+
+    stacks: whether to print the stacks of all threads too.
     """
     try:
         with contextlib.suppress(Exception):
@@ -125,10 +136,10 @@ def end_hard(reason: str, stacks: bool = False) -> None:
 
 
 def set_title(title: str) -> None:
-    """Show `title` as the name and command line of this process in ps and top.
+    """Show `title` as the name and the command line of this process in ps and top.
 
-    Overwrite the command line in this process's memory (proc(5), stat: arg_start, arg_end), as sendmail did. A title
-    that does not fit there is cut. Raise nothing.
+    The title overwrites the command line in this process's memory (proc(5), stat: arg_start, arg_end), as sendmail did.
+    If it is longer than the command line, it is cut. No error is raised.
     """
     text = title.encode()
     # No space in the short name: Slurm 22.05 (proctrack/linuxproc) splits /proc/PID/stat at spaces, and would neither
@@ -141,7 +152,7 @@ def set_title(title: str) -> None:
 
 
 def stat(pid: int | str, proc: Path = PROC) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third one on, the state; [] if the process is gone."""
+    """Return the fields of /proc/PID/stat from the third one (the state) on, or [] if the process is gone."""
     # "4242 (name with ) and blanks) S 4241 ...": proc(5) numbers the fields from 1.
     return read_or_empty(proc / str(pid) / "stat").rpartition(")")[2].split()
 
@@ -150,9 +161,12 @@ def stat(pid: int | str, proc: Path = PROC) -> list[str]:
 class Process:
     """A process, described so that another process can find out later whether it has ended.
 
-    Its id is not enough: the kernel reuses ids, and each boot and each pid namespace (a container) has its own. boot:
-    the id of the kernel's boot. namespace: the pid namespace. started: in clock ticks since the boot. A field is '' if
-    unknown.
+    boot: the id of the kernel's boot, or '' if it is unknown.
+    namespace: the pid namespace, or '' if it is unknown.
+    started: when the process started, in clock ticks since the boot, or '' if it is unknown.
+
+    The process id alone is not enough: the kernel reuses ids, and the same id exists in other boots and in other pid
+    namespaces (containers).
     """
 
     host: str
@@ -162,9 +176,9 @@ class Process:
     started: str = ""
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended, or None if this host and pid namespace cannot see it.
+        """Return whether the process has ended, or None if this host or pid namespace cannot see it.
 
-        Where the kernel hides processes of other users (hidepid), call it only for a process of this user.
+        If the kernel hides other users' processes (hidepid), call it only for a process of this user.
         """
         here = identity()
         if self.host != here["host"] or not (self.boot and here["boot"]):
@@ -177,7 +191,7 @@ class Process:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Return the fields of Process for this process, or for its child `pid`."""
+    """Return the fields of Process for this process, or for its child with the process id `pid`."""
     try:
         namespace = str((PROC / "self/ns/pid").readlink())
     except OSError:
@@ -192,25 +206,25 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def _started(pid: int) -> str:
-    """Return when the process started, in clock ticks since the boot, or '' if it has ended or is a zombie."""
+    """Return when the process started, in clock ticks since the boot. Return '' if it has ended or is a zombie."""
     fields = stat(pid)
     return fields[22 - 3] if fields and fields[0] not in "ZX" else ""
 
 
 def state(pid: int) -> str:
-    """Return the state: 'R', 'S', 'D', 'T' (stopped, but not by a debugger), 'Z' ..., or '' if the process is gone."""
+    """Return the state of a process: 'R', 'S', 'D', 'T' (stopped by a signal), 'Z' ..., or '' if it is gone."""
     return next(iter(stat(pid)), "")
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of the children of a process with one thread, or [] if the kernel does not list them."""
+    """Return the process ids of the children of a single-threaded process, or [] if the kernel does not list them."""
     return [int(word) for word in read_or_empty(PROC / f"{pid}/task/{pid}/children").split()]
 
 
 def command_lines(pid: int, proc: Path = PROC) -> Iterator[str]:
-    """Yield the command lines of process `pid` and its parents, nearest first, with NUL between arguments.
+    """Yield the command line of process `pid`, then of its parent, and so on. NUL separates the arguments.
 
-    Stop at the first process that is not visible.
+    Stop after GENERATIONS processes, or at the first one that is not visible.
     """
     for _ in range(GENERATIONS):
         yield read_or_empty(proc / str(pid) / "cmdline")
@@ -221,7 +235,10 @@ def command_lines(pid: int, proc: Path = PROC) -> Iterator[str]:
 
 
 def stuck(pid: int) -> str:
-    """Return 'D (in nfs_wait_bit_killable)': the state and kernel function of a process that survives SIGKILL."""
+    """Return the state of a process that survives SIGKILL, and the kernel function it is in.
+
+    An example is 'D (in nfs_wait_bit_killable)'.
+    """
     is_in, where = state(pid), read_or_empty(PROC / f"{pid}/wchan").strip("0")
     if not is_in:
         return "gone"

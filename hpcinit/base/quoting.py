@@ -1,4 +1,4 @@
-"""Quotes values in a script, so that the shell never runs them, and makes command-line options from a table."""
+"""Quotes values for shell scripts, so that the shell never runs them, and turns a table into command-line options."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def unsafe(text: str) -> str | None:
-    """Explain why `text` is not allowed in an #SBATCH line; return None if it is allowed.
+    """Return why `text` is not allowed in an #SBATCH line, or None if it is allowed.
 
-    sbatch reads directives line by line, with '...' and "..." as quotes (opt.c: _get_next_opt_from_batch_script). A
-    newline ends the directive and the shell runs what follows, NUL ends the script, and an unmatched quote is an error.
+    sbatch reads directives line by line and understands '...' and "..." as quotes (opt.c:
+    _get_next_opt_from_batch_script). After a newline the directive ends and the shell runs what follows, a NUL ends the
+    script, and an unmatched quote is an error.
     """
     for character in text:
         # Unicode's line ends (NEL, LS, PS) too: programs do not agree on whether they end a line. Surrogates represent
@@ -31,43 +32,49 @@ def unsafe(text: str) -> str | None:
 
 
 def directive(text: str) -> str:
-    """Escape `text` for an #SBATCH line before quoting: sbatch reads \\x as x, even within '...' (22.05 and 24.11)."""
+    """Escape backslashes in `text` for an #SBATCH line. Quote the result afterwards.
+
+    Even within '...', sbatch reads \\x as x (22.05 and 24.11).
+    """
     return text.replace("\\", "\\\\")
 
 
 def unsafe_path(path: str) -> str | None:
-    """Explain why `path` is not allowed in an #SBATCH line, or return None.
+    """Return why `path` is not allowed in an #SBATCH line, or None if it is allowed.
 
-    A backslash is not allowed: it disables Slurm's replacements such as %j.
+    A backslash is not allowed, because it disables Slurm's replacements such as %j.
     """
     return unsafe(path) or ("contains a backslash" if "\\" in path else None)
 
 
 class Raw(str):
-    """Text that the shell interprets. All other text is quoted."""
+    """Text that the shell is meant to interpret. All other text gets quoted."""
 
     __slots__ = ()
 
 
 def shell(text: str) -> str:
-    """Return `text` quoted as one argument of a shell command; Raw text is returned unchanged."""
+    """Return `text` quoted as one argument of a shell command, or unchanged if it is Raw."""
     return text if isinstance(text, Raw) else shlex.quote(text)
 
 
 def joined(separator: str, texts: Sequence[str]) -> str:
-    """Join `texts` with `separator`. Return Raw if any of them is Raw."""
+    """Join `texts` with `separator`. The result is Raw if any of the texts is Raw."""
     if any(isinstance(text, Raw) for text in texts):
         return Raw(separator.join(map(shell, texts)))
     return separator.join(texts)
 
 
 def pattern(path: str) -> str:
-    """Escape `path` for a file name pattern of Slurm: %% is a percent sign."""
+    """Escape `path` for Slurm's file name patterns, where %% means a percent sign."""
     return path.replace("%", "%%")
 
 
 def option_flags(options: Mapping[str, Any]) -> list[str]:
-    """Return options as in ['--nodes=2', '--unbuffered']. True makes a bare flag; None and False are skipped."""
+    """Return command-line options such as ['--nodes=2', '--unbuffered'] from a table.
+
+    True becomes an option without a value. None and False are skipped.
+    """
     return [
         f"--{name}" if value is True else joined("", [f"--{name}=", value if isinstance(value, str) else str(value)])
         for name, value in options.items()

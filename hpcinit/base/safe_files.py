@@ -1,4 +1,4 @@
-"""Writes files atomically, and checks who else can write the files and folders that hpcinit executes or trusts.
+"""Writes files atomically, and checks who else can write to the files and folders that hpcinit executes or trusts.
 
 It also reads files that may be missing, and finds the type of a file system.
 """
@@ -24,7 +24,10 @@ _PART = 65536
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write 'x.json.4242.tmp' in the same folder and rename it. If that raises OSError, `path` is unchanged.
+    """Write a file so that readers see the old content or the new one, never a part.
+
+    The content is first written to a temporary file such as 'x.json.4242.tmp' in the same folder, which is then
+    renamed. If this raises OSError, `path` is unchanged.
 
     mode: the permissions of a new file, before the umask.
     """
@@ -54,10 +57,10 @@ LARGEST = 2**28  # bytes of a file that is read as a whole; a submission.json of
 
 
 def descriptor_of(path: str | Path) -> int:
-    """Open a regular file of this user, or of the owner of its folder, and return its descriptor.
+    """Open a regular file for reading and return its descriptor. It must belong to this user or to its folder's owner.
 
-    Read another user's folder only if this user named it on the command line. Raise OSError for anything else and for
-    links, except the link that submit makes for a component of a heterogeneous job: '../submission.json'.
+    Read another user's folder only if this user named it on the command line. Raise OSError for any other file and for
+    links. One link is allowed: '../submission.json', which submit creates for a component of a heterogeneous job.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -81,15 +84,15 @@ def descriptor_of(path: str | Path) -> int:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a file of any size for reading, under the conditions of descriptor_of(). Raise OSError if that fails."""
+    """Open a file of any size for reading. Raise OSError if that fails or descriptor_of() refuses the file."""
     return os.fdopen(descriptor_of(path), "rb")
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return the content of a file, under the conditions of descriptor_of().
+    """Return the content of a file.
 
-    Raise OSError if that fails or the file has more than LARGEST bytes. A file object would need twice as many system
-    calls, and some commands read a thousand runs.
+    Raise OSError if the file can't be read, is larger than LARGEST bytes, or descriptor_of() refuses it. A file object
+    would need twice as many system calls, and some commands read a thousand runs.
     """
     descriptor = descriptor_of(path)
     try:
@@ -104,17 +107,17 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file, as read_bytes() does. Replace bytes that are not UTF-8.
+    """Return the text of a file. Bytes that are not UTF-8 are replaced.
 
-    Raise OSError if the file cannot be read.
+    Raise OSError as read_bytes() does.
     """
     return read_bytes(path).decode(errors="replace")
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the JSON document in a file, as read_bytes() does.
+    """Return the parsed content of a JSON file.
 
-    Raise OSError if the file cannot be read, and ValueError if it is not JSON.
+    Raise OSError as read_bytes() does, and ValueError if the file is not JSON.
     """
     try:
         return json.loads(read_bytes(path))
@@ -123,7 +126,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def json_or_empty(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in the file, or {} if it is missing, unreadable or something else."""
+    """Return the JSON object in the file, or {} if the file is missing, unreadable or not a JSON object."""
     try:
         document = read_json(path)
     except (OSError, ValueError):
@@ -132,9 +135,9 @@ def json_or_empty(path: str | Path) -> dict[str, Any]:
 
 
 def is_own(path: str | Path, *, folder: bool = False) -> bool:
-    """Return whether this user owns the file or folder; False if it does not exist.
+    """Return whether this user owns the file or folder. Return False if it does not exist.
 
-    folder: whether it must be a real folder, not a link to one.
+    folder: whether it must be a real folder, not a link to a folder.
     """
     try:
         found = os.lstat(path)
@@ -166,10 +169,12 @@ FOLDER_MODE = 0o755  # before the umask: others may enter the folders that we cr
 def ownership_problem(
     path: Path, found: os.stat_result, advice: str, *, owners: Container[int] = (), named: bool = False
 ) -> str:
-    """Explain why `path` cannot be trusted and what to type; return '' if it can.
+    """Return why `path` cannot be trusted and what to type, or '' if it can be trusted.
 
-    found: os.stat of the open file if a race matters, else of the path. advice: what to do about another owner. owners:
-    user ids that are trusted besides this user and root. named: the user named this path, so its group is trusted too.
+    found: the result of os.stat, of the open file if a race matters, otherwise of the path.
+    advice: what to do if another user owns it.
+    owners: user ids that are trusted in addition to this user and root.
+    named: whether the user typed this path; then its group is trusted too.
     """
     mode = stat.S_IMODE(found.st_mode)
 
@@ -195,14 +200,15 @@ def ownership_problem(
 
 
 def path_ownership_problems(path: Path, advice: str, *, owners: Container[int] = (), named: bool = False) -> str:
-    """Return ownership_problem() of a path that is not open. Raise OSError if it does not exist."""
+    """Return the result of ownership_problem() for a path that is not open. Raise OSError if it does not exist."""
     return ownership_problem(path, path.stat(), advice, owners=owners, named=named)
 
 
 def pickle_problem(path: Path) -> str:
-    """Explain why the pickle in `path` must not be loaded, or return ''. Loading runs whatever its author put in it.
+    """Return why the pickle file `path` must not be loaded, or '' if it may be.
 
-    Raise OSError if its folder does not exist. A missing pickle is no problem.
+    Loading a pickle runs any code that its author put in it. A missing pickle is not a problem. Raise OSError if its
+    folder does not exist.
     """
     if problem := path_ownership_problems(path.parent, "submit again"):
         return problem
@@ -212,7 +218,7 @@ def pickle_problem(path: Path) -> str:
 
 
 def runs_dir_ownership_problems(path: Path) -> str:
-    """Explain how another user could replace a run folder in `path`, or return ''.
+    """Return how another user could replace a run folder in `path`, or '' if no other user can.
 
     Raise OSError if `path` does not exist.
     """
@@ -221,9 +227,9 @@ def runs_dir_ownership_problems(path: Path) -> str:
 
 
 def make_folders(path: Path) -> None:
-    """Create `path` and its parents, writable only by this user, whatever the umask is.
+    """Create `path` and its parents. Only this user can write to the new folders, whatever the umask is.
 
-    Raise OSError if a folder cannot be created.
+    Raise OSError if a folder can't be created.
     """
     if not path.is_dir():
         make_folders(path.parent)
@@ -231,7 +237,7 @@ def make_folders(path: Path) -> None:
 
 
 def user(number: int) -> str:
-    """Return the name of a user id, or 'user 4242' if it has none."""
+    """Return the name of the user with the id `number`, or 'user 4242' if that id has no name."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
@@ -246,7 +252,10 @@ def _group(number: int) -> str:
 
 
 def _only_ours(path: Path, group: int) -> bool:
-    """Return whether this user is alone in the group. With umask 002, each user has a group of the same name."""
+    """Return whether this user is the only member of the group.
+
+    With umask 002, each user has a group of the same name.
+    """
     if not _private(group):
         return False
     try:

@@ -1,11 +1,11 @@
-"""Signals: the only module that installs handlers, blocks signals or waits for them.
+"""Handles signals. No other module installs handlers, blocks signals or waits for them.
 
 There are four classes, for different kinds of processes:
 
 - Handlers: a Python handler, which runs between two bytecodes of the main thread.
 - Wakeup: a thread. It works even while the main thread is in C code, as in a collective that waits for a dead peer.
 - Listener: a thread that waits for blocked signals and learns which process sent them.
-- Descriptor: no thread, for a process that forks. wait(timeout_s) returns the next blocked signal.
+- Descriptor: for a process that forks, which should have no thread. wait(timeout_s) returns the next blocked signal.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ SIGNALFD_SIGINFO = 128
 
 
 def block(numbers: Iterable[int]) -> set[int]:
-    """Block these signals in this thread and its children. Return the signals that were blocked before."""
+    """Block these signals in this thread and its children. Return the signals that were already blocked."""
     return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, numbers)}
 
 
 def unblock(numbers: Iterable[int]) -> None:
-    """Deliver these signals to this thread again, including pending ones."""
+    """Unblock these signals in this thread. Signals that are pending are delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def set_blocked(numbers: Iterable[int]) -> None:
-    """Block exactly these signals in this thread, as returned by block()."""
+    """Block exactly these signals in this thread. Used to restore what block() returned."""
     signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
 
 
 @contextmanager
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block these signals in this thread only. A signal to the process reaches another thread or stays pending."""
+    """Block these signals in this thread during the `with` block.
+
+    A signal to the process goes to another thread, or stays pending if every thread blocks it.
+    """
     before = block(numbers)
     try:
         yield
@@ -54,7 +57,7 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def unblocked(numbers: Collection[int]) -> Iterator[None]:
-    """Unblock these signals during the block, so that a process started in it inherits them unblocked."""
+    """Unblock these signals during the `with` block, so that a process started in it inherits them unblocked."""
     unblock(numbers)
     try:
         yield
@@ -63,23 +66,23 @@ def unblocked(numbers: Collection[int]) -> Iterator[None]:
 
 
 def reset(numbers: Iterable[int]) -> None:
-    """Restore the default action of these signals, from the main thread."""
+    """Restore the default action of these signals. Call it from the main thread."""
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)
 
 
 def end_by(number: int) -> None:
-    """End this process as the signal would have. Works in any thread."""
+    """End this process with the default action of signal `number`. It works in any thread."""
     ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL; Python's signal.signal works only in the main thread
     unblock({number})
     os.kill(os.getpid(), number)
 
 
 class Handlers:
-    """Installs `handler` for each of `numbers`, from the main thread. restore() reinstalls the earlier handlers.
+    """Installs `handler` for each signal in `numbers`, from the main thread. restore() reinstalls the earlier handlers.
 
-    only_free: skip signals for which the program has a handler. restart_calls: after the signal, system calls of C
-    libraries continue instead of failing with EINTR.
+    only_free: skip signals for which the program already has a handler.
+    restart_calls: let system calls of C libraries continue after the signal, instead of failing with EINTR.
     """
 
     def __init__(
@@ -96,14 +99,14 @@ class Handlers:
                 signal.siginterrupt(number, False)
 
     def restore(self) -> None:
-        """Reinstall the earlier handlers, except where the program has set one since."""
+        """Reinstall the earlier handlers. Skip signals for which the program has since set a handler."""
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, before)
 
 
 def collected(numbers: Iterable[int]) -> list[int]:
-    """Append each of these signals to the returned list from now on, instead of ending the process."""
+    """Return a list to which each of these signals is appended from now on. The signals no longer end the process."""
     came: list[int] = []
     Handlers(numbers, lambda number, frame: came.append(number))
     return came
@@ -111,10 +114,10 @@ def collected(numbers: Iterable[int]) -> list[int]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[list[int]]:
-    """During the block, collect Ctrl-C, SIGTERM and SIGHUP in the yielded list instead of acting on them.
+    """During the `with` block, collect Ctrl-C, SIGTERM and SIGHUP in the yielded list instead of acting on them.
 
-    An interrupt between the start of sbatch and the record of its job id would lose a job. Ignored signals (nohup, a
-    script's `&`) stay ignored. Outside the main thread, nothing is deferred.
+    Otherwise, an interrupt after sbatch has started and before its job id is recorded would lose the job. Signals that
+    were ignored (by nohup, or by a script's `&`) stay ignored. Outside the main thread, nothing is deferred.
     """
     received: list[int] = []
     main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
@@ -131,9 +134,9 @@ def deferred_interrupts() -> Iterator[list[int]]:
 
 
 class Wakeup:
-    """Calls `noted(number)` in a thread for each signal that has a Python handler. Create it in the main thread.
+    """A thread that calls `noted(number)` for each signal that has a Python handler. Create it in the main thread.
 
-    Other users of the wake-up descriptor, such as asyncio, still get each signal.
+    Other users of Python's wake-up descriptor, such as asyncio, still get each signal.
     """
 
     def __init__(self, noted: Callable[[int], object]) -> None:
@@ -144,7 +147,7 @@ class Wakeup:
         threading.Thread(target=self._listen, name="hpcinit-signals", daemon=True).start()
 
     def close(self) -> None:
-        """Restore the earlier descriptor. Call it from the main thread, or in a forked child."""
+        """Restore the earlier wake-up descriptor. Call this from the main thread, or in a forked child."""
         signal.set_wakeup_fd(self._before)
         with contextlib.suppress(OSError):
             os.close(self._write)
@@ -160,9 +163,11 @@ class Wakeup:
 
 
 class Listener:
-    """Blocks `numbers` in this thread and those it starts, and calls `noted(number, sender)` in a thread.
+    """A thread that waits for the signals `numbers` and calls `noted(number, sender)` for each.
 
-    sender: a process id, which sigwaitinfo(2) returns and a handler does not get. Create it before other threads.
+    sender: the id of the process that sent the signal, which a signal handler would not learn.
+
+    Create it before other threads: it blocks the signals in the current thread, and new threads inherit that.
     """
 
     def __init__(self, numbers: Collection[int], noted: Callable[[signal.Signals, int], object]) -> None:
@@ -177,10 +182,11 @@ class Listener:
 
 
 class Descriptor:
-    """Returns signals of `numbers` one after the other. They must be blocked in this process. Linux only.
+    """Waits for the signals `numbers` without a thread. They must be blocked in this process. Linux only.
 
-    signal.sigtimedwait of Python 3.11 has a bug: if the process is stopped and then continued after the timeout, it
-    returns a number from uninitialized memory. Because of it, scontrol suspend and resume ended the job.
+    It replaces signal.sigtimedwait, which has a bug in Python 3.11: if the process is stopped, and continued after the
+    timeout, it returns a number from uninitialized memory. Because of this bug, scontrol suspend and resume ended the
+    job.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -191,7 +197,7 @@ class Descriptor:
             raise OSError(ctypes.get_errno(), f"cannot create a signalfd: {os.strerror(ctypes.get_errno())}")
 
     def wait(self, timeout_s: float, files: Iterable[int] = ()) -> int | None:
-        """Return the next signal, or None after the timeout. Return None, too, when one of `files` is readable."""
+        """Return the next signal, or None after the timeout. Also return None as soon as one of `files` is readable."""
         if self._fd not in select.select([self._fd, *files], [], [], max(0.0, timeout_s))[0]:
             return None
         return int.from_bytes(os.read(self._fd, SIGNALFD_SIGINFO)[:4], sys.byteorder)

@@ -1,11 +1,11 @@
 """Supervises child processes: starts each in its own session, signals and reaps them, and stops all after a failure.
 
-Slurm's step daemon does this for ranks that srun starts. hpcinit does it for the ranks of launch=fork
-(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (engine/). Each of them has a
+Slurm's step daemon supervises ranks that srun starts. hpcinit itself supervises the ranks of launch=fork
+(launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (engine/). Each of these has a
 subclass of Supervisor that overrides the hooks.
 
-An exited child is reaped late. Until then the kernel cannot reuse its process id, which is also its group's, so a
-signal to the group never reaches an unrelated process.
+A child that has exited is reaped late. Until then the kernel cannot reuse its process id, which is also the id of its
+group, so a signal to the group never reaches an unrelated process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ LOOK_S = 0.02
 
 
 class Child:
-    """A child process that leads its own session and process group. number: how its supervisor identifies it.
+    """A child process that leads its own session and process group.
 
-    code: the exit status after it is reaped; -9 if SIGKILL ended it.
+    number: how the supervisor identifies the child.
+    code: the exit status after the child is reaped; -9 if SIGKILL ended it.
     """
 
     def __init__(self, number: int, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -33,7 +34,7 @@ class Child:
         self.code: int | None = None
 
     def ended(self) -> int | None:
-        """Return the exit status without reaping the child, or None while it runs."""
+        """Return the child's exit status without reaping it, or None while it is running."""
         if self.code is not None:
             return self.code
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -47,7 +48,7 @@ class Child:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def signal(self, number: int) -> None:
-        """Signal the child and its child processes. Do nothing after it was reaped."""
+        """Send a signal to the child and its child processes. Do nothing after the child was reaped."""
         if self.code is None:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError on macOS: a group of zombies
                 try:
@@ -57,7 +58,7 @@ class Child:
                         os.kill(self.pid, number)
 
     def reap(self) -> None:
-        """Release the process id of a child that has exited."""
+        """Reap a child that has exited, so that the kernel can reuse its process id."""
         if self._process is not None:
             self.code = self._process.wait()
         elif self.code is None:
@@ -69,7 +70,10 @@ class Child:
 
 
 class Supervisor:
-    """Supervises children. children: every child ever started, by number."""
+    """Supervises child processes.
+
+    children: every child that was ever started, by number.
+    """
 
     stuck_s = 10.0  # how long to wait after SIGKILL for a child that the kernel does not end
 
@@ -93,7 +97,10 @@ class Supervisor:
     ) -> Child:
         """Start `command` in its own session.
 
-        output: the file for stdout and stderr; None: inherit this process's.
+        number: how to identify the child.
+        output: the file for stdout and stderr; None: those of this process.
+        folder: the working folder.
+        in_child: a function to call in the child before it runs the command.
 
         Raise OSError if the process cannot be started.
         """
@@ -111,7 +118,7 @@ class Supervisor:
         return self.children[number]
 
     def fork_child(self, number: int) -> bool:
-        """Fork. Return True in the child, which must call os.setsid()."""
+        """Fork, and return True in the child, which must then call os.setsid(). Return False in the parent."""
         pid = os.fork()
         if pid == 0:
             return True
@@ -121,16 +128,16 @@ class Supervisor:
     # --- hooks for subclasses
 
     def on_exit(self, child: Child) -> bool:
-        """Handle the exit of a child; called once per child. Return True to end supervise()."""
+        """Handle the exit of a child. It is called once per child. Return True to end supervise()."""
         return False
 
     def on_signal(self, number: int) -> bool:
-        """Handle a signal to this process. Return True to end supervise()."""
+        """Handle a signal that this process received. Return True to end supervise()."""
         self.signal(number)
         return False
 
     def on_stuck(self, running: Sequence[Child]) -> None:
-        """Handle children that still exist `stuck_s` after SIGKILL. Then supervise() ends."""
+        """Handle children that still exist `stuck_s` seconds after SIGKILL. supervise() ends after this call."""
 
     def is_over(self) -> bool:
         """Return whether supervise() should end although children are still running."""
@@ -139,7 +146,10 @@ class Supervisor:
     # --- supervising
 
     def supervise(self, next_signal: Callable[[float], int | None]) -> None:
-        """Call the hooks until all children have exited. next_signal(timeout_s): returns a signal, or None after it."""
+        """Call the hooks until all children have exited.
+
+        next_signal: waits for a signal up to the given number of seconds, and returns the signal or None.
+        """
         while self.left() and not self.is_over():
             if self._kill_if_due():
                 self.on_stuck(self.running())
@@ -155,18 +165,23 @@ class Supervisor:
                         return
 
     def kill_in(self, seconds: float) -> None:
-        """Make supervise() or stop() send SIGKILL to the children that still run after `seconds`."""
+        """Make supervise() or stop() send SIGKILL after `seconds` to the children that are still running."""
         self._kill_at = time.monotonic() + seconds
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM, and make supervise() or stop() send SIGKILL to the children that still run after `grace_s`."""
+        """Send SIGTERM now, and plan a SIGKILL for the children that are still running after `grace_s` seconds.
+
+        supervise() or stop() sends the SIGKILL.
+        """
         self.signal(signal.SIGTERM)
         self.kill_in(grace_s)
 
     def stop(self, grace_s: float, *, terminated: bool = False) -> None:
-        """Terminate the children, wait for them without calling hooks, and kill what is left of their groups.
+        """Terminate the children, wait for them without calling hooks, and kill what is left of their process groups.
 
-        terminated: they have received SIGTERM already. A second one would interrupt their handling of it.
+        grace_s: seconds before SIGKILL.
+        terminated: whether the children have already received SIGTERM. A second one would interrupt their handling of
+        it.
         """
         if terminated:
             self.kill_in(grace_s)
@@ -180,7 +195,7 @@ class Supervisor:
                 child.reap()
 
     def _kill_if_due(self) -> bool:
-        """Send SIGKILL at the time set by kill_in(). Return True if children still run `stuck_s` later."""
+        """Send SIGKILL at the time set by kill_in(). Return True if children still run `stuck_s` seconds later."""
         if (deadline := self.deadline()) is None or time.monotonic() < deadline:
             return False
         if self._kill_at is None:
@@ -190,7 +205,7 @@ class Supervisor:
         return False
 
     def deadline(self) -> float | None:
-        """Return the time.monotonic() of supervise()'s next action, or None if it only waits."""
+        """Return the time.monotonic() of supervise()'s next action, or None if none is planned."""
         return self._leave_at if self._kill_at is None else self._kill_at
 
     def left(self) -> list[Child]:
@@ -202,11 +217,11 @@ class Supervisor:
         return [child for child in self.children.values() if child.ended() is None]
 
     def ended(self) -> dict[int, int]:
-        """Return the exit status, by number, of the children that have exited."""
+        """Return the exit statuses of the children that have exited, by number."""
         found = ((child.number, child.ended()) for child in self.children.values())
         return {number: status for number, status in found if status is not None}
 
     def signal(self, number: int) -> None:
-        """Signal the running children and their child processes."""
+        """Send a signal to the running children and their child processes."""
         for child in self.running():
             child.signal(number)

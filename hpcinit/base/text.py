@@ -11,7 +11,7 @@ MOST_RANKS = 1 << 20  # a larger number of a rank, or of ranks, in a file of ano
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return '0-3,8' for {0, 1, 2, 3, 8}."""
+    """Return numbers as ranges: '0-3,8' for {0, 1, 2, 3, 8}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -22,7 +22,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> set[int]:
-    """Return {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError if the text is not a list of numbers."""
+    """Return the numbers in a list of ranges: {0, 1, 2, 3, 8} for '0-3,8'. Raise ValueError for any other text."""
     found: set[int] = set()
     for word in filter(None, text.strip().split(",")):
         first, _, last = word.partition("-")
@@ -31,17 +31,17 @@ def numbers(text: str) -> set[int]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return '1 node' or '2 nodes'."""
+    """Return a number with its noun, as in '1 node' or '2 nodes'."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def rank_names(ranks: Collection[int]) -> str:
-    """Return 'rank 3' or 'ranks 4-6,9'."""
+    """Return the ranks for a message, as in 'rank 3' or 'ranks 4-6,9'."""
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def brief(error: str) -> str:
-    """Return an error on one line, without hpcinit's module name in front of it."""
+    """Return an error on one line, shortened, without hpcinit's module name in front of it."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     # A SyntaxError starts with the location: File "train.py", line 1
     line = lines[-1] if lines[0].startswith('File "') else lines[0]
@@ -50,9 +50,9 @@ def brief(error: str) -> str:
 
 
 def expanded(place: str) -> Path:
-    """Return `place` with a leading ~ or ~name expanded. If there is no such user, return it unchanged.
+    """Return the path `place` with a leading ~ or ~name expanded. If there is no such user, return it unchanged.
 
-    Path.expanduser() would raise RuntimeError for an unknown user, and ValueError for a NUL.
+    Path.expanduser() would raise RuntimeError for an unknown user, and ValueError for a NUL character.
     """
     try:
         return Path(os.path.expanduser(place))  # noqa: PTH111 - see above
@@ -61,15 +61,15 @@ def expanded(place: str) -> Path:
 
 
 def home() -> Path:
-    """Return the user's home folder, or /dev/null if neither HOME nor /etc/passwd has one.
+    """Return the user's home folder, or /dev/null if neither HOME nor /etc/passwd names one.
 
-    Nothing exists below /dev/null, and writing there fails with an OSError that contains the path.
+    Nothing can exist below /dev/null, and writing there fails with an OSError that contains the path.
     """
     path = expanded("~")
     return path if path.is_absolute() else Path(os.devnull)
 
 
 def unknown_user(place: str) -> str:
-    """Return 'name' for a path ~name/... if no such user exists, else ''."""
+    """Return NAME if the path starts with ~NAME and there is no such user, otherwise ''."""
     first = place.partition("/")[0]
     return first[1:] if len(first) > 1 and first.startswith("~") and str(expanded(first)).startswith("~") else ""

@@ -24,7 +24,7 @@ Key = tuple[tuple[int, ...], tuple[int, str, int], int, tuple[int, int]]
 
 
 class Tested(NamedTuple):
-    """The oldest and the newest version that hpcinit's tests run with. pyproject.toml has the bounds."""
+    """The oldest and the newest version of a package that hpcinit's tests run with. pyproject.toml has the bounds."""
 
     oldest: str
     newest: str
@@ -34,7 +34,7 @@ TESTED = {"torch": Tested("2.10.0", "2.15.0"), "deepspeed": Tested("0.18.5", "0.
 
 
 def newer_than_tested(package: str, version: str) -> str:
-    """Return a note if the version is newer than all tested ones, else ''."""
+    """Return a note if `version` is newer than every version that hpcinit was tested with, otherwise ''."""
     newest = TESTED[package].newest
     if key(version) <= key(newest):
         return ""
@@ -42,9 +42,9 @@ def newer_than_tested(package: str, version: str) -> str:
 
 
 def key(version: str) -> Key:
-    """Return a sort key that follows PEP 440: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
+    """Return a sort key for a version, in the order of PEP 440: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
 
-    The part after a '+' describes the build and is ignored. Raise ValueError for an invalid version.
+    The part after a '+' describes the build and is ignored. Raise ValueError if `version` is not a version.
     """
     found = _VERSION.fullmatch(version.strip())
     if not found:
@@ -63,7 +63,10 @@ def key(version: str) -> Key:
 
 
 def installed(package: str) -> str:
-    """Return the version of an installed package without importing it, or '' if it is not installed. Cached."""
+    """Return the installed version of a package without importing it, or '' if it is not installed.
+
+    The result is cached.
+    """
     return _installed(package, tuple(sys.path))
 
 
@@ -85,9 +88,10 @@ _FOLDER = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 @functools.cache
 def by_folder(path: tuple[str, ...]) -> Mapping[str, str]:
-    """Return {'hydra-core': '1.3.8'}: the packages in the folders of `path`, read from names of metadata folders.
+    """Return the packages in the folders of `path` with their versions, as in {'hydra-core': '1.3.8'}.
 
-    importlib.metadata gives the same answer, but also parses each package's description.
+    The names of the metadata folders contain both. importlib.metadata gives the same answer, but also parses each
+    package's description.
     """
     found: dict[str, str] = {}
     for place in path:

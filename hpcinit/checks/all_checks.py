@@ -1,7 +1,7 @@
-"""Every check of a request before the job is queued, in the order of the messages.
+"""Lists every check of a request before the job is queued, in the order of the messages.
 
-A new check is a function in the file of its subject, and a line in CHECKS. Checks that query Slurm run during the
-submission: duplicates.py and validate.py.
+To add a check, write a function in the file of its subject, and add a line to CHECKS. Checks that query Slurm run
+during the submission: duplicates.py and validate.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpcinit.config.schema import Config
 class RequestCheck:
     """A check of a request, and when it runs.
 
-    find: returns one complete message per problem.
+    find: yields one complete message per problem.
     to_submit: run it only before a submission, because it needs an account, files and so on. `hpcinit plan` skips it.
     if_valid: run it only if no earlier check has found a problem, because another message would only add noise.
     """
@@ -72,7 +72,10 @@ WARNINGS = (
 
 
 def problems(config: Config, *, to_submit: bool = True) -> list[str]:
-    """Return the messages of all checks. to_submit: include the checks that only a submission needs."""
+    """Return the messages of all checks.
+
+    to_submit: whether to include the checks that only a submission needs.
+    """
     found: list[str] = []
     for check in CHECKS:
         if (to_submit or not check.to_submit) and not (check.if_valid and found):
@@ -81,11 +84,14 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
 
 
 def check(config: Config, document: Mapping[str, Any]) -> None:
-    """Raise ConfigError with all problems of a request. document: the config as written, with the user's own keys."""
+    """Raise ConfigError with all problems of a request.
+
+    document: the config as it will be written to config.yaml, with the user's own keys.
+    """
     if found := [*problems(config), *secret_files.in_document(document, config.secret_names)]:
         raise ConfigError(*found)
 
 
 def warnings(config: Config) -> list[str]:
-    """Return the warnings about a config without problems."""
+    """Return the warnings about a config that has no problems."""
     return [text for find in WARNINGS for text in find(config)]

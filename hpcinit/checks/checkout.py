@@ -1,6 +1,7 @@
-"""snapshot=git: which files of the checkout the job's copy contains, and why a copy may be impossible.
+"""snapshot=git: finds which files of the checkout the job's copy contains, and why a copy may be impossible.
 
-hpcinit calls git and never reads its files: only git handles worktrees, sparse checkouts and a user's own excludes.
+hpcinit calls git instead of reading git's files: only git handles worktrees, sparse checkouts and a user's own
+excludes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GIT_S = 120  # to list or compare the files of a large checkout on a slow file s
 
 
 def checkout_root(workdir: Path) -> Path:
-    """Return the top folder of the checkout that contains `workdir`. Raise RequestError if there is none."""
+    """Return the top folder of the git checkout that contains `workdir`. Raise RequestError if there is none."""
     done = _git(workdir, "rev-parse", "--show-toplevel")
     if done.returncode:
         problem = _git_error(done)
@@ -42,15 +43,15 @@ def checkout_root(workdir: Path) -> Path:
 
 
 def checkout_commit(top: Path) -> str | None:
-    """Return the commit that is checked out, or None if there is no commit yet."""
+    """Return the id of the commit that is checked out, or None if there is no commit yet."""
     done = _git(top, "rev-parse", "--verify", "--quiet", "HEAD^{commit}")
     return os.fsdecode(done.stdout).strip() or None
 
 
 def checkout_files(top: Path) -> Iterator[str]:
-    """Yield the tracked files, and the untracked files that git does not ignore, relative to `top`.
+    """Yield all tracked files, and all untracked files that git does not ignore, as paths relative to `top`.
 
-    Files of submodules and nested repositories are included. Deleted files are not.
+    Files in submodules and nested repositories are included. Deleted files are not.
     """
     for name in _names(top, "--cached", "--others"):
         path = top / name
@@ -66,7 +67,10 @@ def untracked(top: Path) -> list[str]:
 
 
 def checkout_diff(top: Path) -> bytes:
-    """Return the uncommitted changes of tracked files, including submodules; nothing if there is no commit yet."""
+    """Return the uncommitted changes to tracked files as a diff, including submodules.
+
+    The diff is empty if there is no commit yet.
+    """
     options = ("--no-ext-diff", "--no-color", "--no-textconv", "--submodule=diff")
     return _git(top, "-c", "core.quotePath=false", "diff", *options, "HEAD").stdout
 
@@ -105,7 +109,15 @@ LARGEST_SHOWN = 5  # files in the error about a snapshot that is too large
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The content of a snapshot. root: the checkout, with links resolved. files: relative to root. size: in bytes."""
+    """What a code snapshot will contain.
+
+    root: the checkout, with links resolved.
+    workdir: the program's working folder.
+    files: the files, relative to root.
+    size: their total size in bytes.
+    contents: the files and all their parent folders.
+    before: if root is itself a snapshot, the record of that snapshot.
+    """
 
     root: Path
     workdir: Path
@@ -115,16 +127,19 @@ class SnapshotPlan:
     before: Mapping[str, Any] = field(default_factory=dict)  # the record of root, if root is a snapshot itself
 
     def place(self, folder: Path, path: Path | None = None) -> Path:
-        """Return where the snapshot in the run folder `folder` has a path of the checkout (default: workdir)."""
+        """Return where `path` of the checkout (default: workdir) is in the snapshot of the run folder `folder`."""
         inside = (path or self.workdir).resolve()
         return folder / run_folder.CODE / inside.relative_to(self.root) if inside.is_relative_to(self.root) else inside
 
     def target(self, folder: Path, target: str) -> str:
-        """Return what the job runs. An absolute path into the checkout becomes a path in the snapshot."""
+        """Return the program that the job runs. An absolute path into the checkout becomes a path in the snapshot."""
         return str(self.place(folder, Path(target))) if os.path.isabs(target) else target  # noqa: PTH117
 
     def python_path(self, folder: Path) -> list[str]:
-        """Return the snapshot's copies of those folders of the checkout from which this Python imports."""
+        """Return the folders in the snapshot from which the job's Python should import.
+
+        They are copies of the checkout's folders from which this Python imports.
+        """
         places = [Path(entry or ".").resolve() for entry in sys.path]
         # An editable install by setuptools adds a finder instead of a path. Its table maps packages to folders.
         tables = [getattr(m, "MAPPING", {}) for name, m in sys.modules.items() if name.startswith("__editable__")]
@@ -136,9 +151,9 @@ class SnapshotPlan:
 
 
 def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot of this request, or None without snapshot=git. Compute it once.
+    """Return the snapshot that this request asks for, or None without snapshot=git. The result is cached.
 
-    Raise RequestError if `workdir` is not in a checkout, or if its files are too large.
+    Raise RequestError if `workdir` is not in a checkout, or if the files are too large.
     """
     if config.snapshot != "git":
         return None
@@ -148,7 +163,7 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 
 
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot of an earlier run if the working folder is in it: that run is submitted again."""
+    """Return an earlier run's snapshot if the working folder is in it, because that run is submitted again."""
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:
         try:
@@ -164,7 +179,7 @@ def _taken_before(workdir: Path) -> SnapshotPlan | None:
 
 
 def _record(run: Path) -> dict[str, Any]:
-    """Return the snapshot's record in the run's provenance.json, or {}."""
+    """Return the record of the snapshot in the run's provenance.json, or {}."""
     document: dict[str, Any] = json.loads((run / run_folder.PROVENANCE).read_text())
     return dict(document.get("snapshot", {}))
 
@@ -188,9 +203,11 @@ def _plan(workdir: Path, exclude: tuple[str, ...], max_mb: float) -> SnapshotPla
 
 
 def _excluded(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches. 'data' excludes all files and folders of that name, '/data' and 'a/b' one path.
+    """Return whether one of the patterns matches the file `name`.
 
-    '*.bin' and 'a/*.bin' are globs.
+    - 'data' excludes all files and folders of that name.
+    - '/data' and 'a/b' exclude only that path.
+    - '*.bin' and 'a/*.bin' are globs.
     """
     places = [PurePosixPath(name), *PurePosixPath(name).parents][:-1]
     for pattern in (pattern.rstrip("/") for pattern in patterns):
@@ -201,7 +218,7 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_in_run_folder(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
-    """Return whether `folder` is in a run folder of any runs_dir. Snapshots contain no run folders."""
+    """Return whether `folder` is a run folder or inside one, in any runs_dir. Snapshots do not contain run folders."""
     if folder not in known:
         here = (folder / run_folder.SPEC).is_file() and (folder / run_folder.SCRIPT).is_file()
         known[folder] = here or (folder != root and _is_in_run_folder(folder.parent, root, known))

@@ -1,6 +1,7 @@
-"""The key dependency: Slurm's own syntax, as in afterok:4242,singleton, with run names allowed as job ids.
+"""Checks and translates the key `dependency`: Slurm's own syntax, in which a run's name can replace a job id.
 
-For sbatch, hpcinit replaces runs by job ids and omits conditions that are already fulfilled.
+An example is afterok:4242,singleton. For sbatch, hpcinit replaces the names of runs with job ids and omits conditions
+that are already fulfilled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Condition:
-    """A type and a job: `type:name+delay`. name: a job id or a run; '' for singleton. delay: '+MINUTES' or ''."""
+    """One condition of a dependency: `type:name+delay`.
+
+    name: a job id or the name of a run; '' for singleton.
+    delay: '+MINUTES' or ''.
+    """
 
     type: str
     name: str = ""
@@ -42,12 +47,12 @@ class Condition:
 
 
 def separator(text: str) -> str:
-    """Return '?' if any fulfilled condition is enough, ',' if all are required."""
+    """Return the separator of the conditions: '?' if one fulfilled condition is enough, ',' if all are required."""
     return "?" if "?" in text else ","
 
 
 def conditions(text: str | None) -> list[Condition]:
-    """Return the conditions in `text`, one for each job. Call it only if syntax_problems(text) finds none."""
+    """Return the conditions in `text`, one for each job. Call this only if syntax_problems(text) finds no problem."""
     found = []
     for part in re.split("[,?]", text or ""):
         kind, *names = part.split(":")
@@ -60,7 +65,7 @@ def conditions(text: str | None) -> list[Condition]:
 
 
 def syntax_problems(text: str | None) -> Iterator[str]:
-    """Yield a message for each part that is not valid in Slurm's syntax."""
+    """Yield a message for each part of `text` that is not valid in Slurm's syntax."""
     if text is None:
         return
     if "," in text and "?" in text:
@@ -81,7 +86,10 @@ def syntax_problems(text: str | None) -> Iterator[str]:
 
 
 def written(config: Config) -> Iterator[str]:
-    """Check dependency and chain."""
+    """Yield a message for each syntax error in `dependency`.
+
+    Yield another one if dependency or chain is set and the cluster has no queue.
+    """
     yield from syntax_problems(config.dependency or None)
     requested = ["dependency"] * bool(config.dependency) + ["chain"] * (config.chain > 1)
     if requested and not config.engine.has_queue:
@@ -97,7 +105,10 @@ JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
 
 def dependency_option(config: Config) -> str | None:
-    """Return 'afterany:41:42,afterok:40,singleton', or None. Raise RequestError for an impossible condition."""
+    """Return the value of sbatch's --dependency, as in 'afterany:41:42,afterok:40,singleton', or None.
+
+    Raise RequestError for a condition that can never be fulfilled.
+    """
     any_is_enough = separator(config.dependency or "") == "?"
     waits: dict[str, list[str]] = {}  # type -> ids
     impossible: list[str] = []
@@ -146,14 +157,14 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def has_singleton(config: Config) -> bool:
-    """Return whether the job starts only when no other job of its name is running."""
+    """Return whether the job starts only when no other job of the same name is running."""
     return Condition(SINGLETON) in conditions(config.dependency)
 
 
 def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
-    """Explain why the job cannot wait for `job_id`: Slurm does not know it, or it ended differently.
+    """Return why this job can never start because of job `job_id`, or '' if it can wait for that job.
 
-    Return '' if it can.
+    Either Slurm does not know job `job_id`, or that job has ended in a way that does not fulfill the condition.
     """
     if any(now.purged for now in states):
         return (
@@ -175,14 +186,17 @@ def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
 
 
 def _is_fulfilled(condition: Condition, states: list[State]) -> bool:
-    """Return whether all the jobs have ended as required. In a dry run without Slurm, their states are unknown."""
+    """Return whether all the jobs have already ended as required.
+
+    In a dry run without Slurm, their states are unknown.
+    """
     if condition.type in ("aftercorr", "afterburstbuffer"):  # Slurm decides
         return False
     return all(now.over or now.name == NOT_SUBMITTED for now in states)
 
 
 def _targets(condition: Condition, config: Config) -> list[tuple[str, list[State]]]:
-    """Return the jobs of a condition, each with its state. For an array, include the states of all its tasks."""
+    """Return the ids of the jobs that a condition names, each with its states. An array has one state per task."""
     try:
         with slurm_client.on_cluster(name := config.cluster.clusters or ""):
             return _jobs_named(condition.name, config.runs_dir, condition.type == "after", name)
@@ -192,9 +206,13 @@ def _targets(condition: Condition, config: Config) -> list[tuple[str, list[State
 
 @cache
 def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tuple[str, list[State]]]:
-    """Return the jobs of `name` with their states: all jobs of a sweep, or the last (or first) job of a chain.
+    """Return the ids and states of the jobs of `name`: all jobs of a sweep, or one job of a chain.
 
-    clusters: cluster.clusters of the job that waits. Each name is queried only once.
+    name: a job id or the name of a run.
+    first: return the first job of a chain instead of the last.
+    clusters: cluster.clusters of the job that waits.
+
+    The result is cached, so that each name is queried only once.
     """
     from hpcinit.observe import find_runs, state  # noqa: PLC0415 - psutil, only for those who wait for a job
 

@@ -1,4 +1,4 @@
-"""Refuses a request that is already queued or running: submitting it twice is usually a mistake."""
+"""Refuses a request that is already queued or running, because submitting it twice is usually a mistake."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ ENDING = "COMPLETING"  # the job is over, so submitting it again is intended
 
 
 def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, code: str = "") -> str:
-    """Return 12 hexadecimal digits that depend on the config, the program, its arguments and the folders.
+    """Return 12 hexadecimal digits that identify a request: its config, program, arguments and folders.
 
-    document: the composed config as plain containers. code: the hash of a snapshot. Without a snapshot, the content of
-    the program's file does not count, because a job reads it when it starts.
+    document: the composed config as plain containers.
+    code: the hash of the code snapshot, or ''.
+
+    Without a snapshot, changes to the program's file do not change the hash, because a job reads the file when it
+    starts.
     """
     kept = {key: value for key, value in document.items() if key not in NOT_THE_JOB}
     text = json.dumps([kept, str(workdir), str(runs_dir), code], sort_keys=True, default=str)
@@ -34,12 +37,15 @@ def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, cod
 
 
 def find(jobs: Sequence[Job], request: str) -> Job | None:
-    """Return the first of `jobs` that the request with this hash submitted, or None."""
+    """Return the first of `jobs` that belongs to the same request, or None.
+
+    request: the hash of the request.
+    """
     return next((job for job in jobs if f"{MARK}{request}-" in job.comment and job.state != ENDING), None)
 
 
 def refuse_duplicate(queued: QueueQuery, request: str) -> None:
-    """Raise RequestError if the request is in the queue. Wait for the controller if it does not reply."""
+    """Raise RequestError if the request is already in the queue. Wait for the controller if it does not reply."""
     waiting = console.ProgressLine()
     try:
         jobs = queued.jobs(

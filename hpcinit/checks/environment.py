@@ -1,4 +1,4 @@
-"""Checks the environment of the ranks: container, cluster.setup, run folder, limits of the local machine."""
+"""Checks the ranks' environment: container, cluster.setup, run folder, and the limits of the local machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_RANKS_PER_CORE = 32
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each contradiction, each missing path, and a runs_dir that cannot be used."""
+    """Yield a message for settings that contradict each other, for missing paths, and if runs_dir can't be used."""
     yield from _consistent(config)
     # On a laptop, a dry run cannot see the cluster's file systems.
     if config.check_paths and shutil.which(config.engine.script_command):
@@ -37,7 +37,10 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _image(config: Config) -> Iterator[str]:
-    """Check that an image given as a path exists. Images in a registry (docker://, oras://, #) cannot be checked."""
+    """Yield a message if an image given as a path does not exist.
+
+    Images in a registry (docker://, oras://, #) cannot be checked.
+    """
     image = config.container.image
     if not image or "://" in image or "#" in image:
         return
@@ -47,7 +50,10 @@ def _image(config: Config) -> Iterator[str]:
 
 
 def _runs_dir(place: Path) -> Iterator[str]:
-    """Check the folder before anything is created. A used-up quota shows only when the run folder is written."""
+    """Yield a message if runs can't be created in `place`, before anything is created.
+
+    A used-up quota is noticed only when the run folder is written.
+    """
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
         yield f"runs_dir is {str(place)!r}, but {there} is not a folder: choose another runs_dir=..."
@@ -66,7 +72,7 @@ def _runs_dir(place: Path) -> Iterator[str]:
 
 
 def _consistent(config: Config) -> Iterator[str]:
-    """Check that the environment is either an image or modules with Python, and that its options are valid."""
+    """Yield a message for each contradiction: the environment is either an image or modules with Python."""
     cluster, image = config.cluster, config.container.image
     if cluster.venv and cluster.conda:
         yield (
@@ -114,7 +120,7 @@ def _options(config: Config) -> Iterator[str]:
 
 
 def python(config: Config) -> str:
-    """Return the ranks' Python: the image's, cluster.python, the environment's, or the one that submits."""
+    """Return the Python that the ranks use: the image's, cluster.python, the environment's, or the one that submits."""
     cluster = config.cluster
     if config.container.image:
         return config.container.python
@@ -128,7 +134,10 @@ def python(config: Config) -> str:
 
 
 def setup_syntax(config: Config) -> Iterator[str]:
-    """Yield bash's syntax error and the lines of cluster.setup; nothing if bash is missing or does not exit."""
+    """Yield bash's syntax errors for cluster.setup, with its lines.
+
+    Yield nothing if bash is missing or does not exit.
+    """
     if not config.cluster.setup:
         return
     setup = "\n".join(config.cluster.setup)

@@ -1,4 +1,4 @@
-"""Checks nodes, time, GPUs, cores and memory against the partition's limits, and the keys that a site requires.
+"""Checks nodes, time, GPUs, cores and memory against the partition's limits, and checks that required keys are set.
 
 The checks apply to each component of a heterogeneous job.
 """
@@ -27,7 +27,7 @@ MODULES = "modules"  # a module with the site's plugin for NCCL
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each resource of which the job requests more than the partition has."""
+    """Yield a message for each resource (nodes, time, GPUs, cores, memory) that exceeds the partition's limits."""
     has, memory = resources.partition(config), resources.mem_gb(config)
     yield from _nodes_and_time(config, has)
     if has.mem_gb is not None and memory and memory > has.mem_gb:
@@ -42,7 +42,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
-    """Check nodes and time against the limits of the QOS or, without any, of the partition."""
+    """Yield a message if nodes or time exceed the limits of the QOS. Limits that it lacks are the partition's."""
     cluster, nodes, qos = config.cluster, config.nodes + config.spare_nodes, config.qos or config.cluster.qos
     own = cluster.qoses.get(qos or "") or Qos()
     here, there = _where(config), f"qos {qos!r} of cluster {cluster.name}"
@@ -65,7 +65,7 @@ def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
 
 
 def missing_keys(config: Config) -> Iterator[str]:
-    """Yield a message for each unset key that the cluster requires of every user."""
+    """Yield a message for each key that the cluster requires of every user and that is not set."""
     cluster = config.cluster
     for name in dict.fromkeys(cluster.needs):
         if name == MODULES:
@@ -87,9 +87,9 @@ def missing_keys(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Warn about a file that was never used at its site, and about a partition that is not in the file.
+    """Yield a warning if the cluster file was never tested on its cluster, or does not contain the partition.
 
-    An unknown partition is not an error, because Slurm validates it before submission.
+    An unknown partition is not an error, because Slurm checks the partition before submission.
     """
     cluster = config.cluster
     if cluster.untested:
@@ -114,7 +114,7 @@ def _where(config: Config) -> str:
 
 
 def _gpus(config: Config, has: Partition) -> Iterator[str]:
-    """Check that each rank gets a GPU, and that the nodes have the requested GPUs."""
+    """Yield a message if a rank would get no GPU, or if the nodes do not have the requested GPUs."""
     cluster, ranks, requested = config.cluster, ranks_per_node(config), resources.requested_gpus(config)
     own = cluster.partitions.get(config.partition or cluster.partition or "")
     listed = own is not None and own.gpus_per_node is not None
@@ -142,7 +142,12 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
 
 
 def _requested_gpus(config: Config, requested: int, there: int, source: str) -> Iterator[str]:
-    """Check gpus_per_node and gpus. there: the GPUs of a node. source: the key with this number."""
+    """Yield a message if gpus or gpus_per_node can't be satisfied.
+
+    requested: how many GPUs are requested per node.
+    there: how many GPUs a node has.
+    source: the key that gives this number.
+    """
     key = f"gpus={config.gpus}" if config.gpus_per_node is None else f"gpus_per_node={requested}"
     ranks, where = ranks_per_node(config), _where(config)
     if config.gpus is not None and config.gpus_per_node is not None:
@@ -184,7 +189,7 @@ def _cores(config: Config, has: Partition) -> Iterator[str]:
 
 
 def hetjob_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of `hetjob`, and of the resources of each component after the first."""
+    """Yield a message for each problem in `hetjob`, and with the resources of its components."""
     if not config.hetjob:
         if config.worlds != hetjob.ONE:
             yield f"worlds is {config.worlds}, but hetjob is empty: remove worlds, or add components"
@@ -197,7 +202,7 @@ def hetjob_problems(config: Config) -> Iterator[str]:
         ("restart.max_restarts", config.restart.max_restarts or 0, 0),
     ):
         if value != usual:
-            yield f"hetjob is set and {key} is {value}, expected {usual}: a heterogeneous job cannot have it"
+            yield f"hetjob is set and {key} is {value}, expected {usual}: heterogeneous jobs do not support it"
     wrong = [text for at, each in enumerate(config.hetjob) for text in _component(at, dict(each))]
     yield from wrong
     if not wrong:

@@ -1,8 +1,10 @@
-"""Reads the source of a Python program before the job is queued.
+"""Reads the source of a Python program before the job is queued, without running it.
 
-This shows syntax errors, whether the program reads key=value, and whether it calls hpcinit, without which some settings
-have no effect. The program never runs here. A script that the ranks' Python cannot compile is refused. If that Python
-cannot be started on this machine, its version may accept the script, so there is only a warning.
+The source shows syntax errors, whether the program reads key=value, and whether it calls hpcinit. Without hpcinit, some
+settings have no effect.
+
+A script that the ranks' Python cannot compile is refused. If the ranks' Python cannot be started on this machine, there
+is only a warning, because its version may accept the script.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
 
 
 def source(config: Config) -> Path | None:
-    """Return the file of a Python program (a script, `python -u train.py`, or a module below the working folder).
+    """Return the source file of a Python program, or None for any other program.
 
-    Return None for other programs.
+    A Python program is a script, `python -u train.py`, or a module below the working folder.
     """
     job, workdir = config.job, job_spec.workdir(config)
     name = job.script
@@ -53,7 +55,7 @@ def _module_file(module: str) -> str:
 
 
 def _run_by_python(arguments: Sequence[str]) -> str:
-    """Return the script, or the file of the module, that Python runs with `arguments`; '' for -c and stdin."""
+    """Return the file of the script or module that Python runs with `arguments`. Return '' for -c and stdin."""
     rest = iter(arguments)
     for argument in rest:
         if argument in WITH_VALUE:
@@ -68,7 +70,10 @@ def _run_by_python(arguments: Sequence[str]) -> str:
 
 
 def reads_key_values(path: Path) -> bool:
-    """Return whether the script uses @hydra.main, OmegaConf.from_cli, sys.argv or another reader of key=value."""
+    """Return whether the script reads key=value arguments.
+
+    It does if it uses @hydra.main, OmegaConf.from_cli, sys.argv or something similar.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -90,7 +95,7 @@ def _reads(node: ast.AST) -> bool:
 
 
 def cannot_compile(config: Config) -> Iterator[str]:
-    """Yield a message for a script that the ranks' Python cannot compile."""
+    """Yield a message if the ranks' Python cannot compile the script."""
     name, error, certain = _syntax(config)
     if error and certain:
         yield f"{_python(config)} cannot compile {name!r}: {error}. Correct the script"
@@ -109,7 +114,10 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script, its syntax error or '', and whether the ranks' Python reported that."""
+    """Return the script's name, its syntax error (or ''), and whether the ranks' Python certainly has that error too.
+
+    The last value is False if the ranks' Python could not be started and may have another version.
+    """
     path = source(config)
     if path is None:
         return "", "", True
@@ -121,7 +129,7 @@ def _syntax(config: Config) -> tuple[str, str, bool]:
 
 
 def _python(config: Config) -> str:
-    """Return the Python that runs the program: `python` in `-- python train.py`, else the environment's."""
+    """Return the Python that runs the program: `python` in `-- python train.py`, otherwise the environment's."""
     command = config.job.command
     if not command:
         return environment.python(config)
@@ -130,9 +138,9 @@ def _python(config: Config) -> str:
 
 @cache
 def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
-    """Return why the script cannot be compiled, or '', and whether `python` certainly has the version that tried.
+    """Return why the script cannot be compiled (or ''), and whether this is certain for the version of `python`.
 
-    Start `python` only if its version may differ from this one.
+    `python` is started only if its version may differ from this Python's.
     """
     python = str(Path(python).expanduser()) if python else ""
     if python == sys.executable or (python and _is_our_version(python)):
@@ -157,10 +165,10 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 
 
 def _syntax_error(path: str) -> str:
-    """Return 'line 3: invalid syntax' for a script that this Python cannot compile, else ''.
+    """Return why this Python cannot compile the script, as in 'line 3: invalid syntax', or '' if it can.
 
-    Another Python 3 may run this function as a program, so it needs only these modules. Raise OSError if the script
-    cannot be read.
+    A different Python 3 may run this function as a program, so the function uses only these modules. Raise OSError if
+    the script cannot be read.
     """
     with open(path, "rb") as file:  # noqa: PTH123 - no other import
         text = file.read()
@@ -176,13 +184,13 @@ def _syntax_error(path: str) -> str:
 
 
 def _is_our_version(python: str) -> bool:
-    """Return whether the environment of `python` has no other Python version than this process's."""
+    """Return whether the environment of `python` contains only the Python version of this process."""
     versions = {folder.name for folder in python_environment.prefix_from(Path(python)).glob("lib/python3.*")}
     return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
 
 
 def unused_settings(config: Config) -> Iterator[str]:
-    """Yield a warning that names the settings without effect.
+    """Yield a warning that names the settings that have no effect because the program does not use hpcinit.
 
     It is not an error, because the program may call hpcinit through an installed package.
     """
@@ -203,9 +211,9 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 @cache
 def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
-    """Return whether the script, or a module beside it that it imports, mentions hpcinit.
+    """Return whether the script mentions hpcinit, or a module beside it that it imports does.
 
-    Return True if it cannot be read.
+    Also return True if a file cannot be read.
     """
     seen, new = set[Path](), {script}
     while new and len(seen) <= MOST_FILES:
@@ -226,7 +234,7 @@ def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
 
 
 def _imported(tree: ast.AST) -> set[str]:
-    """Return the top-level name of each imported module: 'a' for `import a.b` and `from .a import c`."""
+    """Return the top-level names of all imported modules: 'a' for `import a.b` and for `from .a import c`."""
     found = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

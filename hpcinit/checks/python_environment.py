@@ -1,4 +1,4 @@
-"""Checks before the job is queued that the ranks' Python exists and has hpcinit and torch, without starting it."""
+"""Checks, before the job is queued, that the ranks' Python exists and has hpcinit and torch. It does not start it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message if the environment or Python does not exist, or lacks hpcinit or torch. Import nothing."""
+    """Yield a message if the environment or its Python does not exist, or lacks hpcinit or torch.
+
+    Nothing is imported.
+    """
     cluster = config.cluster
     if config.container.image:
         return
@@ -47,12 +50,12 @@ def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_folder(environment: str) -> bool:
-    """Return whether cluster.conda is the folder of an environment, not its name."""
+    """Return whether `environment` (the value of cluster.conda) is a folder instead of a name."""
     return "/" in environment
 
 
 def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
-    """Return the folder of a conda environment, or None for a name whose folder is unknown."""
+    """Return the folder of a conda environment, or None if only its name is given and its folder is unknown."""
     if is_folder(environment):
         return expanded(environment)
     try:  # conda and mamba write the folder of each new environment there
@@ -67,12 +70,12 @@ def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
 
 
 def conda_setup(environment: str) -> str:
-    """Return lines for cluster.setup that activate an environment without a conda command on PATH."""
+    """Return a cluster.setup that activates a conda environment even if there is no conda command on PATH."""
     return f'\'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate {environment}"]\''
 
 
 def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message for each environment, conda command or Python that does not exist."""
+    """Yield a message if the environment, the conda command or Python does not exist."""
     loads = bool(cluster.modules or cluster.setup)  # modules may add commands, and setup may change PATH
     places = []
     if cluster.venv:
@@ -118,7 +121,7 @@ def _similar(name: str, path: str) -> str:
 
 
 def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message if the ranks run the Python that submits and it has no torch."""
+    """Yield a message if the ranks would run the Python that submits, and torch is not installed there."""
     cluster = config.cluster
     variable = {**cluster.env, **config.job.env}.get("PYTHONPATH", "")
     folders = [*map(Path, sys.path), *map(Path, str(variable).split(os.pathsep)), expanded(config.job.workdir or ".")]
@@ -137,9 +140,10 @@ def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
 def _packages(
     config: Config, env: Mapping[str, str], what: str, prefix: Path, python: str | None = None
 ) -> Iterator[str]:
-    """Yield a message if `prefix` lacks hpcinit, or torch for a program that needs it.
+    """Yield a message if the environment in `prefix` lacks hpcinit, or lacks torch although the program needs it.
 
-    python: the one to install with; None: the environment's.
+    what: the key and its value, which start the message.
+    python: the Python that the message suggests for pip install; None: the environment's.
     """
     cluster = config.cluster
     folders = search_path(prefix, env)
@@ -180,7 +184,7 @@ def _needs_torch(config: Config) -> bool:
 
 
 def search_path(prefix: Path, env: Mapping[str, str]) -> list[Path]:
-    """Return the folders from which the Python of `prefix` imports, judging by its files; [] if it has none."""
+    """Return the folders from which the Python in `prefix` imports, or [] if it has none. Only files are read."""
     found = _site_packages(prefix)
     if not found:
         return []
@@ -200,7 +204,7 @@ def _site_packages(prefix: Path) -> list[Path]:
 
 
 def _path_files(folder: Path) -> Iterator[Path]:
-    """Yield the folders that *.pth files add to the search path."""
+    """Yield the folders that the *.pth files in `folder` add to Python's search path."""
     for file in folder.glob("*.pth"):
         try:
             lines = file.read_text(errors="replace").splitlines()
@@ -210,12 +214,12 @@ def _path_files(folder: Path) -> Iterator[Path]:
 
 
 def installed(package: str, folders: Sequence[Path]) -> bool:
-    """Return whether one of the folders has files of the package."""
+    """Return whether one of the folders contains the package."""
     return any(next(folder.glob(form.format(package)), None) for folder in folders for form in INSTALLED)
 
 
 def prefix_from(python: Path) -> Path:
-    """Return the folder of the environment or installation of a Python."""
+    """Return the top folder of the environment or installation that `python` belongs to."""
     if (python.parent.parent / "pyvenv.cfg").is_file():
         return python.parent.parent
     return python.resolve().parent.parent

@@ -1,4 +1,4 @@
-"""Checks that no secret would be written to a file. A job reads its secrets from files with mode 0600."""
+"""Checks that no secret would be written to a file in the clear. A job reads its secrets from files with mode 0600."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOW = (
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each secret in the config, and for each secret file that cannot be used."""
+    """Yield a message for each secret that is written in the config, and for each secret file that can't be used."""
     yield from _written(config)
     for name, place in config.secrets.items():
         if not quoting.ENV_NAME.fullmatch(name):
@@ -33,7 +33,10 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[str]:
-    """Yield a message for each of the user's own keys whose secret value would be written to config.yaml."""
+    """Yield a message for each of the user's own keys whose value is a secret and would be written to config.yaml.
+
+    patterns: secret_names, further patterns for the names of secrets.
+    """
     for key, text in _texts("", document):
         name = key.rpartition(".")[2]
         if key.startswith(("secrets.", "job.env.", "cluster.env.", "job.args", "cluster.setup", "secret_names")):
@@ -65,7 +68,10 @@ def _written(config: Config) -> Iterator[str]:
 
 
 def _how(name: str, variable: str = "") -> str:
-    """Return advice on how to pass the secret. variable: the secret's name if it is not `name`."""
+    """Return advice on how to pass the secret `name`.
+
+    variable: the environment variable for the secret; '': `name`.
+    """
     variable = variable or name
     return f"{secret_names.unless(name)}; {HOW.format(name=variable, file=variable.lower())}"
 

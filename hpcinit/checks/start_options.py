@@ -1,4 +1,4 @@
-"""Checks how Slurm starts and restarts the job: options of sbatch and srun, restart, chain, launch, ports."""
+"""Checks how Slurm starts and restarts the job: the options of sbatch and srun, restart, chain, launch and ports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 
 
 def slurm_options(config: Config) -> Iterator[str]:
-    """Yield a message for each option that hpcinit sets itself or that does not exist."""
+    """Yield a message for each sbatch or srun option that hpcinit sets itself or that is not valid."""
     if config.cluster.srun and not config.engine.uses_slurm:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     if name := config.cluster.clusters:
@@ -44,7 +44,7 @@ def restarts(config: Config) -> Iterator[str]:
         name = config.cluster.name
         yield f"spare_nodes is {config.spare_nodes}, but all nodes of cluster {name} are this machine"
     if unknown := [reason for reason in restart.on if reason not in run_folder.REASONS]:
-        yield f"restart.on has {', '.join(map(repr, unknown))}, expected some of: {', '.join(run_folder.REASONS)}"
+        yield f"restart.on has {', '.join(map(repr, unknown))}, expected reasons from: {', '.join(run_folder.REASONS)}"
     if restart.max_restarts is None:
         return
     for option in ("requeue", "no-requeue"):
@@ -63,7 +63,7 @@ def restarts(config: Config) -> Iterator[str]:
 
 
 def launch(config: Config) -> Iterator[str]:
-    """Check the keys of `launch` against its kind."""
+    """Yield a message for each key of `launch` that does not fit launch.kind."""
     chosen = config.launch
     start = STARTS.get(chosen.kind, STARTS["srun"])  # another value is reported with the choices
     for name in chosen.preload:

@@ -1,4 +1,4 @@
-"""Checks that the program exists, and that neither it nor its shell script starts ranks, as a launcher does."""
+"""Checks that the program exists, and that neither the program nor its shell script is a launcher that starts ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OF_SEVERAL_NODES = re.compile(r"--(nnodes|num[-_]machines|num[-_]nodes|hostfile|
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message unless exactly one of script, module and command is set, and for each file that is missing."""
+    """Yield a message unless exactly one of script, module and command is set, and a message for each missing file."""
     job = config.job
     given = [name for name in ("script", "module", "command") if getattr(job, name)]
     if len(given) != 1:
@@ -67,15 +67,15 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _close(path: Path) -> str:
-    """Return '; did you mean train.py?' for a similar name in the same folder, or ''."""
+    """Return a suggestion such as '; did you mean train.py?' if the folder has a file with a similar name, or ''."""
     near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.py")], n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[str]:
-    """Check the first argument of Python, as in `-- python trian.py`.
+    """Yield a message if Python's first argument is a missing file, as in `-- python trian.py`.
 
-    Skip an absolute path: it may be on the nodes only.
+    An absolute path is skipped, because the file may exist only on the nodes.
     """
     first = next(iter(args), "")
     path = (workdir / first).absolute()
@@ -84,7 +84,10 @@ def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[st
 
 
 def _command(command: str, workdir: Path) -> Iterator[str]:
-    """Check a command that is a path. A bare name is found on the nodes' PATH, which may differ from ours."""
+    """Yield a message if `command` is a path that can't be run.
+
+    A bare name isn't checked, because the nodes' PATH may differ from ours.
+    """
     path = workdir / command
     if "/" not in command and command not in {".", ".."}:
         if path.is_file() and shutil.which(command) is None:
@@ -103,7 +106,7 @@ def _command(command: str, workdir: Path) -> Iterator[str]:
 
 
 def _nested_launcher(config: Config) -> Iterator[str]:
-    """Yield a message if the program is a launcher, which would start more ranks in each rank."""
+    """Yield a message if the program is a launcher, because every rank would then start more ranks."""
     job = config.job
     given, starter, args = _starter(job.command, job.module, list(job.args))
     ranks = ranks_per_node(config)
@@ -121,7 +124,7 @@ def _nested_launcher(config: Config) -> Iterator[str]:
 
 
 def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tuple[str, str, Sequence[str]]:
-    """Return the program as the user gave it, the launcher's name or '', and its arguments."""
+    """Return the program as the user gave it, the launcher's name (or ''), and the launcher's arguments."""
     name = PurePath(command or "").name
     if PYTHON.fullmatch(name) and "-m" in args[:2]:
         at = args.index("-m") + 1
@@ -134,13 +137,19 @@ def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tu
 
 
 def _fits(config: Config, command: str) -> bool:
-    """Return whether a launcher may be the program: it starts one rank, or one per node and knows the other nodes."""
+    """Return whether the program may be a launcher.
+
+    A launcher may start the only rank, or run once per node if its arguments describe the other nodes.
+    """
     ranks = ranks_per_node(config)
     return config.nodes * ranks == 1 or (ranks == 1 and OF_SEVERAL_NODES.search(command) is not None)
 
 
 def _program(*commands: Sequence[str]) -> str:
-    """Return '-- train.py --lr 3': the script that the first of these commands starts."""
+    """Return what to type after the options to run the script itself, as in '-- train.py --lr 3'.
+
+    commands: command lines; the first one that contains a Python script is used.
+    """
     for arguments in commands:
         at = next((at for at, argument in enumerate(arguments) if argument.endswith(".py")), None)
         if at is not None:
@@ -155,7 +164,10 @@ def _quoted(argument: str) -> str:
 
 @dataclass(frozen=True)
 class ScriptLine:
-    """A line of the script. launcher: the command in it that starts ranks."""
+    """A line of the script.
+
+    launcher: the command in this line that starts ranks.
+    """
 
     number: int
     text: str
@@ -163,7 +175,7 @@ class ScriptLine:
 
     @property
     def words(self) -> Sequence[str]:
-        """Return the arguments, or none if they cannot be parsed."""
+        """Return the arguments in the line, or nothing if they cannot be parsed."""
         try:
             return shlex.split(self.text)
         except ValueError:
@@ -171,7 +183,7 @@ class ScriptLine:
 
 
 def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
-    """Yield a message if the job runs a batch script, or a shell script that starts ranks."""
+    """Yield a message if the job runs a batch script, or a shell script that starts ranks itself."""
     job = config.job
     if not job.check_script or not (source := _source(job.command, list(job.args), workdir)):
         return
@@ -208,7 +220,7 @@ def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
 
 
 def first_directive(text: str) -> ScriptLine | None:
-    """Return the first #SBATCH line, or None. Like sbatch, stop reading at the first command."""
+    """Return the first #SBATCH line, or None. Stop reading at the first command, as sbatch does."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#SBATCH"):
             return ScriptLine(number, line.strip(), "")
@@ -218,7 +230,7 @@ def first_directive(text: str) -> ScriptLine | None:
 
 
 def launchers(text: str) -> Iterator[ScriptLine]:
-    """Yield each line that calls a launcher, with its continuation lines."""
+    """Yield each line that calls a launcher. Continuation lines are joined to it."""
     lines = enumerate(text.splitlines(), 1)
     for number, line in lines:
         whole = line
@@ -232,7 +244,7 @@ def launchers(text: str) -> Iterator[ScriptLine]:
 
 
 def _source(command: str | None, args: Sequence[str], workdir: Path) -> tuple[str, str] | None:
-    """Return the name and the text of the shell script that the job runs, or None for another program."""
+    """Return the name and the text of the shell script that the job runs, or None if it runs another program."""
     if not command:
         return None
     if PurePath(command).name in SHELLS:

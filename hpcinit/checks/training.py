@@ -1,4 +1,4 @@
-"""Checks before the job is queued that layout, batch, model, wrapper and DeepSpeed options fit together."""
+"""Checks, before the job is queued, that layout, batch, model, wrapper and DeepSpeed options fit together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcinit.world import network
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each problem with the start-up timeout, the host names or the layout of the ranks."""
+    """Yield a message for each problem with the start-up timeout, the host names, or how the ranks divide the model."""
     for check in (
         lambda: network.rename_host("node", config.cluster.host_template),
         lambda: job_spec.startup_timeout(config),
@@ -48,7 +48,7 @@ def _world(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Yield warnings about a config without problems."""
+    """Yield warnings about a config that has no problems."""
     layout, wrapper = job_spec.full_layout(config), wrappers.get(config.parallel.wrap)
     if wrapper.for_many_ranks and layout.pp * layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
@@ -75,7 +75,7 @@ def _error(check: Callable[[], object]) -> Iterator[str]:
 
 
 def _model(config: Config, layout: Layout) -> Iterator[str]:
-    """Check that the parallel degrees divide the model's heads and sequence length, where these are set."""
+    """Yield a message if the parallel degrees do not divide model.heads or model.sequence."""
     heads, sequence = config.model.heads, config.model.sequence
     ulysses = layout.cp_kind == "ulysses"
     if heads and heads % layout.tp:
@@ -100,7 +100,7 @@ def _near(name: str, number: int, degree: int) -> str:
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """Yield a message for each DeepSpeed option that is set without DeepSpeed.
+    """Yield a message for each DeepSpeed option that is set although parallel.wrap is not deepspeed.
 
     gradient_clipping is skipped, because it is a copy of gradient_clip.
     """
@@ -121,7 +121,10 @@ def _deepspeed_version(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_of_ranks(config: Config) -> str:
-    """Return the version of DeepSpeed in the ranks' environment, judging by its files; '' if not visible here."""
+    """Return the DeepSpeed version in the ranks' environment, or '' if this machine cannot see it.
+
+    Only files are read.
+    """
     cluster = config.cluster
     if config.container.image:
         return ""
@@ -136,7 +139,7 @@ def _deepspeed_of_ranks(config: Config) -> str:
 
 
 def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
-    """Return the problems and the warnings about the ds_config that these options make."""
+    """Return the problems and the warnings about the ds_config that hpcinit builds from the options."""
     try:
         batch = job_spec.samples(config).over(layout.data_parallel)
         requested = job_spec.training(config)

@@ -1,11 +1,12 @@
-"""`sbatch --test-only`: checks whether Slurm would accept the job and when it would start. Nothing is submitted.
+"""Asks `sbatch --test-only` whether Slurm would accept the job and when the job would start. Nothing is submitted.
 
-Slurm computes the start from the time limits of the running jobs. If they end earlier, so does the wait: a job with a
-limit of 10 minutes that ends after a second postpones the estimate by 10 minutes. The message mentions this.
+Slurm computes the start time from the time limits of the running jobs. If these jobs end earlier, the job starts
+earlier: a job with a limit of 10 minutes that ends after a second postpones the estimate by 10 minutes. The message
+mentions this.
 
-The answer is on stderr. A refusal is "allocation failure: ...". Its exit status is 1 in Slurm 22.05 and 24.11, and 0 in
-26.05, whose sbatch accepts a job that can never start. The check refuses jobs that need nodes that are down, drained or
-reserved, although sbatch accepts them and they wait.
+sbatch prints its answer to stderr. A refusal starts with "allocation failure: ". The exit status of a refusal is 1 in
+Slurm 22.05 and 24.11, and 0 in 26.05, where sbatch accepts a job that can never start. --test-only also refuses jobs
+that need nodes that are down, drained or reserved, although sbatch accepts such jobs and they wait.
 """
 
 from __future__ import annotations
@@ -33,12 +34,20 @@ KEYS = {
 
 
 def key_for(option: str) -> str:
-    """Return the config key that sets this option of sbatch."""
+    """Return the config key that sets an sbatch option.
+
+    option: the long name without dashes.
+    """
     return KEYS.get(option) or OWNED.get(option) or f"cluster.sbatch.{option}"
 
 
 def refused(message: str, script: str, advice: str = "") -> SubmitError:
-    """Return the error for a `script` that sbatch refused with `message`. It has the lines, their keys and advice."""
+    """Return the error for a script that sbatch refused. It shows the lines at fault and their config keys.
+
+    message: what sbatch printed.
+    script: the text of the script.
+    advice: what to type, or ''.
+    """
     problem = f"{message}\n{sbatch_errors.explain(message, script, key_for)}{advice}".rstrip("\n")
     return SubmitError(problem, NOTHING_SUBMITTED, separator="; " if advice else "\n")
 
@@ -60,9 +69,11 @@ EARLIER = ", or earlier if running jobs end before their time limits"
 
 
 def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> str:
-    """Return 'Slurm expects to start the job by 14:05 (in 3 h) ...', or '' if Slurm does not answer.
+    """Return a sentence such as 'Slurm expects to start the job by 14:05 (in 3 h) ...', or '' if Slurm does not answer.
 
-    options: further arguments of sbatch. Raise SubmitError for a job that Slurm would never run.
+    options: further arguments of sbatch.
+
+    Raise SubmitError for a job that Slurm would never run.
     """
     command = ["sbatch", "--test-only", *options, str(script)]
     try:
@@ -87,7 +98,11 @@ def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str
 
 
 def start_expectation(start: str, nodes: str, now: datetime) -> str:
-    """Return a sentence about Slurm's start time, '2026-11-21T14:05:00' in this machine's time zone."""
+    """Return a sentence about when Slurm expects to start the job, or '' if Slurm does not know.
+
+    start: Slurm's time, such as '2026-11-21T14:05:00', in this machine's time zone.
+    nodes: the nodes on which Slurm would start the job.
+    """
     try:
         at = datetime.fromisoformat(start)
     except ValueError:  # 'Unknown'
@@ -108,7 +123,10 @@ def _roughly(wait: timedelta) -> str:
 
 
 def _missing_nodes(script: str, env: Mapping[str, str]) -> str:
-    """Return '2 of 4 nodes of partition main are down, drained or reserved', or '' if there are none."""
+    """Return how many nodes are unavailable, or '' if there are none.
+
+    An example is '2 of 4 nodes of partition main are down, drained or reserved'.
+    """
     found = re.search(r"^#SBATCH --partition='?([\w.,+-]+)'?$", script, re.MULTILINE)
     command = ["sinfo", "--noheader", "--format=%D %T %P", *([f"--partition={found[1]}"] if found else [])]
     try:

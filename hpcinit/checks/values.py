@@ -1,4 +1,4 @@
-"""Checks single values: choices, bounds, names, and every text that becomes part of the script."""
+"""Checks single values: their choices and bounds, names, and every text that becomes part of the script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_NAME = 240  # file systems allow 255 bytes, and -0001 and the suffix of 
 
 
 def declared(config: Config) -> Iterator[str]:
-    """Compare each value with the choices and bounds that the schema declares."""
+    """Yield a message for each value that is not among the choices or within the bounds that the schema declares."""
     for key, item in keys.declared().items():
         value, about = keys.value(config, key), item.metadata
         shown = f"{value:g}" if isinstance(value, float) else str(value)
@@ -65,14 +65,17 @@ def names(config: Config) -> Iterator[str]:
 
 
 def _rewritten(key: str, value: Rewritten) -> str:
-    """Return the message for a text that YAML has changed."""
+    """Return the message about a text that YAML has read as something else."""
     is_, reads = value.written or "empty", f", which YAML reads as {value}" if value.written != value else ""
     unquoted = "" if value == as_text(None) else f", or write {value}"
     return f'{value.where}: {key} is {is_}{reads}, expected text: quote it, as in "{value.written}"{unquoted}'
 
 
 def texts(config: Config) -> Iterator[str]:
-    """Check every text that becomes part of the script. The program's arguments do not; they are in spec.json."""
+    """Yield a message for each text that must not become part of the script.
+
+    The program's arguments are not restricted, because they are passed in spec.json.
+    """
     for key in ("job.args", "cluster.modules", "cluster.setup"):
         for at, item in enumerate(keys.value(config, key)):
             if isinstance(item, Rewritten):

@@ -1,7 +1,7 @@
-"""`hpcinit --shell-completion install=bash|zsh|fish`: TAB completion of `hpcinit`.
+"""Completes `hpcinit` commands with TAB. `hpcinit --shell-completion install=bash|zsh|fish` prints the shell's script.
 
-Hydra's own scripts do not support commands, change COMP_WORDBREAKS in the whole shell, and use bash's script for zsh.
-Hydra provides the keys and choices.
+hpcinit has its own scripts, because Hydra's do not support commands, change COMP_WORDBREAKS in the whole shell, and use
+bash's script for zsh. Hydra still provides the keys and choices.
 """
 
 from __future__ import annotations
@@ -95,13 +95,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Return the candidates for the end of `line`; none if a file is expected, which the shell completes itself."""
+    """Return the arguments that can complete the end of `line`.
+
+    Return [] if a file name is expected, because the shell completes file names itself.
+    """
     *words, word = line.lstrip().split(" ")
     return sorted(found for found in _all([w for w in words if w][1:], word) if words and found.startswith(word))
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return the words that may follow `hpcinit WORDS`. `word` is the incomplete last argument."""
+    """Return the arguments that may follow those in `words`. The last argument, `word`, is still incomplete."""
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:
@@ -120,7 +123,7 @@ def _all(words: list[str], word: str) -> Iterable[str]:
 
 
 def flags(command: str) -> list[str]:
-    """Return all flags of a command from its parser, plus Hydra's for submit and plan."""
+    """Return all options of a command. For submit and plan, they include Hydra's options."""
     parser: argparse.ArgumentParser = importlib.import_module(COMMANDS[command].module).parser()
     found = {word for action in parser._actions for word in action.option_strings}
     if command in WITH_HYDRAS_FLAGS:
@@ -131,7 +134,10 @@ def flags(command: str) -> list[str]:
 
 
 def of_config(before: Sequence[str], word: str) -> list[str]:
-    """Return the groups, choices, keys and partitions that complete `word`; none if only Hydra can tell."""
+    """Return the config groups, choices, keys and partitions that complete `word`, or [] if only Hydra knows them.
+
+    before: the overrides before `word`.
+    """
     from hpcinit.config import compose, folders, keys  # noqa: PLC0415 - not for the other commands
 
     if re.search(r"[^\w.=-]|^-|^hydra", word):
@@ -150,7 +156,10 @@ def of_config(before: Sequence[str], word: str) -> list[str]:
 
 
 def of_hydra(words: Sequence[str]) -> list[str]:
-    """Return keys, groups and choices. Hydra reads the line from COMP_LINE and skips the first item, the program."""
+    """Return the keys, groups and choices with which Hydra would complete the last of `words`.
+
+    Hydra reads the line from the variable COMP_LINE and skips the first item, which is the program.
+    """
     from hpcinit.submit import submit_command  # noqa: PLC0415 - not for the other commands
 
     os.environ["COMP_LINE"] = " ".join(["hpcinit", *words])

@@ -1,4 +1,7 @@
-"""`hpcinit COMMAND ...`. Every command ends with a message and an exit status, never with a traceback."""
+"""The entry point of `hpcinit COMMAND ...`.
+
+Every command ends with a message and an exit status, never with a traceback.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 def entry(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    A submission and `status` end with os._exit(), as mypy does. Python's own shutdown would free all of Hydra's
-    objects, or those of a thousand runs, which takes a tenth of the whole time.
+    A submission and `status` end with os._exit(), as mypy does. Python's normal shutdown would free all of Hydra's
+    objects, or the records of a thousand runs, which takes a tenth of the total time.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     status = 0
@@ -89,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _note_if_slow(name: str) -> Iterator[None]:
-    """In a terminal, print 'hpcinit status: waiting for squeue' once if a Slurm command runs for more than a second.
+    """In a terminal, print a note such as 'hpcinit status: waiting for squeue' if a Slurm command takes over a second.
 
-    Print nothing for `run`, whose output is the program's.
+    The note is printed once, and never for `run`, whose output is the program's.
     """
     over = threading.Event()
     if name != "run" and sys.stderr is not None and sys.stderr.isatty():
@@ -113,7 +116,7 @@ def _note_first_slow(name: str, over: threading.Event) -> None:
 
 
 def _slurm_commands() -> set[tuple[str, str]]:
-    """Return (process id, name) of each Slurm command that this process has started; none without Linux."""
+    """Return the process id and the name of each Slurm command that this process is running; nothing without Linux."""
     pids = [pid for task in PROC.glob("self/task/*/children") for pid in read_or_empty(task).split()]
     return {(pid, name) for pid in pids if (name := read_or_empty(PROC / pid / "comm")) in SLURM}
 
@@ -132,7 +135,7 @@ def _no_such(words: list[str]) -> str:
 
 
 def _help(words: list[str]) -> int:
-    """Print the help of the command's own parser, and its examples."""
+    """Print the command's help, from its own parser, and its examples."""
     try:
         status = guarded(COMMANDS[words[0]].module, words[1:])
     except SystemExit as end:  # argparse, once it has printed its help
@@ -166,7 +169,7 @@ def usage() -> str:
 
 
 def guarded(module: str, argv: Sequence[str]) -> int:
-    """Run `module.main(argv)` and return its exit status. Print an error that has a message for the user."""
+    """Run `module.main(argv)` and return its exit status. Print errors that are meant for the user."""
     try:
         status: int = importlib.import_module(module).main(argv)
         return status
@@ -185,14 +188,14 @@ def guarded(module: str, argv: Sequence[str]) -> int:
 
 
 def _as_json(error: HpcinitError, argv: Sequence[str]) -> int:
-    """Print the error as JSON if --json was given, and return its exit status."""
+    """Print the error as JSON if --json was given. Return the error's exit status."""
     if "--json" in argv[: argv.index("--") if "--" in argv else None]:
         print(json_output.line("error", error.document()), flush=True)
     return error.exit_status
 
 
 def _ignore_closed_pipe(status: int = 0) -> int:
-    """Discard further output. A pipe that `hpcinit logs ... | head` has closed is not a failure."""
+    """Discard all further output: it is not a failure if `hpcinit logs ... | head` closes the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 

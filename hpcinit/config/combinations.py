@@ -1,9 +1,9 @@
-"""Splits a sweep into combinations with Hydra's own sweeper, and makes a request for each.
+"""Splits a sweep into combinations with Hydra's own sweeper, and makes a request for each combination.
 
 Hydra would need tens of milliseconds to compose each combination. Combinations that choose the same groups differ only
-in values, so only the first is composed. For the others, hpcinit evaluates again what depends on a swept value. Where
-it is not certain that this gives Hydra's result, the combination is composed in full. tests/config/test_combinations.py
-compares the two.
+in values, so Hydra composes only the first one. For the others, hpcinit evaluates only what depends on the values that
+differ. If it is not certain that this gives the same result, Hydra composes that combination too.
+tests/config/test_combinations.py compares the results.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hpcinit.config.typed_text import Texts, Typed, put
 
 
 class Searches(Exception):
-    """Raised for a sweep whose sweeper waits for results before it chooses combinations."""
+    """Raised if the sweep's sweeper waits for results before it chooses the next combinations."""
 
 
 def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
-    """Return one request per combination, composed and prepared. Raise ConfigError with all problems of all."""
+    """Return one prepared request per combination. Raise ConfigError with the problems of all combinations."""
     return make(split(overrides, composer), overrides, composer, prepare)
 
 
@@ -48,10 +48,12 @@ def make(
     first: int = 0,
     labels: Sequence[str] | None = None,
 ) -> list[Request]:
-    """Return the requests of `combinations`, numbered from `first`. All have their overrides in the same order.
+    """Return the requests of `combinations`, numbered from `first`.
 
-    labels: their names. Without labels, the name is what differs, and the requests are variations of one that is
-    composed.
+    All combinations must have their overrides in the same order.
+
+    labels: the names of the combinations. Without labels, a combination is named after the overrides in which it
+    differs, and Hydra composes only one combination per choice of groups.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
@@ -79,7 +81,7 @@ def make(
 def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
     """Return the combinations that Hydra's own sweeper makes from 1,2, range(), choice(), glob() and its params.
 
-    Raise Searches if the config names another sweeper. Raise ConfigError for an invalid sweep.
+    Raise Searches if the config names a different sweeper. Raise ConfigError if the sweep is invalid.
     """
     with hydra_setup.initialized(composer.name):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
@@ -89,8 +91,8 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
             own = hydra.compose(composer.name, fixed, return_hydra_config=True).hydra
             if not own.launcher._target_.endswith(".BasicLauncher"):
                 raise ConfigError(
-                    f"hydra/launcher is {own.launcher._target_}, expected the default: hpcinit submits sweeps itself; "
-                    "remove it"
+                    f"hydra/launcher is {own.launcher._target_}, but hpcinit submits sweeps itself: remove "
+                    "hydra/launcher"
                 )
             if not own.sweeper._target_.endswith(".BasicSweeper"):
                 raise Searches
@@ -98,7 +100,9 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
             parsed = parse(parser, params, composer.unusable) + parsed
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
-                raise ConfigError(f"{override.input_line}: expected a list of values, as in 1,2, for a key of hpcinit")
+                raise ConfigError(
+                    f"{override.input_line}: expected a list of values, as in 1,2, for one of hpcinit's keys"
+                )
         typed: list[Override] = [Typed.from_override(override) for override in parsed]
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(typed, None)[0]]
     if not combinations:
@@ -107,7 +111,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
 
 def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
-    """Return each override as Hydra parses it. Raise ConfigError with all overrides that Hydra cannot parse."""
+    """Return the overrides as Hydra parses them. Raise ConfigError that lists all overrides that Hydra can't parse."""
     parsed, wrong = [], []
     for override in overrides:
         try:
@@ -133,14 +137,17 @@ NUMBER = re.compile(r"0|-?[1-9]\d*")
 
 
 def set_number(composed: DictConfig, at: int) -> None:
-    """Set Hydra's ${hydra:job.num} to `at`, and copy its other settings from `composed`."""
+    """Set ${hydra:job.num} to `at`, and make Hydra use the other settings of `composed`."""
     with read_write(composed.hydra), open_dict(composed.hydra):
         composed.hydra.job.num, composed.hydra.job.id = at, str(at)
     HydraConfig.instance().set_config(composed)
 
 
 class Quick:
-    """Makes requests from bases. Each choice of groups has one base, which is composed once."""
+    """Makes the requests of a sweep quickly.
+
+    For each choice of groups, Hydra composes one base. The other requests with that choice are variations of the base.
+    """
 
     def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
         self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
@@ -149,7 +156,7 @@ class Quick:
         self._few = len(combinations) < 3  # a base costs as much as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the swept positions with independent values, and the other swept positions."""
+        """Return the positions of the swept overrides whose values can be varied, and the other swept positions."""
         with hydra_setup.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
@@ -165,7 +172,7 @@ class Quick:
         return values, [at for at in swept if at not in values]
 
     def request(self, chosen: Sequence[str], overrides: Sequence[str], at: int, label: str) -> Request | None:
-        """Return the request, or None if the combination must be composed in full."""
+        """Return the request for a combination, or None if Hydra must compose it."""
         if self._few or not self._values:
             return None
         choice = tuple(chosen[place] for place in self._groups)
@@ -179,7 +186,7 @@ class Quick:
 def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
     """Return each override as Hydra parses it.
 
-    This takes half a millisecond: of key=1, key=2, ... parse only the first.
+    Parsing takes half a millisecond, so of key=1, key=2, ... only the first is parsed.
     """
     found: dict[str, Override] = {}
     first: dict[str, Override] = {}
@@ -195,14 +202,17 @@ def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Ov
 
 
 def _alone(keys: Sequence[str], at: int) -> bool:
-    """Return whether no other override sets the key at `at`, one of its children or one of its parents."""
+    """Return whether no other override sets the key at position `at`, one of its children or one of its parents."""
     mine = f"{keys[at]}."
     others = [f"{key}." for place, key in enumerate(keys) if place != at]
     return not any(mine.startswith(other) or other.startswith(mine) for other in others)
 
 
 def _alike(overrides: Sequence[Override]) -> bool:
-    """Return whether all overrides set the same key in the same way, to plain values or lists, without references."""
+    """Return whether all overrides set the same key in the same way, without interpolations.
+
+    Their values must be all lists of plain values, or all plain values.
+    """
     if len({(o.type, o.key_or_group, o.package) for o in overrides}) > 1:
         return False
     if overrides[0].package is not None or overrides[0].is_delete() or overrides[0].is_hydra_override():
@@ -219,10 +229,12 @@ def _plain(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Base:
-    """The first combination of a choice of groups, from which the others are made.
+    """A combination composed by Hydra, from which other combinations with the same choice of groups are made.
 
-    written: the config with unresolved interpolations. changing: the keys that depend on a swept value. numbered:
-    whether a key refers to Hydra's number of the combination.
+    written: the config, with interpolations not yet resolved.
+    swept: the keys whose values differ, with their places.
+    changing: the keys that depend on a swept key, with their places.
+    numbered: whether a key refers to Hydra's number of the combination.
     """
 
     written: DictConfig
@@ -237,7 +249,7 @@ class _Base:
     def compose(
         cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
     ) -> _Base | None:
-        """Return the base, or None if its combinations must be composed in full."""
+        """Return the base, or None if Hydra must compose all of its combinations."""
         try:
             composed = composer.compose(chosen)
             hydras = composed.copy()
@@ -308,7 +320,7 @@ def _touches(one: str, other: str) -> bool:
 
 
 def _path(key: str) -> KeyPath:
-    """Return ('job', 'args', 1) for 'job.args[1]'."""
+    """Return the parts of a key: ('job', 'args', 1) for 'job.args[1]'."""
     parts = re.findall(r"[^.\[\]]+|\[\d+\]", key)
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 

@@ -1,4 +1,4 @@
-"""Composes a Config from overrides with Hydra, which is imported only when a config is composed."""
+"""Composes a Config from overrides with Hydra. Hydra is imported only when a config is composed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ def main(
     *,
     cluster_required: bool = False,
 ) -> int:
-    """Compose and `prepare` every request, then call `task` with all: one, or with --multirun one per combination.
+    """Compose a request (with --multirun, one per combination), and call `task` with all requests.
 
-    line: Hydra's command line, including flags such as --cfg, --help and --multirun. search: returns the results to a
-    sweeper that waits for them, or None if searching is not supported. cluster_required: on a machine with Slurm, a
-    request that chooses no cluster is an error instead of a job on this machine.
+    Return the exit status of `task`. If any request has problems, raise ConfigError with all of them before `task` is
+    called.
 
-    Return the exit status of `task`. Raise ConfigError with the problems of all requests before `task` is called.
+    line: Hydra's command line, including flags such as --cfg, --help and --multirun.
+    prepare: called with each request before `task`.
+    search: returns the Search that submits trials for a sweeper that waits for results; None: such sweepers are
+    refused.
+    cluster_required: on a machine with Slurm, refuse a request that chooses no cluster instead of running it here.
     """
     from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 
@@ -30,7 +33,7 @@ def main(
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Return the Config for these overrides. Raise ConfigError with every problem at once."""
+    """Return the Config for these overrides. Raise ConfigError with all problems together."""
     from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 
     return hydra_compose.compose(overrides)

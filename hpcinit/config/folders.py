@@ -1,7 +1,8 @@
-"""Finds the folders with YAML, and the default cluster, which a file there or a variable sets.
+"""Finds the folders with YAML files, and the default cluster.
 
-The first match wins: ./conf, $HPCINIT_CONF, ~/.config/hpcinit, the package's own. The default cluster is
-$HPCINIT_CLUSTER, else that of settings.yaml in one of the user's folders, else this machine.
+The folders are ./conf, $HPCINIT_CONF, ~/.config/hpcinit, and the package's own. The first one that has a file wins. The
+default cluster is $HPCINIT_CLUSTER, or else the cluster in settings.yaml in one of the user's folders, or else this
+machine.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ SETTINGS = "settings"  # settings.yaml, which is no config, but has the default 
 
 
 def folder() -> Path:
-    """Return the package's own conf/: inside the wheel, or beside the package in a checkout."""
+    """Return the package's own folder of configs: inside the installed package, or beside it in a checkout."""
     inside = Path(__file__).parent.parent / "conf"
     return inside if inside.is_dir() else Path(__file__).parent.parent.parent / "conf"
 
 
 def user_folders() -> list[Path]:
-    """Return the folders with the user's own YAML that exist, first match first.
+    """Return the existing folders with the user's own YAML files, in the order in which they are searched.
 
-    Raise ConfigError if HPCINIT_CONF names no folder, if other users can write to one, or if the current folder was
-    deleted.
+    Raise ConfigError if HPCINIT_CONF is not a folder, if other users can write to one of the folders, or if the current
+    folder was deleted.
     """
     try:
         Path.cwd()
@@ -53,10 +54,12 @@ def user_folders() -> list[Path]:
 
 @cache
 def _problems(place: Path, named: bool) -> tuple[str, ...]:
-    """Explain why the YAML in `place` cannot be trusted: the job runs its cluster.setup as shell, as this user.
+    """Return why the YAML files in `place` can't be trusted.
 
-    named: HPCINIT_CONF names the folder. Then its owner and group are trusted, because a site's folder often belongs to
-    a software account.
+    A job runs their cluster.setup as shell code, as this user.
+
+    named: whether HPCINIT_CONF names the folder. Then its owner and group are trusted too, because a site's folder
+    often belongs to a software account.
     """
     if place.samefile(folder()):  # its Python code is already running
         return ()
@@ -74,7 +77,7 @@ def _problems(place: Path, named: bool) -> tuple[str, ...]:
 
 
 def _below(place: Path) -> Iterator[Path]:
-    """Yield the folder `place` and the folders and YAML files below it. Follow links, as Hydra does."""
+    """Yield the folder `place`, and all folders and YAML files below it. Links are followed, as Hydra does."""
     seen = set()
     for top, names, files in os.walk(place, followlinks=True):
         real = os.path.realpath(top)
@@ -87,14 +90,18 @@ def _below(place: Path) -> Iterator[Path]:
 
 
 def choices(group: str) -> list[str]:
-    """Return the names of a group's YAML files without .yaml; for '', those of the primary configs."""
+    """Return the names of the YAML files in a config group, without .yaml.
+
+    For the group '', return the names of the primary configs.
+    """
     found = {path.stem for place in [*user_folders(), folder()] for path in (place / group).glob("*.yaml")}
     return sorted(found - {SETTINGS} if not group else found)
 
 
 def find(config: str) -> str:
-    """Return the path of the file for 'cluster/mini', relative if possible, or 'cluster/mini.yaml' if it does not
-    exist.
+    """Return the path of the file of a config such as 'cluster/mini', relative to the current folder if possible.
+
+    If there is no such file, return 'cluster/mini.yaml'.
     """
     for place in [*user_folders(), folder()]:
         if (path := place / f"{config}.yaml").is_file():
@@ -103,7 +110,7 @@ def find(config: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """Return the path, relative to the current folder if it is below it."""
+    """Return the path for a message: relative to the current folder if it is inside it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
 
@@ -113,9 +120,9 @@ LOCAL_CLUSTER = "local"
 
 
 def default_cluster() -> tuple[str, str]:
-    """Return the default cluster and the variable or file that sets it, or ('', '') if nothing does.
+    """Return the default cluster and the variable or file that sets it. Return ('', '') if none is set.
 
-    Raise ConfigError if the file cannot be read, or for the same reasons as user_folders().
+    Raise ConfigError if the file can't be read, and in the cases in which user_folders() raises it.
     """
     if name := os.environ.get(CLUSTER_VARIABLE):
         return name, CLUSTER_VARIABLE
@@ -127,14 +134,14 @@ def default_cluster() -> tuple[str, str]:
 
 
 def settings_file() -> Path:
-    """Return the user's own settings file."""
+    """Return the path of the user's own settings file."""
     return home() / ".config/hpcinit" / f"{SETTINGS}.yaml"
 
 
 def write_default_cluster(name: str) -> Path:
-    """Write `name` as the default cluster to the user's settings file. Return the file's path.
+    """Write `name` to the user's settings file as the default cluster. Return the file's path.
 
-    Raise OSError if the file cannot be written.
+    Raise OSError if the file can't be written.
     """
     path = settings_file()
     safe_files.make_folders(path.parent)
@@ -143,7 +150,10 @@ def write_default_cluster(name: str) -> Path:
 
 
 def no_cluster_refusal() -> str:
-    """Return the error for a job without a cluster if sbatch is on PATH; '' if the job runs on this machine."""
+    """Return the error message for a request without a cluster on a machine with sbatch.
+
+    Return '' if there is no sbatch: the job then runs on this machine.
+    """
     if shutil.which("sbatch") is None:
         return ""
     known = ", ".join(choices("cluster"))
@@ -167,7 +177,7 @@ def _read(path: Path) -> str:
 
 
 def chosen_cluster(overrides: Sequence[str]) -> str:
-    """Return the cluster that the overrides choose, else the default. Raise ConfigError if there is none."""
+    """Return the cluster that the overrides choose, or the default cluster. Raise ConfigError if there is neither."""
     given = [word.partition("=")[2] for word in overrides if word.startswith("cluster=")]
     name = given[-1] if given else cluster_choice(required=True)
     if name == MISSING:
@@ -178,7 +188,7 @@ def chosen_cluster(overrides: Sequence[str]) -> str:
 def cluster_choice(required: bool) -> str:
     """Return the cluster for a request that does not choose one.
 
-    required: on a machine with Slurm and without a default, return '???', which makes Hydra demand a choice.
+    required: return '???' on a machine with Slurm if no default is set. Hydra then asks the user to choose.
     """
     name, _ = default_cluster()
     return name or (MISSING if required and no_cluster_refusal() else LOCAL_CLUSTER)

@@ -1,7 +1,7 @@
-"""Heterogeneous jobs: components with their own partition, nodes, devices and ranks, which Slurm starts together.
+"""Heterogeneous jobs: Slurm starts several components together, each with its own partition, nodes, GPUs and ranks.
 
-The keys of the request describe the first component. Each item of `hetjob` describes a further one, as the lines after
-`#SBATCH hetjob` do in a batch script.
+The request's own keys describe the first component. Each item of `hetjob` describes another component, as the lines
+after `#SBATCH hetjob` do in a batch script.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ KEYS = (*COUNTS, "mem_gb", *TEXTS)
 
 
 def components(config: Config) -> list[Config]:
-    """Return the config of each component. A job that is not heterogeneous has one."""
+    """Return one config per component. A job that is not heterogeneous has one component."""
     first = replace(config, hetjob=[])
     return [first, *(replace(first, gpus=None, **each) for each in config.hetjob)]
 
 
 def worlds(config: Config) -> list[Config]:
-    """Return a config for each world: `config` itself, or its components with worlds=each."""
+    """Return one config per world: one for each component if worlds=each, otherwise just `config`."""
     return components(config) if config.worlds == EACH else [config]
 
 
 def parts(config: Config) -> tuple[Component, ...]:
-    """Return the nodes and ranks of each component."""
+    """Return how many nodes and ranks each component has."""
     return tuple(Component(each.nodes, ranks_per_node(each)) for each in components(config))
 
 
 def refuse(config: Config, command: str) -> None:
-    """Raise RequestError for a command that works only with equal nodes."""
+    """Raise RequestError if the job is heterogeneous, because `command` works only if all nodes are equal."""
     if config.hetjob:
         raise RequestError(f"{command} does not support heterogeneous jobs (hetjob is set)")

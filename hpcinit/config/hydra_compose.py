@@ -44,7 +44,7 @@ def main(
     search: Callable[[], Search] | None = None,
     cluster_required: bool = False,
 ) -> int:
-    """Implement compose.main."""
+    """Implement compose.main, which describes the arguments."""
     line, every_key = _without_all(spellings.translate(line, flags()))
     args = command_line.parse(get_args_parser(), line)
     shows = any(getattr(args, flag) for flag in SHOW)
@@ -65,7 +65,7 @@ def main(
     with suppress(combinations.Searches):
         return task(combinations.requests(args.overrides, _composer(name), prepare))
     if search is None:
-        raise ConfigError("hydra/sweeper: a search cannot be resubmitted, expected a single run or a plain sweep")
+        raise ConfigError("hydra/sweeper: a search cannot be resubmitted; only single runs and plain sweeps can")
     from hpcinit.config import search_space as searching  # noqa: PLC0415 - for searches only
 
     return searching.run(args.overrides, _composer(name), prepare, search())
@@ -76,13 +76,13 @@ def _composer(name: str) -> Composer:
 
 
 def flags() -> list[str]:
-    """Return Hydra's own flags: --multirun, -m, --cfg and so on."""
+    """Return the names of Hydra's own flags: --multirun, -m, --cfg and so on."""
     return [word for action in get_args_parser()._actions for word in action.option_strings]
 
 
 @hydra_setup.state_kept()
 def compose(overrides: Sequence[str]) -> Config:
-    """Return the Config for these overrides. Raise ConfigError with every problem at once."""
+    """Return the Config for these overrides. Raise ConfigError with all problems together."""
     hydra_setup.register()
     overrides = spellings.translate(overrides, ())
     return _request(_compose(overrides, NAME), overrides).config
@@ -108,7 +108,10 @@ def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
 
 
 def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
-    """Yield every problem. Hydra stops at the first, so add the overrides one by one and report each that fails."""
+    """Yield every problem of the overrides.
+
+    Hydra stops at the first problem, so the overrides are added one by one, and each one that fails is reported.
+    """
     # Choices first, because whether cluster.x exists depends on the cluster; and then a wrong default does not matter.
     ordered = sorted(overrides, key=lambda text: (not _is_cluster(text), "." in text.partition("=")[0]))
     local = [f"cluster={folders.LOCAL_CLUSTER}"]
@@ -156,7 +159,10 @@ def _request(config: DictConfig, overrides: Sequence[str], combination: str = ""
 
 
 def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -> list[str]:
-    """Return messages for mandatory values that are missing, or else for interpolations that cannot be resolved."""
+    """Return messages for mandatory keys without a value.
+
+    If there are none, return messages for interpolations that can't be resolved.
+    """
     document = OmegaConf.to_container(config)
     if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
         # name is ${job.name} and missing only because that is
@@ -171,7 +177,7 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
 
 
 def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the command line without the `all` of `--help all`, and whether it had one."""
+    """Return the command line without the `all` in `--help all`, and whether the `all` was there."""
     found = list(line)
     for at, (flag, word) in enumerate(pairwise(line)):
         if flag in ("--help", "-h") and word == "all":
@@ -181,9 +187,9 @@ def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task, every_key: bool) -> int:
-    """Run Hydra's own main: for --cfg, --help, completion, and hydra.run, hydra.job and so on in one submission.
+    """Call Hydra's own main function. It handles --cfg, --help, completion, and keys such as hydra.run and hydra.job.
 
-    every_key: --help lists all keys.
+    every_key: whether --help lists all keys.
     """
     from hpcinit.config import keys  # noqa: PLC0415 - for --help only
 
@@ -214,7 +220,7 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
 
 @contextmanager
 def _hydra_command_line(line: list[str]) -> Iterator[None]:
-    """Set the command line for Hydra, and HYDRA_FULL_ERROR=1, which makes Hydra raise instead of exit."""
+    """Set sys.argv for Hydra, and HYDRA_FULL_ERROR=1, which makes Hydra raise errors instead of exiting."""
     argv, flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *line], "1"
     try:

@@ -1,8 +1,8 @@
-"""Turns an error of Hydra or OmegaConf into one line: the argument or the file, Hydra's own text, what was expected.
+"""Turns an error of Hydra or OmegaConf into one line: the argument or the file, Hydra's text, and what was expected.
 
-Hydra's text is replaced only where it misleads or has no hint: a key, a choice or a file that does not exist, a value
-of another type, and an argument that its grammar cannot read. An error is recognized by the name of its class:
-OmegaConf's error about a file is only text inside Hydra's error.
+Hydra's text is replaced only if it is misleading or gives no hint: for a key, a choice or a file that does not exist,
+for a value of the wrong type, and for an argument that Hydra cannot parse. An error is recognized by the name of its
+class, because OmegaConf's error about a file is only text inside Hydra's error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ OMITTED = re.compile(r"\s*(full_key:|object_type=|reference_type=|See https).*")
 
 @dataclass(frozen=True)
 class _Parsed:
-    """The parts of an error; a missing part is ''. text: from Hydra. file: as in 'cluster/mini'. key: the full key."""
+    """The parts of an error. A part that is missing is ''.
+
+    text: the text from Hydra.
+    file: the config, such as 'cluster/mini'.
+    key: the full key.
+    """
 
     kind: str
     text: str
@@ -35,7 +40,10 @@ class _Parsed:
 
 
 def sentence(error: Exception, override: str = "") -> str:
-    """Describe `error` in one line. override: the argument that caused it, or '' if unknown."""
+    """Return a one-line message about `error`.
+
+    override: the argument that caused it, or '' if that is unknown.
+    """
     missing: str | None = getattr(error, "missing_cfg_file", None)
     if missing is not None:
         return _no_such_choice(missing, override)
@@ -59,7 +67,10 @@ def sentence(error: Exception, override: str = "") -> str:
 
 
 def unset(names: Sequence[str], chosen: Mapping[str, str]) -> list[str]:
-    """Return a message for each mandatory key that has no value, such as cluster.name. chosen: {'cluster': 'mine'}."""
+    """Return a message for each mandatory key, such as cluster.name, that has no value.
+
+    chosen: the choice for each group, as in {'cluster': 'mine'}.
+    """
     found = []
     for name in names:
         group, _, last = name.partition(".")
@@ -77,12 +88,20 @@ def not_ours(config: str) -> str:
 
 
 def reference(key: str, raw: str, error: Exception) -> str:
-    """Return the message for an interpolation that cannot be resolved: `key` is set to `raw`."""
+    """Return the message for an interpolation that can't be resolved.
+
+    key: the key whose value contains the interpolation.
+    raw: that value.
+    """
     return f"{key}={_shown(raw)}: {_what(_take_apart(error), key, '')}"
 
 
 def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
-    """Return each problem of a sweep once. found: problem -> the combinations that have it."""
+    """Return each problem of a sweep once, with the combinations that have it.
+
+    found: for each problem, the combinations that have it.
+    total: the number of combinations.
+    """
     lines = []
     for problem, combinations in found.items():
         more = len(combinations) - 1
@@ -93,9 +112,11 @@ def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
 
 
 def _take_apart(error: Exception) -> _Parsed:
-    r"""Return the parts of an error. Hydra wraps OmegaConf's error: for an override as its cause, for a file as text:
+    r"""Return the parts of an error.
 
-    "In 'cluster/x': ConfigKeyError raised while composing config:\nKey 'y' not in 'Cluster'\n  full_key: cluster.y"
+    Hydra wraps OmegaConf's error: as the cause of another error if an override is wrong, or as text if a file is wrong:
+
+        "In 'cluster/x': ConfigKeyError raised while composing config:\nKey 'y' not in 'Cluster'\n  full_key: cluster.y"
     """
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text, kind = str(cause), type(cause).__name__
@@ -110,7 +131,10 @@ def _take_apart(error: Exception) -> _Parsed:
 
 
 def _no_such_choice(missing: str, override: str) -> str:
-    """Return the message for a file that does not exist. missing: its name without .yaml, as in 'cluster/nope'."""
+    """Return the message for a config file that does not exist.
+
+    missing: its name without .yaml, such as 'cluster/nope'.
+    """
     key, _, value = override.lstrip("+").partition("=")
     if not (override and missing.startswith(f"{key}/")):
         key, _, value = missing.rpartition("/")
@@ -126,7 +150,7 @@ def _no_such_choice(missing: str, override: str) -> str:
 
 
 def _further_up(key: str, value: str) -> str:
-    """Return a hint if a parent folder has the file in its conf/: the user is in a subfolder of the project."""
+    """Return a hint if the file is in conf/ of a parent folder. Then the user is in a subfolder of the project."""
     for folder in Path.cwd().parents if re.fullmatch(r"[\w.-]{1,99}", value) else ():
         if (path := folder / "conf" / key / f"{value}.yaml").is_file():
             return f"; {path} exists: cd {folder}, or set HPCINIT_CONF={folder / 'conf'}"
@@ -134,7 +158,7 @@ def _further_up(key: str, value: str) -> str:
 
 
 def _about_override(override: str, key: str, parsed: _Parsed) -> str:
-    """Explain what is wrong with a key=value where Hydra's text would mislead; '' otherwise."""
+    """Return what is wrong with a key=value if Hydra's text would be misleading, otherwise ''."""
     if "Multiple values for" in parsed.text:
         return f"{key} exists already; remove the plus"
     if keys.is_group(key) and (
@@ -148,7 +172,7 @@ def _about_override(override: str, key: str, parsed: _Parsed) -> str:
 
 
 def _what(parsed: _Parsed, key: str, override: str) -> str:
-    """Explain what is wrong: the key does not exist, its value has another type, or else Hydra's text."""
+    """Return what is wrong: the key does not exist, or its value has the wrong type. Otherwise return Hydra's text."""
     wrong = parsed.key or key
     if parsed.kind in NO_KEY and not keys.is_table(wrong) and not keys.is_table(wrong.rpartition(".")[0]):
         return f"no such key {wrong!r}{_near(wrong, override)}"
@@ -159,8 +183,9 @@ def _what(parsed: _Parsed, key: str, override: str) -> str:
 
 
 def _near(key: str, override: str) -> str:
-    """Suggest the key that the user probably meant, else the keys of the same table; at the top level, how to list
-    them.
+    """Return a hint at the key that the user probably meant, or at the keys of the same table.
+
+    For a key at the top level, return how to list all keys.
     """
     known = keys.beside(key)
     if near := keys.guess(key.rpartition(".")[2], known):
@@ -174,6 +199,6 @@ def _near(key: str, override: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return `text` on one line, cut to a fixed length."""
+    """Return `text` on one line, shortened if it is long."""
     plain = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return plain if len(plain) <= 120 else f"{plain[:100]}... ({len(plain)} characters)"

@@ -1,10 +1,10 @@
-"""Prepares Hydra: the differences between its versions, its state in a user's process, where it finds configs.
+"""Prepares Hydra: handles its versions, its state in a user's process, and the folders in which it finds configs.
 
 Hydra 1.3 needs OmegaConf 2.3, and Hydra 1.4 needs OmegaConf 2.4.
 
-Hydra finds configs in the user's folders, then in the package's own. Two more configs are made here: `hpcinit_schema`
-is the schema, and `hpcinit_default_cluster` chooses the cluster of a request that does not choose one. The source Made
-makes them when Hydra reads them, because Hydra's ConfigStore would copy the schema several times.
+Hydra looks for configs first in the user's folders, then in the package's own. Two more configs are generated here:
+`hpcinit_schema` is the schema, and `hpcinit_default_cluster` chooses the cluster if the request does not. The config
+source Made generates them when Hydra reads them. Hydra's ConfigStore would copy the schema several times.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ yaml_loader: Callable[[], Any] = get_yaml_loader  # returns OmegaConf's class
 
 
 def register_resolver(name: str, resolver: Callable[[], str]) -> None:
-    """Make ${name:} the result of `resolver`. Replace an existing resolver of this name."""
+    """Make ${name:} in a config mean the result of `resolver`. Replace an existing resolver of this name."""
     register: Any = OmegaConf.register_new_resolver if IS_1_3 else OmegaConf.register_resolver
     register(name, resolver, replace=True)
 
 
 @contextmanager
 def state_kept() -> Iterator[None]:
-    """Restore what composing changes for the whole process.
+    """Restore, after the `with` block, what composing a config changes for the whole process.
 
-    That is: Hydra itself, which can be initialized only once, the config of ${hydra:...}, the job's name, and
-    version_base.
+    It changes four things: Hydra itself, which can be initialized only once, the config behind ${hydra:...}, the job's
+    name, and version_base.
     """
     hydra, ours, base, job = (
         GlobalHydra.instance(),
@@ -72,7 +72,10 @@ def state_kept() -> Iterator[None]:
 
 
 class Folders(SearchPathPlugin):
-    """Adds the folders in which Hydra looks for YAML: the user's, the package's, --config-dir. The first match wins."""
+    """Adds the folders in which Hydra looks for YAML files: the user's, the package's, then --config-dir.
+
+    The first folder that has a file wins.
+    """
 
     last: Path | None = None
     used = False  # Hydra keeps the plugin in a process whose own program may use Hydra for its own configs
@@ -88,7 +91,10 @@ class Folders(SearchPathPlugin):
 
 
 class ReadFiles(FileConfigSource):
-    """Reads YAML files as Hydra does. read: the files that the last composition read."""
+    """Reads YAML files as Hydra does, and remembers which ones.
+
+    read: the files that the last composition read.
+    """
 
     read: ClassVar[list[str]] = []
 
@@ -98,7 +104,10 @@ class ReadFiles(FileConfigSource):
 
 
 class Made(ConfigSource):
-    """Makes the schema and the choice of the default cluster. cluster_required: see compose.main."""
+    """Generates the schema and the choice of the default cluster as configs.
+
+    cluster_required: see compose.main.
+    """
 
     cluster_required = False
 
@@ -139,7 +148,11 @@ CONFIGS: dict[str, Callable[[], Container]] = {
 
 
 def register(config_dir: str | None = None, cluster_required: bool = False) -> None:
-    """Register the search path with Hydra. config_dir: a folder to search last. cluster_required: see compose.main."""
+    """Register the folders and the generated configs with Hydra.
+
+    config_dir: a folder to search last, or None.
+    cluster_required: see compose.main.
+    """
     Folders.last = Path(config_dir).absolute() if config_dir else None
     Made.cluster_required = cluster_required
     for plugin in (Folders, Made):
@@ -148,7 +161,7 @@ def register(config_dir: str | None = None, cluster_required: bool = False) -> N
 
 @contextmanager
 def used() -> Iterator[None]:
-    """Make Hydra use this search path in the context."""
+    """Make Hydra use the registered folders during the `with` block."""
     sources = SourcesRegistry.instance().types
     hydras = sources[ReadFiles.scheme()]
     Folders.used, sources[ReadFiles.scheme()] = True, ReadFiles
@@ -161,6 +174,9 @@ def used() -> Iterator[None]:
 
 @contextmanager
 def initialized(job_name: str) -> Iterator[None]:
-    """Initialize Hydra with this search path. job_name: the value of ${hydra:job.name}."""
+    """Initialize Hydra with the registered folders for the `with` block.
+
+    job_name: the value of ${hydra:job.name}.
+    """
     with used(), hydra.initialize_config_dir(str(folders.folder()), job_name, **VERSION_BASE):
         yield

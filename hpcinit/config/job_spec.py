@@ -1,6 +1,6 @@
-"""Makes the Spec, which the job reads, from a checked config.
+"""Makes the Spec, the file from which the job reads its settings, from a checked config.
 
-A key reaches the job if the Spec or one of its parts has a field of the same name.
+A config key reaches the job if the Spec or one of its parts has a field of the same name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ T = TypeVar("T")
 def make(config: Config, workdir: str, target: str) -> Spec:
     """Return the Spec of a config that has passed its checks.
 
-    workdir, target: the folder and the program. With a code snapshot they differ from those in the config.
+    workdir: the working folder. With a code snapshot, it differs from the config's.
+    target: the program. With a code snapshot, it differs from the config's.
     """
     parts = hetjob.parts(config)
     return _copied(
@@ -66,9 +67,9 @@ def make(config: Config, workdir: str, target: str) -> Spec:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the values in the Spec of a checked config that differ from the defaults, as in {'layout.dp': 8}.
+    """Return the values in the Spec that differ from the defaults, as in {'layout.dp': 8}.
 
-    The job's name, shape and program and the options of srun are not included.
+    The job's name, its nodes and ranks, its program, and srun's options are not included.
     """
     spec = make(config, "", "")
     plain = Spec(spec.name, spec.cluster, spec.nodes, spec.ranks_per_node, spec.program, "", spec.nonce)
@@ -87,7 +88,11 @@ def _flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _copied(kind: type[T], keys: object, **computed: Any) -> T:
-    """Return a `kind` with the fields `computed`. Copy its other fields from the keys of the same name."""
+    """Return an object of type `kind`.
+
+    keys: the object from which its fields are copied.
+    computed: the fields that are not copied.
+    """
     names = [each.name for each in fields(kind) if each.name not in computed]  # type: ignore[arg-type]
     return kind(**{name: getattr(keys, name) for name in names}, **computed)
 
@@ -101,29 +106,29 @@ def runs_dir(config: Config) -> Path:
 
 
 def program_kind(config: Config) -> str:
-    """Return 'script', 'module' or 'command': the one that the job sets."""
+    """Return which of 'script', 'module' and 'command' the job sets."""
     return next(kind for kind in ("script", "module", "command") if getattr(config.job, kind))
 
 
 def layout(config: Config) -> Layout:
-    """Return the layout as configured, where a degree may be -1. Raise RequestError if a degree is impossible."""
+    """Return the layout as it is configured, where a degree may be -1. Raise RequestError if a degree is impossible."""
     return _copied(Layout, config.parallel)
 
 
 def full_layout(config: Config) -> Layout:
-    """Return the layout of the ranks of all components, with every degree. Raise RequestError if none fits."""
+    """Return the layout of the ranks of all components, with every degree computed. Raise RequestError if none fits."""
     parts = hetjob.parts(config)
     alike = parts[0].ranks_per_node if len({part.ranks_per_node for part in parts}) == 1 else None
     return layout(config).over(ranks(parts), alike).over(ranks(parts), ranks_in_a_row(parts))
 
 
 def samples(config: Config) -> Samples:
-    """Return the requested batch."""
+    """Return the batch sizes that the request sets."""
     return _copied(Samples, config.batch)
 
 
 def training(config: Config) -> Training:
-    """Return what run.wrap needs. Raise SpecError for an invalid value."""
+    """Return the settings that run.wrap uses. Raise SpecError for an invalid value."""
     return _copied(
         Training,
         config,
@@ -153,17 +158,20 @@ def launch(config: Config) -> Launch:
 
 
 def gpu_bind(config: Config) -> str | None:
-    """Return srun's --gpu-bind, or None if the job requests no GPUs."""
+    """Return the value for srun's --gpu-bind, or None if the job requests no GPUs."""
     return config.launch.gpu_bind if gpus_per_node(config) and config.cluster.gpu_flag else None
 
 
 def startup_timeout(config: Config) -> StartupTimeout:
-    """Return the start-up timeout of a request. Raise RequestError if it is not positive."""
+    """Return the start-up timeout of the request. Raise RequestError if it is not positive."""
     return StartupTimeout(**{name: value for name, (value, _) in timeout_sources(config).items()})
 
 
 def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
-    """Return each coefficient and the key that sets it: the request's, else the cluster's, else 'default'."""
+    """Return each coefficient of the start-up timeout, with the key that sets it or 'default'.
+
+    A value of the request replaces the cluster's.
+    """
     found = {}
     for each in fields(StartupTimeout):
         found[each.name] = (float(str(each.default)), "default")
@@ -175,11 +183,11 @@ def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
 
 
 def ports_variable(config: Config) -> Mapping[str, str]:
-    """Return the environment variable that passes comm.ports to the ranks; {} if the key is not set."""
+    """Return the environment variable that passes comm.ports to the ranks, or {} if that key is not set."""
     return {} if config.comm.ports is None else {ports.ENV_PORTS: str(config.comm.ports)}
 
 
 def uses_deepspeed(config: Config) -> bool:
-    """Return whether the ranks start DeepSpeed. For an invalid wrapper, which the checks report, return False."""
+    """Return whether the ranks use DeepSpeed. Return False for an invalid wrapper, which the checks report."""
     wrapper = WRAPPERS.get(config.parallel.wrap)
     return config.comm.deepspeed or (wrapper is not None and wrapper.needs_deepspeed)

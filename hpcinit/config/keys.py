@@ -1,4 +1,4 @@
-"""Looks up what the schema declares about a key: its type, bounds and help, for `--help` and messages."""
+"""Looks up what the schema declares about a key (its type, bounds and help), for `--help` and for messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST = ("cluster",)  # shown last, because a site's file sets these keys
 
 @cache
 def declared() -> dict[str, Field[Any]]:
-    """Return every key with its field, as in {'comm.backend': Field}. Tables have no entry, only the keys in them."""
+    """Return every key with its field, as in {'comm.backend': Field}. A table has no entry; each key in it has one."""
     return dict(_declared("", Config))
 
 
@@ -33,19 +33,22 @@ def _declared(prefix: str, group: Any) -> Iterator[tuple[str, Field[Any]]]:
 
 
 def table(item: Field[Any]) -> Any:
-    """Return the dataclass of a table of keys, or None for a key."""
+    """Return the dataclass of a field that is a table of keys, or None if the field is a single key."""
     return item.default_factory if is_dataclass(item.default_factory) else None
 
 
 def choices(key: str) -> tuple[str | None, ...]:
-    """Return the values that `key` may have, including None (null) if its type allows it; () if any is allowed."""
+    """Return the values that `key` may have, or () if it may have any value. None means null."""
     item = declared().get(key)
     known = tuple(item.metadata["choices"]) if item else ()
     return (*known, None) if known and None not in known and _optional(key) else known
 
 
 def bounds(about: Mapping[str, Any]) -> str:
-    """Return '1 or more', 'more than 0' or '1 to 100' for a field's metadata, or '' for a key without bounds."""
+    """Return the bounds of a key as text, such as '1 or more', 'more than 0' or '1 to 100', or ''.
+
+    about: the field's metadata.
+    """
     if about["above"] is not None:
         return f"more than {about['above']}"
     if about["least"] is None:
@@ -54,7 +57,10 @@ def bounds(about: Mapping[str, Any]) -> str:
 
 
 def options(kind: str) -> dict[str, str]:
-    """Return the options of sbatch and srun that the schema declares, with their keys. kind: 'sbatch' or 'owns'."""
+    """Return the options of sbatch and srun that the schema declares, each with its key.
+
+    kind: 'sbatch' for options that take the value unchanged, 'owns' for options that hpcinit derives.
+    """
     return {option: key for key, item in declared().items() for option in item.metadata[kind].split()}
 
 
@@ -83,7 +89,7 @@ def is_group(key: str) -> bool:
 
 
 def is_table(key: str) -> bool:
-    """Return whether users choose the names below `key` themselves, as in cluster.env."""
+    """Return whether `key` is a table in which users choose the names, such as cluster.env."""
     return get_origin(_plain(kind(key))) is dict
 
 
@@ -94,14 +100,17 @@ def is_container(key: str) -> bool:
 
 
 def beside(key: str) -> list[str]:
-    """Return the keys in the table of `key`; none if users choose the names there or there is no such table."""
+    """Return the keys in the same table as `key`.
+
+    Return [] if users choose the names in that table, or if there is no such table.
+    """
     parent = key.rpartition(".")[0]
     found = _plain(kind(parent)) if parent else Config
     return sorted(field.name for field in fields(found)) if is_dataclass(found) else []
 
 
 def expected(key: str) -> str:
-    """Return what a value of `key` must be, for a message, or '' if the schema has no such key."""
+    """Return a description of the values that `key` accepts, for a message. Return '' if the schema has no such key."""
     known = kind(key)
     if known is None:
         return ""
@@ -120,13 +129,13 @@ def expected(key: str) -> str:
 
 
 def guess(name: str, known: Sequence[str]) -> str:
-    """Return '; did you mean ...?', or '' if no name is similar."""
+    """Return '; did you mean ...?' with the most similar of the `known` names, or '' if none is similar."""
     close = _close(name, known)
     return f"; did you mean {close!r}?" if close else ""
 
 
 def nearest(key: str) -> str:
-    """Return `key` if it exists, else the most similar key of the same table, or ''."""
+    """Return `key` if it exists, otherwise the most similar key in the same table, or ''."""
     if kind(key) is not None:
         return key
     parent, dot, last = key.rpartition(".")
@@ -143,9 +152,9 @@ ALL = "hpcinit submit --help all lists all keys"
 
 
 def help_text(every: bool) -> str:
-    """Return a line for each key, as in 'nodes=1      number of nodes'. Keys without a table are first.
+    """Return the text of --help: one line per key, as in 'nodes=1      number of nodes'.
 
-    every: all keys, not only those of FIRST.
+    every: list all keys, those outside tables first; otherwise list only the keys in FIRST.
     """
     if not every:
         known = declared()
@@ -183,7 +192,7 @@ def _lines(group: Mapping[str, Field[Any]]) -> str:
 
 
 def shown(item: Field[Any]) -> str:
-    """Return the default as YAML, or '' for a mandatory key."""
+    """Return a key's default as YAML, or '' if the key is mandatory."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     if default == MUST:
         return ""
@@ -201,7 +210,7 @@ def _close(wrong: str, known: Sequence[str]) -> str:
 
 
 def _plain(hint: Any) -> Any:
-    """Return X for Optional[X]."""
+    """Return X for Optional[X], and any other type unchanged."""
     if get_origin(hint) is Union:
         return next(arg for arg in get_args(hint) if arg is not type(None))
     return hint

@@ -1,4 +1,4 @@
-"""Checks the command line for arguments that are not key=value, for repeated keys and for keys without effect."""
+"""Checks the command line for arguments that are not key=value, keys that are given twice, and keys without effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLURM_TEXT = "dependency"  # the key whose value is Slurm's own text, with comma
 
 
 def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
-    """Return Hydra's flags and the overrides. Raise ConfigError where argparse would print its usage and exit."""
+    """Return Hydra's flags and the overrides. Raise ConfigError instead of printing argparse's usage and exiting."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -31,7 +31,7 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
     if (args.package or args.resolve) and not (args.cfg or args.help):
         flag = f"-p {args.package}" if args.package else "--resolve"
         name = args.package or "NAME"
-        raise ConfigError(f"{flag}: expected together with --cfg; to choose a partition: partition={name}")
+        raise ConfigError(f"{flag}: works only together with --cfg; to choose a partition: partition={name}")
     if args.config_path:
         raise ConfigError(
             f"--config-path {args.config_path}: hpcinit's own configs cannot be replaced; use --config-dir"
@@ -42,9 +42,11 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
 
 
 def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each unknown flag, and one for the arguments that are not key=value.
+    """Yield a message for each unknown flag, and one message for all arguments that are not key=value.
 
-    arguments: the whole command line. unknown: its unknown flags. overrides: its arguments without dashes.
+    arguments: the whole command line.
+    unknown: the flags on it that the parser does not know, with what follows them.
+    overrides: the arguments without dashes.
     """
     # argparse counts what follows an unknown flag as unknown.
     bare = not_overrides([*overrides, *(word for word in unknown if not word.startswith("-"))])
@@ -63,13 +65,19 @@ def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequen
 
 
 def sbatchs_quality(arguments: Sequence[str]) -> list[str]:
-    """Return a message for `-q NAME`: sbatch's -q is the QOS, but hpcinit's is quiet and takes no value."""
+    """Return a message for `-q NAME`, which chooses the QOS in sbatch.
+
+    hpcinit's own -q means quiet and takes no value.
+    """
     after = [name for flag, name in pairwise(arguments) if flag == "-q" and not_overrides([name])]
     return [f"-q {name}: did you mean qos={name}? -q prints only the job id" for name in after if name[0] != "-"]
 
 
 def removals(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each ~key of hpcinit: ~nodes would silently restore the default, and ~cluster remove it."""
+    """Yield a message for each ~KEY that would remove one of the keys in hpcinit's schema.
+
+    Otherwise ~nodes would silently restore the default, and ~cluster would remove the whole cluster.
+    """
     for override in overrides:
         key, _, _ = override.removeprefix("~").partition("=")
         if override.startswith("~") and keys.kind(key) is not None and not keys.is_table(key.rpartition(".")[0] or key):
@@ -78,7 +86,10 @@ def removals(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def repeated(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a warning for each key that is given twice. The last one counts, because wrapper scripts rely on that."""
+    """Yield a warning for each key that is given more than once.
+
+    The last value is used, because wrapper scripts rely on that.
+    """
     given = Counter(_key(override) for override in overrides if "=" in override)
     for key, times in given.items():
         if times > 1 and key:
@@ -87,10 +98,11 @@ def repeated(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, warning) for each +key that neither hpcinit nor any other key reads.
+    """Yield the key and a warning for each +KEY that neither hpcinit nor any other key reads.
 
-    added: overrides with a plus. document: the config with unresolved interpolations. chosen: group -> choice, such as
-    +experiment=x.
+    added: the overrides that start with a plus.
+    document: the config, with interpolations not yet resolved.
+    chosen: the choice for each group, such as 'x' for +experiment=x.
     """
     written = [raw for _, raw in references(document)]
     for override in added:
@@ -103,12 +115,12 @@ def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> It
 
 
 def references(document: Any) -> Iterator[tuple[str, str]]:
-    """Yield each (key, text) whose text contains an interpolation."""
+    """Yield each key whose text contains an interpolation, with the text."""
     return ((key, text) for key, text in texts(document) if "${" in text)
 
 
 def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each (key, text) of a config as plain containers."""
+    """Yield each key of a config (as plain containers) whose value is a text, with the text."""
     if isinstance(document, dict):
         for name, value in document.items():
             yield from texts(value, f"{key}.{name}" if key else str(name))
@@ -120,10 +132,10 @@ def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def with_quoted_lists(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with the value of dependency quoted.
+    """Return the overrides with quotes around the value of dependency.
 
-    Otherwise Hydra would sweep over its commas, and read 4242_7 as the number 42427. The pairs in
-    comm.backend=cpu:gloo,cuda:nccl are quoted for the same reason.
+    Otherwise Hydra would sweep over its commas, and read 4242_7 as the number 42427. The value
+    comm.backend=cpu:gloo,cuda:nccl is quoted for the same reason.
     """
     overrides = [re.sub(r"(?<=^comm\.backend=)\w+:\w+,\w+:\w+$", r"'\g<0>'", override) for override in overrides]
     return [
@@ -147,7 +159,7 @@ def not_overrides(given: Sequence[str]) -> list[str]:
 
 
 def _flag(flag: str, value: str) -> str:
-    """Return the message for an unknown flag such as `--lr 3`. spellings.py has translated the known ones."""
+    """Return the message for an unknown flag such as `--lr 3`. Known flags were already translated by spellings.py."""
     name, _, inline = flag.lstrip("-").partition("=")
     wrong = f"{flag} {value}".rstrip() + ": no such option, expected key=value"
     if (near := keys.nearest(name.replace("-", "_"))) and not keys.is_group(near):

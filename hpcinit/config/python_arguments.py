@@ -1,4 +1,4 @@
-"""Checks the arguments of the Python API and writes them as overrides. Hydra is not imported, to keep the API light."""
+"""Checks the arguments of the Python API and turns them into overrides, without Hydra, whose import is slow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHORT.maxstring = _SHORT.maxother = 60  # characters
 
 
 def check(overrides: Sequence[object], program: object, keys: Mapping[str, object]) -> None:
-    """Raise RequestError for all arguments of `api.submit` that have the wrong type."""
+    """Raise RequestError if arguments of `api.submit` have the wrong type. The message lists all of them."""
     problems = [
         *(problem for at, word in enumerate(overrides) for problem in _wrong_override(at, word)),
         *_wrong_program(program),
@@ -47,7 +47,7 @@ def check_rank(rank: object) -> None:
 
 
 def override_value(value: object) -> str:
-    """Return `value` in Hydra's grammar of overrides."""
+    """Return `value` as Hydra's override syntax writes it."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)  # null, true
     if isinstance(value, Real):  # numpy's too

@@ -1,4 +1,4 @@
-"""A request: a Config and its origin."""
+"""Requests: a Config and the origin of its values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ KeyPath = tuple[str | int, ...]  # ("job", "args", 1)
 
 
 def as_text(value: object) -> str:
-    """Return a single value as YAML and Hydra write it: true, not True."""
+    """Return a single value as YAML and Hydra write it: 'true' instead of 'True'."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Rewritten(str):
-    """A variable or an argument that YAML has changed. The checks report it, so no job gets it.
+    """A variable or an argument that YAML has read as something else. The checks report it, so no job ever gets it.
 
-    written: the text in the file. where: the file and the line.
+    written: the text in the file.
+    where: the file and the line.
     """
 
     written: str
@@ -43,11 +44,15 @@ class Rewritten(str):
 
 @dataclass(frozen=True)
 class Request:
-    """A Config and its origin.
+    """A Config and the origin of its values.
 
-    document: the config as plain containers. combination: the overrides that differ in a sweep, else ''. parameters:
-    the same overrides, one by one. warnings: one sentence each. number: its position in the sweep, from 0. typed: the
-    text that the user typed for each key with a single value. given: what the user typed before `--`.
+    document: the config as plain containers.
+    combination: in a sweep, the overrides that differ between its requests, as one text; otherwise ''.
+    warnings: one sentence each.
+    number: the request's position in the sweep, from 0.
+    typed: the text that the user typed for each key with a single value.
+    parameters: the overrides in `combination`, one by one.
+    given: what the user typed before `--`.
     """
 
     config: Config
@@ -63,10 +68,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Composer:
-    """Composes a primary config with overrides, many times.
+    """Composes one primary config with different overrides.
 
-    compose: returns Hydra's config for overrides. request: makes a Request from a config, its overrides and its
-    combination. unusable: the exceptions that an invalid override raises.
+    compose: returns Hydra's config for overrides.
+    request: makes a Request from a config, its overrides and its combination.
+    unusable: the exceptions that an invalid override raises.
     """
 
     name: str
@@ -80,20 +86,26 @@ Task = Callable[[Sequence[Request]], int]  # -> exit status
 
 
 class Search(Protocol):
-    """Submits the batches that a sweeper requests, and returns their results to it."""
+    """Submits the batches that a sweeper asks for, and returns their results to the sweeper."""
 
     def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
-        """Submit a batch, wait, and return each result or why it has none. Raise Ended to end the search."""
+        """Submit a batch of trials and wait. Return the result of each trial, or the error that prevented it.
+
+        Raise Ended to end the search.
+        """
 
     def end(self, written: Path) -> int:
-        """Finish a search whose sweeper wrote its files to the folder `written`. Return the exit status."""
+        """Finish the search and return the exit status.
+
+        written: the folder in which the sweeper wrote its files.
+        """
 
     def interrupted(self) -> int:
-        """Handle Ctrl-C between two batches. Return the exit status."""
+        """Handle Ctrl-C between two batches. Return the exit status of the command."""
 
 
 class Ended(Exception):
-    """Ends a search early. The reason is already printed."""
+    """Raised to end a search early. The reason has already been printed."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)

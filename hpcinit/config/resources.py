@@ -1,6 +1,8 @@
 """Computes the GPUs, cores and memory that a job requests per node: a share for its ranks, or the whole node.
 
-hpcinit submit cluster=x ranks_per_node=2     on nodes of 8 GPUs: 2 GPUs, a quarter of the cores and of the memory
+For example, on nodes with 8 GPUs, this requests 2 GPUs and a quarter of the cores and the memory:
+
+    hpcinit submit cluster=x ranks_per_node=2
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from hpcinit.config.schema import Config, Partition
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return the ranks per node: as set, else one per requested GPU, else one per GPU of a node, else 1."""
+    """Return ranks_per_node if it is set, otherwise one rank per requested GPU or per GPU of the node, or 1."""
     if config.ranks_per_node is not None:
         return config.ranks_per_node
     requested = requested_gpus(config)
@@ -19,14 +21,14 @@ def ranks_per_node(config: Config) -> int:
 
 
 def requested_gpus(config: Config) -> int | None:
-    """Return the GPUs per node that gpus_per_node or gpus sets, or None if neither is set."""
+    """Return the GPUs per node that gpus_per_node or gpus requests, or None if neither key is set."""
     if config.gpus_per_node is not None or config.gpus is None:
         return config.gpus_per_node
     return -(-config.gpus // max(1, config.nodes))
 
 
 def partition(config: Config) -> Partition:
-    """Return the limits of the job's partition, with the cluster's values for what the partition does not set."""
+    """Return the limits of the job's partition. Limits that it does not set are the cluster's own."""
     cluster = config.cluster
     found = cluster.partitions.get(config.partition or cluster.partition or "") or Partition()
     gpus = cluster.gpus_per_node or None
@@ -41,8 +43,8 @@ def partition(config: Config) -> Partition:
 def whole_nodes(config: Config) -> bool:
     """Return whether the job gets whole nodes, however many ranks it has.
 
-    It does if it requests them (--exclusive), if the partition allocates only whole nodes, or if the site has no option
-    that requests GPUs.
+    This is so if the job requests them (--exclusive), if the partition allocates only whole nodes, or if the site has
+    no option that requests GPUs.
     """
     cluster = config.cluster
     no_option = bool(cluster.gpus_per_node) and cluster.gpu_flag is None
@@ -50,7 +52,7 @@ def whole_nodes(config: Config) -> bool:
 
 
 def gpus_per_node(config: Config) -> int:
-    """Return the GPUs that the job requests per node."""
+    """Return how many GPUs the job requests per node."""
     there, requested = config.cluster.gpus_per_node, requested_gpus(config)
     if requested is not None:
         return requested
@@ -58,14 +60,17 @@ def gpus_per_node(config: Config) -> int:
 
 
 def _share(config: Config) -> tuple[int, int]:
-    """Return the share of a node that the job requests, as numerator and denominator. Ranks without GPUs count too."""
+    """Return the share of a node that the job requests, as numerator and denominator. Ranks without a GPU count too."""
     there = config.cluster.gpus_per_node
     used = max(gpus_per_node(config), ranks_per_node(config))
     return (1, 1) if not there or whole_nodes(config) or used >= there else (used, there)
 
 
 def cpus_per_rank(config: Config) -> int | None:
-    """Return the cores per rank: as set, else a part of the job's share; None if cluster.cpus_per_node is not set."""
+    """Return cpus_per_rank if it is set, otherwise the rank's part of the cores that the job requests.
+
+    Return None if cluster.cpus_per_node is not set either.
+    """
     if config.cpus_per_rank is not None or config.cluster.cpus_per_node is None:
         return config.cpus_per_rank
     requested, there = _share(config)
@@ -73,9 +78,9 @@ def cpus_per_rank(config: Config) -> int | None:
 
 
 def mem_gb(config: Config) -> float | None:
-    """Return the memory per node in GB, as set or as the job's share of cluster.mem_gb.
+    """Return mem_gb if it is set, otherwise the job's share of cluster.mem_gb, in GB per node.
 
-    0 means all memory of the node. None means that the script has no option for it.
+    0: all memory of the node. None: the script does not request memory.
     """
     memory = config.cluster.mem_gb
     if config.mem_gb is not None or memory is None:
@@ -88,7 +93,11 @@ def mem_gb(config: Config) -> float | None:
 
 @dataclass(frozen=True)
 class Resources:
-    """The request per node, for the submission summary. cores: None if hpcinit does not request cores."""
+    """What the job requests per node, for the submission summary.
+
+    cores: None if hpcinit requests no cores.
+    mem_gb: 0 for all memory, None if hpcinit requests no memory.
+    """
 
     gpus: int
     cores: int | None
@@ -96,7 +105,7 @@ class Resources:
     whole_nodes: bool
 
     def described(self) -> str:
-        """Return '2 GPUs, 8 cores and 52 GB per node', or '' if the job requests none of these."""
+        """Return a text such as '2 GPUs, 8 cores and 52 GB per node', or '' if the job requests none of these."""
         found = [f"{self.gpus} GPU{'s' * (self.gpus != 1)}"] if self.gpus else []
         found += [f"{self.cores} core{'s' * (self.cores != 1)}"] if self.cores else []
         if self.mem_gb is not None:
@@ -106,7 +115,7 @@ class Resources:
 
 
 def requested(config: Config) -> Resources:
-    """Return the resources that the job requests."""
+    """Return the resources that the job requests per node."""
     if not config.engine.has_queue:
         return Resources(gpus=0, cores=None, mem_gb=None, whole_nodes=whole_nodes(config))
     cores = cpus_per_rank(config)

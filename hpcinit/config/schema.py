@@ -1,7 +1,7 @@
 """Declares every config key once: its type, default, unit, bounds, sbatch option and help text.
 
 The classes are plain dataclasses because Hydra fills them in. No code changes them afterwards. A key that the job needs
-has a field of the same name in `records/spec.py`, which also declares its default; `job_spec.py` copies the value.
+has a field of the same name in `records/spec.py`, which also declares its default. `job_spec.py` copies the value.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Qos:
 
 @dataclass
 class SiteContainer:
-    """How a site runs containers."""
+    """How the cluster's site runs containers."""
 
     runtime: Optional[str] = key(
         "pyxis (srun's --container-* options), apptainer or singularity; null: no containers",
@@ -62,7 +62,7 @@ class SiteContainer:
 
 @dataclass
 class Cluster:
-    """The settings of a cluster. All values are in conf/cluster/NAME.yaml, none in Python."""
+    """The settings of a cluster. Their values are in conf/cluster/NAME.yaml; nothing in Python depends on a cluster."""
 
     name: str = key("name of the cluster in messages", MISSING, filled="a name")
     untested: bool = key("this file was never used at its site; each submission warns about it", False)
@@ -135,10 +135,10 @@ class Cluster:
 
 @dataclass
 class Parallel:
-    """Degrees of parallelism. One degree may be -1: hpcinit computes it from the number of ranks.
+    """The degrees of parallelism. One degree may be -1: hpcinit computes it from the number of ranks.
 
-    Ranks are numbered along tp first, then cp, dp_shard, dp_replicate and pp, so a tensor parallel group has
-    consecutive ranks.
+    Ranks are numbered along tp first, then along cp, dp_shard, dp_replicate and pp. A tensor parallel group therefore
+    consists of consecutive ranks.
     """
 
     pp: int = key("pipeline parallel degree", 1)
@@ -171,21 +171,21 @@ _GlobalBatch: Any = dataclass(
 
 @dataclass
 class Batch(_GlobalBatch):  # type: ignore[misc]
-    """Samples per step: global = micro x accumulation x data parallel size. Set at most two of the three."""
+    """The batch sizes: global = micro x accumulation x data parallel size. Set at most two of the three keys."""
 
     micro: Optional[int] = key("samples per forward pass of a rank")
     accumulation: Optional[int] = key("forward passes per step")
 
     @property
     def total(self) -> Optional[int]:
-        """Return the value of the key `global`."""
+        """Return the value of the key `global`, which is a keyword in Python."""
         value: Optional[int] = getattr(self, "global")
         return value
 
 
 @dataclass
 class Precision:
-    """Number formats in training."""
+    """The number formats used in training."""
 
     param: str = key(
         "format of parameters in forward and backward: fp32, bf16 or fp16", spec.Precision.param, choices=spec.PARAM
@@ -197,7 +197,7 @@ class Precision:
 
 @dataclass
 class Model:
-    """Sizes of the model, for `hpcinit plan` and for checks of the parallel degrees."""
+    """The model's sizes, for `hpcinit plan` and for checks of the parallel degrees."""
 
     params: Optional[float] = key("number of parameters, as in 7e9", least=1)
     layers: Optional[int] = key("number of layers", least=1)
@@ -242,7 +242,7 @@ class Comm:
 
 @dataclass
 class Job:
-    """The program of the ranks: exactly one of script, module and command."""
+    """The program that the ranks run. Set exactly one of script, module and command."""
 
     name: str = key("short name, used in the names of the job and the run folder", MISSING)
     script: Optional[str] = key("a Python file")
@@ -290,7 +290,7 @@ class Launch:
 
 @dataclass
 class Stop:
-    """When `run.should_stop()` returns a reason, so that the program saves and exits."""
+    """When `run.should_stop()` returns a reason, so that the program can save and exit."""
 
     margin_s: float = key(
         "time reserved before the limit, besides twice the longest checkpoint so far", Stopping.margin_s, least=0
@@ -308,7 +308,7 @@ class Stop:
 
 @dataclass
 class Restart:
-    """Automatic restarts: the next attempt uses the same run folder and resumes from its last checkpoint."""
+    """Automatic restarts. The next attempt uses the same run folder and resumes from the last checkpoint."""
 
     max_restarts: Optional[int] = key(
         "maximum restarts of a job; 0: never; null: the site's Slurm decides about requeueing", least=0
@@ -325,7 +325,7 @@ class Restart:
 
 @dataclass
 class ExcludedNodes:
-    """Exclusion of nodes that failed (NODE_FAIL, Xid, ECC, ...) from later submissions: see `hpcinit nodes`."""
+    """When nodes that failed (NODE_FAIL, Xid, ECC, ...) are excluded from later submissions: see `hpcinit nodes`."""
 
     limit: int = key("exclude a node after this many failures", LIMIT, least=1)
     expiry_h: float = key("how long a failure counts", EXPIRY_H, above=0)
@@ -334,7 +334,7 @@ class ExcludedNodes:
 
 @dataclass
 class Hang:
-    """Hang detection: if no rank finishes a step for too long, hpcinit writes all stacks and a report."""
+    """Hang detection. If no rank finishes a step for too long, hpcinit writes all stacks and a report."""
 
     after_s: float = key(
         "report a hang after this long without a step (at least 5 longest steps; 10 times as long in a save); 0: off",
@@ -350,7 +350,7 @@ class Hang:
 
 @dataclass
 class NodeCheck:
-    """The check of each node before its ranks start: leftovers of ended jobs, GPU memory in use, free space."""
+    """The check of each node before its ranks start: leftovers of ended jobs, GPU memory in use, and free space."""
 
     action: str = key(
         "report; replace: also replace a node whose GPU memory others use by a spare node, or exit; off",
@@ -362,7 +362,7 @@ class NodeCheck:
 
 @dataclass
 class Container:
-    """The image in which the ranks run. cluster.container describes how the site runs images."""
+    """The container image in which the ranks run. cluster.container describes how the site runs images."""
 
     image: Optional[str] = key(
         "train.sif, docker://..., or, quoted for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:YY.MM-py3\"'",
@@ -376,14 +376,14 @@ class Container:
 
 @dataclass
 class Sweep:
-    """Job arrays of a --multirun."""
+    """Settings of the job arrays that --multirun submits."""
 
     at_once: Optional[int] = key("maximum number of tasks that run at the same time; null: unlimited", least=1)
 
 
 @dataclass
 class Config:
-    """All keys of `hpcinit submit`."""
+    """All config keys of `hpcinit submit`."""
 
     cluster: Cluster = field(default_factory=Cluster)
     parallel: Parallel = field(default_factory=Parallel)
@@ -483,7 +483,7 @@ class Config:
 
     @property
     def engine(self) -> "Engine":
-        """Return the engine of the cluster. A check reports another value of cluster.engine with the choices."""
+        """Return the cluster's engine, or Slurm's if cluster.engine is invalid. A check reports that value."""
         from hpcinit.engine import ENGINES, SLURM  # noqa: PLC0415 - with Slurm's client, which completion does not need
 
         return ENGINES.get(self.cluster.engine, SLURM)

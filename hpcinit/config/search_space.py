@@ -1,7 +1,7 @@
-"""Runs a sweeper that waits for results, such as Optuna's. Each batch that it requests is submitted as a sweep.
+"""Runs a sweeper that waits for results, such as Optuna's, and submits each of its batches as a sweep.
 
-Hydra's sweepers pass combinations to a launcher, which returns the result of each. Here the launcher is
-`hydra/launcher=hpcinit`, which calls `Batches` instead of a task function.
+A Hydra sweeper passes combinations to a launcher, which returns the result of each. Here the launcher is
+`hydra/launcher=hpcinit`. Instead of a task function, it calls `Batches`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
 
 @dataclass(frozen=True)
 class Batches:
-    """Submits trials. launch_batch: gets a batch and the number of its first trial, and returns the results."""
+    """Submits the trials of a sweeper.
+
+    launch_batch: takes a batch and the number of its first trial, and returns the results.
+    """
 
     launch_batch: Launch
 
@@ -37,7 +40,7 @@ class Batches:
 def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search) -> int:
     """Run the sweeper that the config names until it ends. Return the exit status.
 
-    Raise ConfigError before a batch with an invalid request, and Failure if the sweeper fails.
+    Raise ConfigError if a request is invalid, before its batch is submitted. Raise Failure if the sweeper fails.
     """
     with hydra_setup.initialized(composer.name):
         loader = GlobalHydra.instance().config_loader()
@@ -95,7 +98,10 @@ def _launch(
 
 
 def _overrides(config: DictConfig, kind: str) -> list[str]:
-    """Return the overrides of the command line, with unresolved interpolations."""
+    """Return the overrides on the command line, with interpolations not yet resolved.
+
+    kind: 'task' or 'hydra'.
+    """
     return cast(list[str], OmegaConf.to_container(config.hydra.overrides[kind], resolve=False))
 
 

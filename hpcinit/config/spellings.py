@@ -1,9 +1,9 @@
-"""Maps what users type for options of Slurm, torchrun or PBS to the key with that meaning, or to advice.
+"""Translates options that users know from Slurm, torchrun or PBS into hpcinit's keys, or into advice.
 
-time=24:00:00  ->  time_min=1440        --nodes=8, --nodes 8, -N 8  ->  nodes=8
-mem=32G        ->  mem_gb=32            reservation=x               ->  ++cluster.sbatch.reservation=x
+    time=24:00:00  ->  time_min=1440        --nodes=8, --nodes 8, -N 8  ->  nodes=8
+    mem=32G        ->  mem_gb=32            reservation=x               ->  ++cluster.sbatch.reservation=x
 
-The same table has what to use instead of an option in cluster.sbatch and cluster.srun.
+The same table lists what to use instead of an option in cluster.sbatch or cluster.srun.
 """
 
 from __future__ import annotations
@@ -99,14 +99,20 @@ SAME = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node", "cpu_bind": 
 
 
 def full_name(name: str, command: str) -> str:
-    """Return the option of `command` (sbatch or srun) that `name` abbreviates, or `name` if unknown or ambiguous."""
+    """Return the full name of an option that `name` abbreviates. Return `name` itself if it is unknown or ambiguous.
+
+    command: 'sbatch' or 'srun'.
+    """
     known = KNOWN[command]
     found = [name] if name in known else [option for option in known if option.startswith(name)]
     return SAME.get(found[0], found[0]) if len(found) == 1 else name
 
 
 def instead(option: str, command: str) -> str:
-    """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if it is allowed there."""
+    """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if the option is allowed there.
+
+    command: 'sbatch' or 'srun'.
+    """
     if (option, command) == ("wait", "sbatch"):  # srun's --wait has another meaning
         return "use wait=true, which waits for the job's end"
     found = TABLE.get(option, PRINTS.get(option, ""))
@@ -116,9 +122,11 @@ def instead(option: str, command: str) -> str:
 
 
 def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return the command line with hpcinit's keys. Raise ConfigError for all values that cannot be translated.
+    """Return the command line with other tools' options replaced by hpcinit's keys.
 
-    flags: Hydra's options, which are kept.
+    flags: Hydra's options, which stay as they are.
+
+    Raise ConfigError with all values that can't be translated.
     """
     found: list[str] = []
     problems: list[str] = []
@@ -140,8 +148,9 @@ def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple[str, str, bool]:
-    """Return the option's name with dashes, its value, and whether the value is the next argument; '' if it is no
-    option.
+    """Return an option's name, its value, and whether the value is the next argument.
+
+    The name is '' if the argument is not an option. It is written with dashes.
     """
     name, equals, value = argument.partition("=")
     if not argument.startswith("-"):
@@ -159,7 +168,10 @@ def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple
 
 
 def _key(name: str, value: str) -> str:
-    """Return KEY=VALUE for an option of another tool, or '' for an unknown one. Raise ValueError with what to type."""
+    """Return KEY=VALUE for another tool's option, or '' if the option is unknown.
+
+    Raise ValueError with the advice if there is no such key.
+    """
     key = name.replace("-", "_")
     if (key == "env" and value.startswith("{")) or (key.startswith("env.") and "." not in key[4:]):
         return f"++job.{key}={value}"
@@ -182,7 +194,7 @@ def key_meant(name: str) -> str:
 
 
 def minutes(text: str) -> str:
-    """Return the minutes of a time limit as sbatch reads it: 90, 90:00, 1:30:00, 1-12, 1-12:30 and 1-12:30:00."""
+    """Return the minutes of a time limit, which sbatch writes as 90, 90:00, 1:30:00, 1-12, 1-12:30 or 1-12:30:00."""
     found = TIME.fullmatch(text)
     if not found:
         raise ValueError("expected a time as in 24:00:00, 1-12:00:00 or 90 (minutes)")
@@ -196,7 +208,10 @@ def minutes(text: str) -> str:
 
 
 def gigabytes(text: str) -> str:
-    """Return the GB (2^30 bytes) of 32G or 500M, or 0 for all memory. sbatch reads a plain number as MB."""
+    """Return the GB (2^30 bytes) in a size such as 32G or 500M. 0 means all memory.
+
+    A number without a unit raises ValueError, because sbatch would read it as MB.
+    """
     found = SIZE.fullmatch(text)
     if found:
         return f"{float(found['number']) * UNITS[found['unit'].upper()]:g}"

@@ -1,8 +1,8 @@
-"""Keeps what the user typed for a value, character by character: 1.10 and 010, which YAML reads as 1.1 and 8.
+"""Keeps values exactly as the user typed them: 1.10 and 010, which YAML would read as 1.1 and 8.
 
-A program's arguments and environment variables are text, so they get this text instead of Hydra's value. For the
-command line, Hydra's own parser provides the tokens. Hydra's config keeps neither the text nor the lines of files. So a
-YAML file is parsed again if one of its environment variables or arguments is not text.
+A program's arguments and environment variables are text, so they get the typed text instead of Hydra's value. On the
+command line, Hydra's own parser provides the text. For YAML files, Hydra keeps neither the text nor the line numbers. A
+file is therefore parsed again if one of its environment variables or arguments is not text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modul
 
 
 class Typed(Override):
-    """An override that Hydra's sweeper splits into the texts that the user typed, not into Hydra's notation."""
+    """An override that Hydra's sweeper splits into the texts that the user typed.
+
+    Hydra would use its own notation for the values.
+    """
 
     @classmethod
     def from_override(cls, override: Override) -> Typed:
@@ -53,7 +56,7 @@ class Typed(Override):
 def _elements(line: str) -> list[str]:
     """Return the text of each element of key=1,2, key=choice(1,2) or key=[1,2], and of each value of key={A: 1}.
 
-    Return [] for other overrides.
+    Return [] for any other override.
     """
     parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line))))
     value = parser.override().value()
@@ -71,9 +74,9 @@ def _elements(line: str) -> list[str]:
 
 
 def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
-    """Return the text of an override's value; for a list or a table, the text of each element. None if it has none.
+    """Return the text that the user typed as an override's value, or None if there is none.
 
-    A string is without its quotes, and with its interpolations.
+    For a list or a table, return the text of each element. Quotes around a string are removed, and interpolations stay.
     """
     value = override.value()
     line = str(override.input_line)
@@ -91,9 +94,9 @@ def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
 
 
 def _as_typed(value: Any) -> Any:
-    """Return the text of whole numbers and strings, also in a list.
+    """Return whole numbers and strings as text, also inside a list. Other values stay unchanged.
 
-    For other values, OmegaConf would write True for true.
+    OmegaConf would write True for true.
     """
     if isinstance(value, ListConfig):
         elements: Any = OmegaConf.to_container(value)
@@ -110,10 +113,14 @@ def _is_rewritten(value: object) -> bool:
 
 
 class Texts:
-    """A config with the values of overrides as the user typed them, even where another key refers to them."""
+    """A config in which overrides have the values as the user typed them, also where another key refers to them."""
 
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
-        """config: as Hydra composed it, with unresolved interpolations. hydra: Hydra's own table."""
+        """Apply the overrides in Hydra's own table to the config.
+
+        config: the config as Hydra composed it, with interpolations not yet resolved.
+        hydra: Hydra's own table.
+        """
         self._files = YamlTexts(tuple(hydra_setup.ReadFiles.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         self._config = config
@@ -124,7 +131,7 @@ class Texts:
                 self.set(override)
 
     def set(self, override: Override) -> None:
-        """Set the value of an override. Ignore the choice of a group, which is a table in the config."""
+        """Set the key of an override to the text that the user typed. Ignore overrides that choose a group's file."""
         key, text = override.key_or_group, text_from(override)
         value = OmegaConf.select(self._config, key)
         if text is None or (isinstance(value, DictConfig) and not isinstance(text, dict)):
@@ -139,16 +146,21 @@ class Texts:
             self._keys[key] = None
 
     def typed(self, only: Collection[str] | None = None) -> dict[str, str]:
-        """Return the text of each key that an override sets to a single value. only: just these keys."""
+        """Return the typed text of each key that an override sets to a single value.
+
+        only: the keys to return; None: all.
+        """
         keys = self._keys if only is None else [key for key in only if key in self._keys]
         values = {key: OmegaConf.select(self._config, key) for key in keys}
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
-        """Return the program's variables and arguments and the lines of the script as the user typed them, by place.
+        """Return the texts of the program's variables and arguments and of the script's lines, as the user typed them.
 
-        A list or another value without a text stays unchanged, and a text that YAML has changed is a Rewritten.
-        checks/values.py reports both. only: return just these places.
+        The result maps the place of each text in the config to the text. A list, or another value that has no text,
+        stays unchanged. A text that YAML has read as something else becomes a Rewritten. checks/values.py reports both.
+
+        only: the places to return; None: all.
         """
         found: dict[KeyPath, Any] = {}
         for parent in TEXTS:
@@ -170,7 +182,7 @@ class Texts:
 
 
 def put(container: Any, path: KeyPath, value: Any) -> Any:
-    """Return a copy of `container` with another value at `path`."""
+    """Return a copy of `container` in which the value at `path` is `value`."""
     if not path:
         return copy.copy(value)
     name = path[0]
@@ -186,7 +198,7 @@ def put(container: Any, path: KeyPath, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A YAML value that is not text: the value, its text in the file, and its line number, from 1."""
+    """A YAML value that is not text: the value, its text in the file, and its line number, counted from 1."""
 
     value: object
     text: str
@@ -217,7 +229,7 @@ def _scalars(tree: Any, place: KeyPath = ()) -> Iterator[tuple[KeyPath, Scalar]]
 
 
 class YamlTexts:
-    """The YAML files of a config."""
+    """The YAML files from which a config was composed, to look up how a value was written."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -225,10 +237,10 @@ class YamlTexts:
         self._scalars: dict[str, list[tuple[KeyPath, Scalar]]] = {}
 
     def text(self, place: KeyPath, value: object) -> str | None:
-        """Return the text of a value that is not text; None if no file has it.
+        """Return how a file writes the value at `place`, or None if no file contains it.
 
-        Return Rewritten if YAML has changed the text. A file may be below any key of the config, so only the end of
-        `place` must match.
+        Return a Rewritten if YAML has changed the text. A file may be included below any key of the config, so only the
+        end of `place` must match.
         """
         name = next(part for part in reversed(place) if isinstance(part, str))
         for path in self._paths:

@@ -1,7 +1,7 @@
-"""Makes a ds_config from typed options, and merges the user's own ds_config over it.
+"""Builds a ds_config from hpcinit's options, and merges the user's own ds_config over it.
 
-It sets only keys that both DeepSpeed 0.18.5 and 0.19.8 read. An option that DeepSpeed would ignore, such as hpZ outside
-stage 3, is an error here.
+The result has only keys that both DeepSpeed 0.18.5 and 0.19.8 read. An option that DeepSpeed would ignore, such as hpZ
+outside stage 3, is an error here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 @dataclass
 class Options(DeepSpeed):
-    """The options of a job. Raise RequestError for options that DeepSpeed would refuse or ignore."""
+    """The DeepSpeed options of a job.
+
+    Creating them raises RequestError for options that DeepSpeed would refuse or ignore.
+    """
 
     gradient_clipping: float = 0.0
 
@@ -37,7 +40,9 @@ class Options(DeepSpeed):
         _one_of("offload_optimizer", self.offload_optimizer, OFFLOAD)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.hpz < 1:
-            raise RequestError(f"deepspeed.hpz is {self.hpz}, expected 1 (no secondary partition) or more ranks")
+            raise RequestError(
+                f"deepspeed.hpz is {self.hpz}, expected a number of ranks, or 1 for no secondary partition"
+            )
         if self.gradient_clipping < 0:
             raise RequestError(f"deepspeed.gradient_clipping is {self.gradient_clipping}, expected 0 (none) or more")
         for problem in _ignored(self):
@@ -45,7 +50,7 @@ class Options(DeepSpeed):
 
 
 def options(given: Mapping[str, Any]) -> Options:
-    """Return Options from plain values, as in a spec. Raise RequestError for an unknown name."""
+    """Return Options for the values in a spec. Raise RequestError if a name is unknown."""
     known = [each.name for each in fields(Options)]
     for name in given:
         if name not in known:
@@ -94,7 +99,11 @@ def _ignored(chosen: Options) -> list[str]:
 
 
 class Precision(Protocol):
-    """Number formats. param: of the trained model. reduce: of gradients while they are summed."""
+    """The number formats of a training run.
+
+    param: the format of the model's parameters.
+    reduce: the format of gradients while they are summed.
+    """
 
     @property
     def param(self) -> str: ...
@@ -103,10 +112,13 @@ class Precision(Protocol):
 
 
 def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """Return the ds_config for training, and notes on keys of the user.
+    """Return the ds_config for training, and notes about the user's keys in it.
 
-    A note reports a key that overrides an option or that DeepSpeed ignores. layout: without a -1. Raise RequestError if
-    deepspeed.hpz or a key of ds_config does not fit the ranks.
+    A note reports a key that overrides an option or that DeepSpeed ignores.
+
+    layout: the layout of the ranks, in which no degree is -1.
+
+    Raise RequestError if deepspeed.hpz or a key in ds_config does not fit the number of ranks.
     """
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp
@@ -123,7 +135,10 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
 
 
 def without_ranks(chosen: Options) -> dict[str, Any]:
-    """Return the part of build() that needs no ranks, batch or precision. It shows what must be compiled."""
+    """Return the part of build()'s ds_config that does not depend on ranks, batch or precision.
+
+    It is enough to find out which ops must be compiled.
+    """
     theirs = {name: value for name, value in chosen.ds_config.items() if name not in TRIPLE}
     return _merge(_without_layout(chosen), theirs, 1)[0]
 
@@ -142,10 +157,10 @@ def _without_layout(chosen: Options) -> dict[str, Any]:
 
 
 def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
-    """Return the ds_config of a model that is not trained, such as a reference model beside the trained one.
+    """Return the ds_config of a model that is not trained, such as a reference model, and notes about the user's keys.
 
-    Without an optimizer only ZeRO stage 3 has an effect, and stages 1 and 2 fail. Clipping, DeepCompile, accumulation
-    and the user's keys about the optimizer are omitted.
+    Without an optimizer, only ZeRO stage 3 has an effect, and stages 1 and 2 fail. So clipping, DeepCompile,
+    accumulation and the user's keys about the optimizer are omitted.
     """
     alone = Batch(batch.micro, 1, batch.data_parallel)
     counted, notes = _counted(chosen, alone, layout)
@@ -164,10 +179,10 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
 
 
 def _one_total(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` without train_batch_size for AutoTP in stage 3, where DeepSpeed 0.19.8 reads the config twice.
+    """Return `config` without train_batch_size if it uses AutoTP in stage 3, where DeepSpeed 0.19.8 reads it twice.
 
-    The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not, and each checks the product, so no
-    total is right for both. Without it, each computes its own from the other two numbers.
+    The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not count them, and each checks the
+    product, so no total is right for both. Without it, each computes its own total from the other two numbers.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)
@@ -175,9 +190,9 @@ def _one_total(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:
-    """Return the ranks that DeepSpeed counts as data parallel, and a note if the real number differs.
+    """Return how many ranks DeepSpeed counts as data parallel, and a note if that is not the real number.
 
-    DeepSpeed's runtime/config.py uses the world size, or the result of the program's mpu. It subtracts neither AutoTP's
+    DeepSpeed's runtime/config.py uses the world size, or what the program's mpu returns. It subtracts neither AutoTP's
     ranks nor those of context parallelism, whose groups only run.wrap's attention knows.
     """
     if chosen.mpu or layout.tp == layout.cp == 1:
@@ -260,10 +275,10 @@ def _parallel(chosen: Options, layout: Layout) -> dict[str, Any]:
 
 
 def _merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], counted: int) -> tuple[dict[str, Any], list[str]]:
-    """Return `theirs` merged over `ours`, and a note for each key that both set to different values.
+    """Return the user's config `theirs` merged over `ours`, and a note for each key that both set to different values.
 
-    None in `theirs` removes a key. counted: the ranks that DeepSpeed counts as data parallel. The three batch numbers
-    are made consistent with it. Raise RequestError if that is impossible.
+    None in `theirs` removes a key. The three batch numbers are made consistent with `counted`, the number of ranks that
+    DeepSpeed counts as data parallel. Raise RequestError if that is impossible.
     """
     notes: list[str] = []
     given = _without_auto(theirs, "", notes)
@@ -274,7 +289,7 @@ def _merge(ours: Mapping[str, Any], theirs: Mapping[str, Any], counted: int) -> 
 
 
 def _without_training(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a user's ds_config that also applies to a model that is not trained."""
+    """Return the part of the user's ds_config that also applies to a model that is not trained."""
     kept = {name: value for name, value in theirs.items() if name not in (*TRAINING, *TRIPLE)}
     zero = kept.get("zero_optimization")
     if isinstance(zero, Mapping):
@@ -320,7 +335,7 @@ def _without_auto(theirs: Mapping[str, Any], at: str, notes: list[str]) -> dict[
 
 
 def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: list[str]) -> None:
-    """Remove our bf16 if the user enables fp16, or vice versa: DeepSpeed accepts only one."""
+    """Remove our bf16 if the user enables fp16, and the other way round: DeepSpeed accepts only one of them."""
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         wanted = theirs.get(name)
         if isinstance(wanted, Mapping) and wanted.get("enabled") and other in merged and other not in theirs:
@@ -329,7 +344,10 @@ def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: lis
 
 
 def _agree(merged: dict[str, Any], theirs: Mapping[str, Any], counted: int) -> None:
-    """Make the three batch numbers agree. Keep those that the user set, and compute the others exactly."""
+    """Make the three batch numbers consistent.
+
+    The numbers that the user set stay as they are, and the others are computed from them.
+    """
     given = {name: theirs[name] for name in TRIPLE if theirs.get(name) is not None}
     if not given:
         return

@@ -1,4 +1,4 @@
-"""Declares the keys of `deepspeed.`, which the login node checks and the job reads from the spec."""
+"""Declares the keys below `deepspeed.`. The login node checks them, and the job reads them from its spec."""
 
 # Without `from __future__ import annotations` and `X | None`, as in config/schema.py.
 # ruff: noqa: RUF009, UP045
@@ -16,7 +16,7 @@ OPTIMIZERS = ("none", "adamw", "torch_adamw", "muon")
 
 @dataclass
 class DeepSpeed:
-    """Options of parallel.wrap=deepspeed. hpcinit makes the ds_config from them."""
+    """The options of parallel.wrap=deepspeed, from which hpcinit builds the ds_config."""
 
     zero_stage: int = key("ZeRO stage, 0 to 3", 0)
     offload_param: str = key("offload parameters to cpu or nvme, or none; stage 3 only", "none", choices=OFFLOAD)

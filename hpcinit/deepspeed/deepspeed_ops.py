@@ -1,4 +1,4 @@
-"""Determines which of DeepSpeed's ops a ds_config needs compiled."""
+"""Finds out which of DeepSpeed's ops must be compiled for a ds_config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _ZERO = "zero_optimization."
 
 
 def needed(config: Mapping[str, Any], device: str) -> tuple[str, ...]:
-    """Return the sorted names of the ops, or () for a torch optimizer. device: a torch device type, 'cuda' or 'cpu'.
+    """Return the names of the ops that must be compiled, sorted. A torch optimizer needs none.
+
+    config: the ds_config.
+    device: torch's device type, 'cuda' or 'cpu'.
 
     deepspeed_shm_comm is not included: on a CPU, DeepSpeed compiles it with any config; see ops.start_uncompiled().
     """

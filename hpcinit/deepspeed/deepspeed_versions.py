@@ -1,7 +1,8 @@
-"""Lists what DeepSpeed silently ignores or does wrong, from release 0.18.5 on.
+"""Lists settings that DeepSpeed silently ignores or handles wrongly, from release 0.18.5 on.
 
 Each fact was verified in DeepSpeed's source: with `git tag --contains` for the commit behind a number, or in the
-released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. What DeepSpeed refuses with a clear message is not listed.
+released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. Settings that DeepSpeed refuses with a clear message are not
+listed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ KEYS = frozenset(_KEYS.split())
 
 
 def too_old(deepspeed: str) -> str:
-    """Return what is wrong with a DeepSpeed before OLDEST, or ''. Raise ValueError for an invalid version."""
+    """Return a message if the DeepSpeed version is older than OLDEST, otherwise ''.
+
+    Raise ValueError if `deepspeed` is not a version.
+    """
     if key(deepspeed) >= key(OLDEST):
         return ""
     return (
@@ -70,13 +74,13 @@ def too_old(deepspeed: str) -> str:
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
-    """Return over how many ranks deepspeed.tp_model_init() must divide the model before initialize(); 1 for none."""
+    """Return how many ranks deepspeed.tp_model_init() must split the model across before initialize(); 1: none."""
     size = int(at(config, _TP) or 1)
     return size if key(deepspeed) < key(INITIALIZE_DIVIDES_SINCE) else 1
 
 
 def at(config: Mapping[str, Any], path: str) -> Any:
-    """Return config['a']['b'] for 'a.b', or None if there is no such key."""
+    """Return the value at a dotted path, config['a']['b'] for 'a.b', or None if there is no such key."""
     found: Any = config
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -92,9 +96,12 @@ def _autotp(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
-    """Return a message for each setting that DeepSpeed would silently change, or with which it fails without a reason.
+    """Return a message for each setting that DeepSpeed would silently change or that fails without a clear reason.
 
-    deepspeed: the version from installed(). Raise ValueError for an invalid version.
+    config: the ds_config.
+    deepspeed: DeepSpeed's version.
+
+    Raise ValueError if the version is invalid.
     """
     found = []
     if _autotp(config) and not at(config, "bf16.enabled"):
@@ -117,9 +124,11 @@ def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
 
 
 def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dict[str, Any], list[str]]:
-    """Return a ds_config that gathers parameters correctly on this kind of device ("cpu", "cuda"), and notes.
+    """Return the ds_config, changed if DeepSpeed would read gathered parameters too early, and notes about it.
 
-    Keep a value that the user set, with a note if it gives wrong results.
+    device: the device type, 'cpu' or 'cuda'. Only ZeRO stage 3 on CPUs with an old DeepSpeed needs the change.
+
+    A value that the user set is kept, with a note if it gives wrong results.
     """
     if device != "cpu" or stage(config) != 3 or key(deepspeed) >= key(GATHERS_WAIT_SINCE):
         return dict(config), []
@@ -135,7 +144,7 @@ def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dic
 
 
 def unread(given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key of a user's ds_config that DeepSpeed ignores, with similar keys that exist."""
+    """Return a sentence for each key in the user's ds_config that DeepSpeed ignores. It suggests similar keys."""
     return [
         f"ds_config.{name}: DeepSpeed has no such key and would silently ignore it{_near(name)}"
         for name in given

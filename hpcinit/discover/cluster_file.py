@@ -26,7 +26,7 @@ MOST_KINDS, MOST_FEATURES = 6, 8  # in a comment
 
 
 class Entry(NamedTuple):
-    """A top-level key, its value, and its text in the file with comments."""
+    """A top-level key of the file, its value, and its text with comments."""
 
     key: str
     value: Any
@@ -34,9 +34,10 @@ class Entry(NamedTuple):
 
 
 def site_facts(site: Site, partition: str | None) -> list[Entry]:
-    """Return the entries that Slurm reports. discover rewrites them each time.
+    """Return the entries with what Slurm reports. discover rewrites them each time.
 
-    partition: its nodes define the cluster's top-level keys. If there is no such partition, use the default one.
+    partition: the partition whose nodes define the cluster's top-level keys. If there is no such partition, Slurm's
+    default partition does.
     """
     main = site.main(partition)
     kind, count = main.kinds[0]
@@ -56,7 +57,10 @@ def site_facts(site: Site, partition: str | None) -> list[Entry]:
 
 
 def site_choices(site: Site, name: str) -> list[Entry]:
-    """Return the entries that discover proposes only once. From then on the user edits them."""
+    """Return the entries that discover proposes only in a new file. After that, the user edits them.
+
+    name: the name of the cluster.
+    """
     main, user = site.main(None), site.user
     limit = main.default_time_min or min(DEFAULT_TIME_MIN, main.time_min or DEFAULT_TIME_MIN)
     why = "DefaultTime" if main.default_time_min else "Slurm has no DefaultTime"
@@ -81,7 +85,7 @@ def site_choices(site: Site, name: str) -> list[Entry]:
 
 
 def partitions(site: Site) -> dict[str, dict[str, Any]]:
-    """Return the value of the key `partitions`: for each, the largest values of any of its nodes."""
+    """Return the value of the key `partitions`: for each partition, the largest values of any of its nodes."""
     return {each.name: _limits(each) for each in site.usable}
 
 
@@ -101,12 +105,12 @@ def _limits(each: Partition) -> dict[str, Any]:
 
 
 def gb(mib: int) -> float:
-    """Return GB of 2^30 bytes, rounded down to a hundredth, because Slurm refuses more than a node has."""
+    """Return GB (2^30 bytes) for MiB, rounded down to a hundredth, because Slurm refuses more than a node has."""
     return mib * 100 // MIB_PER_GB / 100
 
 
 def scalar(value: Any) -> str:
-    """Return the value as YAML on one line: null, true, 4, 'on'."""
+    """Return the value as YAML on one line, such as null, true, 4 or 'on'."""
     # PyYAML writes a text 1e5 without quotes, but OmegaConf reads that as a number, so only plain names stay unquoted.
     style = "'" if isinstance(value, str) and not _WORD.fullmatch(value) else None
     text: str = yaml.safe_dump(value, default_style=style, default_flow_style=True, width=10**6, allow_unicode=True)
@@ -114,7 +118,7 @@ def scalar(value: Any) -> str:
 
 
 def facts_comment(text: str) -> str:
-    """Return the text on one line, without control characters."""
+    """Return the text for a comment: on one line, without control characters."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
 
 
@@ -167,7 +171,7 @@ def _marks(each: Partition) -> str:
 
 
 def _nodes(each: Partition) -> Iterator[str]:
-    """Yield a line for each kind of node, and one for nodes that are down or drained."""
+    """Yield a line for each kind of node, and a line for nodes that are down or drained."""
     if len(each.kinds) > 1:
         yield f"{len(each.kinds)} kinds of nodes:"
     for kind, count in each.kinds[:MOST_KINDS]:
@@ -223,9 +227,12 @@ NOT_REPORTED = """\
 
 @dataclass(frozen=True)
 class Document:
-    """A cluster file, divided at the two marks of discover.
+    """A cluster file, split into the part that discover rewrites and the user's text around it.
 
-    body: discover's part. before, after: the user's text around it. edited: the user has changed discover's part.
+    before: the user's text before discover's part.
+    body: discover's part.
+    after: the user's text after discover's part.
+    edited: whether the user has changed discover's part.
     """
 
     before: str = ""
@@ -235,7 +242,7 @@ class Document:
 
     @property
     def own(self) -> dict[str, Any]:
-        """Return the user's keys, outside discover's part."""
+        """Return the keys that the user set outside discover's part."""
         return _mapping(f"{self.before}\n{self.after}", "outside discover's part")
 
     @property
@@ -244,7 +251,10 @@ class Document:
 
 
 def parse_document(text: str) -> Document:
-    """Split the text at the marks. Raise RequestError if the marks do not match, or a part is not a YAML mapping."""
+    """Split the text of a cluster file at discover's two marker lines.
+
+    Raise RequestError if the marker lines do not match, or if a part is not a YAML mapping.
+    """
     marks = [line for line in text.splitlines() if line.startswith((BEGIN, END))]
     found = PART.search(text)
     if len(marks) != (2 if found else 0):
@@ -261,12 +271,19 @@ def parse_document(text: str) -> Document:
 
 
 def first_document(choices: Sequence[Entry]) -> Document:
-    """Return the document of a new file."""
+    """Return the document of a new file.
+
+    choices: the entries that discover proposes.
+    """
     return Document("".join(entry.text for entry in choices) + NOT_REPORTED)
 
 
 def render_document(document: Document, facts: Sequence[Entry], heading: str) -> str:
-    """Return the text of the whole file. Raise RequestError if it would not have the expected values."""
+    """Return the text of the whole file. Raise RequestError if it would not have the expected values.
+
+    facts: the entries for discover's part.
+    heading: the text of the first marker line.
+    """
     own = document.own
     body = EXPLAINED + "".join(_line(entry, own) for entry in facts)
     before = document.before + "\n" * (bool(document.before) and not document.before.endswith("\n"))
@@ -294,7 +311,10 @@ def _line(entry: Entry, own: Mapping[str, Any]) -> str:
 
 
 def document_difference(document: Document, facts: Sequence[Entry]) -> list[str]:
-    """Return '-key: value in the file' and '+key: value in Slurm' for each of discover's keys that differs."""
+    """Return the differences between the file and Slurm, one line for each value.
+
+    A line '-KEY: VALUE' shows what the file has, and a line '+KEY: VALUE' shows what Slurm has.
+    """
     was, own = document.all, document.own
     lines = []
     for entry in facts:
@@ -327,7 +347,9 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise RequestError(f"{type(value).__name__} {where}, expected keys and values as in conf/cluster/example.yaml")
+        raise RequestError(
+            f"found a {type(value).__name__} {where}, expected keys and values as in conf/cluster/example.yaml"
+        )
     return value
 
 
@@ -335,7 +357,10 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def cluster_file_path(name: str) -> Path:
-    """Return ./conf/cluster/NAME.yaml, which cluster=NAME uses first. Raise RequestError for an invalid name."""
+    """Return ./conf/cluster/NAME.yaml, which is the first file that cluster=NAME uses.
+
+    Raise RequestError if the name is invalid.
+    """
     if not quoting.PLAIN_NAME.fullmatch(name):
         raise RequestError(
             f"--name is {name!r} (default: Slurm's ClusterName), expected letters, digits, '.', '_' and '-', "
@@ -345,7 +370,7 @@ def cluster_file_path(name: str) -> Path:
 
 
 def read_cluster_file(path: Path) -> str | None:
-    """Return the text of the file, or None if it does not exist."""
+    """Return the text of the file, or None if the file does not exist."""
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
@@ -357,9 +382,9 @@ def read_cluster_file(path: Path) -> str | None:
 
 
 def write_cluster_file(path: Path, text: str) -> None:
-    """Write the text to a new file and rename it to `path`. Keep a link and the mode.
+    """Replace the file atomically. A link stays a link, and the mode stays the same.
 
-    Raise Failure if it cannot be written.
+    Raise Failure if it can't be written.
     """
     target = path.resolve()
     part = ""

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _default(name: str, wanted: bool, new: bool) -> None:
-    """Make the cluster the user's default with --default, or if the user agrees in a terminal."""
+    """Make the cluster the user's default if --default was given, or if the user agrees in a terminal."""
     chosen, source = folders.default_cluster()
     if not wanted:
         if not new or chosen or console.quiet():
@@ -129,14 +129,14 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
 
 
 def _note_shadowed_file(name: str, output: Path | None) -> None:
-    """Print a note if cluster=NAME used another file until now."""
+    """Print a note if cluster=NAME has meant a different file until now."""
     other = folders.find(f"cluster/{name}")
     if output is None and Path(other).is_file():
         console.note(f"in this folder, cluster={name} is now the new file instead of {other}")
 
 
 def _update(path: Path, before: Document, seen: Site, force: bool) -> int:
-    """Show what would change in an existing file, ask, and rewrite discover's part."""
+    """Show how an existing file would change, ask the user, and rewrite discover's part."""
     after = _render(before, seen)
     lines = cluster_file.document_difference(before, _facts(before, seen))
     if lines:
@@ -153,7 +153,10 @@ def _update(path: Path, before: Document, seen: Site, force: bool) -> int:
 
 def _agreed(path: Path) -> bool:
     if not sys.stdin.isatty():
-        raise RequestError("file exists, and there is no terminal to ask: add --force to change it, --diff to compare")
+        raise RequestError(
+            "the file exists, and there is no terminal to ask before changing it: add --force to change it, or --diff "
+            "to compare"
+        )
     print(f"change {path}? [y/N] ", end="", flush=True)
     agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not agreed:
@@ -174,7 +177,7 @@ def _write(path: Path, text: str, seen: Site) -> int:
 
 
 def _gone(now: Document, seen: Site) -> None:
-    """Print a note if Slurm no longer has the partition that the user chose. Keep the choice."""
+    """Print a note if Slurm no longer has the partition that the user chose. The choice stays in the file."""
     chosen = now.own.get("partition")
     if chosen is not None and chosen not in {each.name for each in seen.usable}:
         names = ", ".join(each.name for each in seen.usable)

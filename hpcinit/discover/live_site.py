@@ -1,4 +1,4 @@
-"""Queries a live Slurm and parses the output. The text of each command's output is kept."""
+"""Queries a running Slurm and parses the output. The original output of each command is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ ASSOCIATIONS = (
 class SiteAnswers:
     """The output of Slurm's commands.
 
-    texts: command -> output, without sacctmgr's if there is no accounting. silent: sacctmgr's error, or ''.
+    texts: the output of each command. sacctmgr's is missing if Slurm has no accounting.
+    silent: sacctmgr's error, or ''.
     """
 
     texts: Mapping[str, str]
@@ -37,7 +38,7 @@ class SiteAnswers:
 
 
 def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
-    """Run four to six commands. Raise Failure if one fails; failures of sacctmgr are tolerated."""
+    """Run four to six Slurm commands. Raise Failure if one fails, except for sacctmgr."""
     texts = {command: _run(command.split(), env) for command in (CONFIG, PARTITIONS, NODES, SRUN)}
     config = scontrol.config(texts[CONFIG])
     if not accounting(config):
@@ -52,7 +53,10 @@ def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
 
 
 def accounting(config: Mapping[str, str]) -> bool:
-    """Return whether Slurm has accounting. Without it 22.05 prints accounting_storage/none, and 24.11 (null)."""
+    """Return whether Slurm uses accounting.
+
+    Without it, 22.05 prints accounting_storage/none, and 24.11 prints (null).
+    """
     kind = scontrol.value_or_none(config.get("AccountingStorageType"))
     return kind is not None and not kind.endswith("/none")
 
@@ -78,7 +82,11 @@ MIB_PER_GB = 1024
 
 
 class Kind(NamedTuple):
-    """Nodes with the same resources. mem_mib: the memory that jobs may use. features: those that all nodes have."""
+    """A group of nodes with the same resources.
+
+    mem_mib: the memory that jobs may use.
+    features: the features that all nodes of the group have.
+    """
 
     gpus: int
     gpu_types: tuple[str, ...]
@@ -92,7 +100,9 @@ class Kind(NamedTuple):
 class Partition:
     """A partition, as Slurm describes it.
 
-    kinds: each with its number of nodes, the most common first. refused: why this user cannot submit, or ''.
+    away: how many nodes run no jobs now, for example because they are down or drained.
+    kinds: the kinds of nodes, each with the number of its nodes; the most common kind is first.
+    refused: why this user can't submit to the partition, or ''.
     """
 
     name: str
@@ -115,7 +125,7 @@ class Partition:
 
     @property
     def mem_mib(self) -> int:
-        """Return the most memory that a job may use on any node."""
+        """Return the most memory in MiB that a job may use on any node of the partition."""
         return min(max(kind.mem_mib for kind, _ in self.kinds), self.max_mem_mib or 2**62)
 
 
@@ -123,7 +133,9 @@ class Partition:
 class User:
     """The user who runs discover.
 
-    uid 0 is in every group. accounts, qos: None if unknown.
+    uid: the user id. 0 counts as a member of every group.
+    accounts, qos: those that the user may use, or None if they are unknown.
+    account, default_qos: the defaults, or None.
     """
 
     name: str
@@ -137,7 +149,10 @@ class User:
 
 @dataclass(frozen=True)
 class Site:
-    """What Slurm reports about a cluster. silent: why the user's accounts are unknown, or ''."""
+    """What Slurm reports about a cluster.
+
+    silent: why the user's accounts are unknown, or ''.
+    """
 
     cluster: str
     slurm: str
@@ -156,7 +171,7 @@ class Site:
         return [each for each in self.partitions if not each.refused]
 
     def main(self, name: str | None) -> Partition:
-        """Return the partition of that name, else Slurm's default, else the one with the most GPUs."""
+        """Return the partition called `name`, or Slurm's default partition, or the one with the most GPUs."""
         byname = [each for each in self.usable if each.name == name]
         default = [each for each in self.usable if each.default]
         return (byname or default or sorted(self.usable, key=_gpu_total, reverse=True))[0]
@@ -167,7 +182,7 @@ def _gpu_total(partition: Partition) -> int:
 
 
 def read_site(answers: SiteAnswers, user: User) -> Site:
-    """Parse the output. Raise Failure if this user may not use any partition."""
+    """Parse the output of Slurm's commands. Raise Failure if this user may not use any partition."""
     config = scontrol.config(answers[CONFIG])
     user = _with_accounts(answers, user)
     nodes = {node["NodeName"]: node for node in scontrol.records(answers[NODES], "NodeName")}
@@ -193,7 +208,7 @@ def read_site(answers: SiteAnswers, user: User) -> Site:
 
 
 def _with_accounts(answers: SiteAnswers, user: User) -> User:
-    """Return `user` with the accounts and QOS that sacctmgr lists, if it answered."""
+    """Return `user` with the accounts and QOS that sacctmgr lists, if sacctmgr answered."""
     if ASSOCIATIONS not in answers.texts:
         return user
     rows = [line.split("|") for line in answers[ASSOCIATIONS].splitlines() if line.count("|") >= 3]
@@ -239,9 +254,9 @@ def _partition(
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """Return the memory of a job that requests none: 'DefMemPerCPU=2000 MB', or '' if there is no default.
+    """Return the memory of a job that requests none, such as 'DefMemPerCPU=2000 MB', or '' if there is no default.
 
-    sources: the partition (UNLIMITED if it has no default), then slurm.conf.
+    sources: the partition's settings, then those of slurm.conf.
     """
     found = ((key, each.get(key)) for each in sources for key in ("DefMemPerCPU", "DefMemPerNode"))
     return next((f"{key}={value} MB" for key, value in found if number(value)), "")
@@ -252,7 +267,7 @@ def _away(state: str) -> bool:
 
 
 def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
-    """Return the nodes grouped by their resources, with the features that all nodes of a group share."""
+    """Return the nodes grouped by their resources. Each group has the features that all its nodes share."""
     alike: dict[Kind, list[frozenset[str]]] = {}
     for node in nodes:
         gpus = scontrol.gpus(node.get("Gres"))
@@ -273,7 +288,7 @@ def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
 
 
 def _refused(record: Mapping[str, str], user: User) -> str:
-    """Explain why the partition's settings refuse this user's jobs; return '' if they accept them."""
+    """Return which setting of the partition refuses this user's jobs, or '' if none does."""
     if record.get("RootOnly") == "YES" and user.uid != 0:
         return "RootOnly=YES"
     if record.get("State") == "INACTIVE":

@@ -1,4 +1,4 @@
-"""Measures the clock skew between this machine and another one, from the times of a query and its answer."""
+"""Measures by how much another machine's clock differs from this one's, from the times of a query and its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 class ClockSkew(NamedTuple):
     """The difference between two clocks.
 
-    seconds: the minimum by which the other clock is ahead (negative: behind), or 0 if the clocks may agree.
+    seconds: by how much the other clock is at least ahead (if negative, behind). 0: the clocks may agree.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class ClockSkew(NamedTuple):
 
 
 def clock_skew(before: float, after: float, earliest: float, latest: float | None = None) -> ClockSkew:
-    """Return the skew of another clock that showed a time between `earliest` and `latest` during the query.
+    """Return the skew of a clock that showed a time between `earliest` and `latest` during a query.
 
     before, after: this machine's clock before and after the query.
     """
@@ -47,6 +47,9 @@ def clock_skew(before: float, after: float, earliest: float, latest: float | Non
 
 
 def controller_clock(text: str) -> float | None:
-    """Return the controller's clock in seconds since 1970, from the output of `scontrol show config`."""
+    """Return the time on the controller's clock, in seconds since 1970, or None if the text does not contain it.
+
+    text: the output of `scontrol show config`.
+    """
     found = _AS_OF.search(text)
     return datetime.fromisoformat(found[1]).timestamp() if found else None

@@ -1,6 +1,6 @@
 """`hpcinit doctor [cluster=x ...]`: checks the login node and, with `nodes=N`, also N compute nodes in a job.
 
-Exit status: 0 if no check failed, 1 if one failed, 2 if the request is wrong.
+The exit status is 0 if no check failed, 1 if a check failed, and 2 if the request is wrong.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return the exit status. argv: overrides as for `hpcinit submit`, and options.
+    """Run the command and return the exit status. Raise RequestError if the request is wrong.
 
-    Raise RequestError if the request is wrong.
+    argv: the command's options, and overrides as for `hpcinit submit`.
     """
     options = console.parse_arguments(parser(), list(argv))
     if wrong := overrides.not_overrides(options.overrides):
@@ -103,7 +103,10 @@ def _composed(overrides: Sequence[str]) -> Sequence[Request]:
 
 
 def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = ()) -> int:
-    """Print the checks of a run of the doctor's job. Return the exit status. before: the checks of the login node."""
+    """Print the checks of a doctor job that has run, and return the exit status.
+
+    before: the checks of the login node.
+    """
     found, reports = checks_of_run(path)
     every = [*before, *found]
     _show(every, options, path, reports)
@@ -113,7 +116,7 @@ def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = (
 
 
 def _hint(found: Sequence[Check], path: Path) -> list[str]:
-    """Return a line that shows how to exclude the faulty nodes, or [] if there are none."""
+    """Return a line that shows how to exclude the faulty nodes, or [] if no node is faulty."""
     faulty = sorted({host for check in found if check.status == FAIL for host in check.hosts})
     run = shlex.quote(str(path))
     names = ", ".join(faulty)
@@ -121,7 +124,7 @@ def _hint(found: Sequence[Check], path: Path) -> list[str]:
 
 
 def job_overrides(given: Sequence[str]) -> list[str]:
-    """Return the overrides of the doctor's job: the defaults, those the user gave, and job=doctor."""
+    """Return the overrides of the doctor's job: the defaults, the user's overrides, and job=doctor."""
     keys = {override.lstrip("+").partition("=")[0] for override in given}
     return [*(f"{key}={value}" for key, value in JOB_DEFAULTS.items() if key not in keys), *given, "job=doctor"]
 
@@ -129,7 +132,7 @@ def job_overrides(given: Sequence[str]) -> list[str]:
 def _submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
     """Submit the job as `hpcinit submit` does. Return the exit status, and the run folder or None.
 
-    The output of the submission goes to stderr, or with -q nowhere.
+    The submission's output goes to stderr. With -q it is discarded.
     """
     runs: dict[int, Path] = {}
     with contextlib.redirect_stdout(io.StringIO() if console.quiet() else sys.stderr):
@@ -138,7 +141,7 @@ def _submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
 
 
 def wait(path: Path) -> int:
-    """Wait until the run has ended. Return 0, or 130 after Ctrl-C."""
+    """Wait until the run in the folder `path` has ended. Return 0, or 130 after Ctrl-C."""
     colors = console.color_system()
     out = Console(stderr=True, quiet=console.quiet(), highlight=False, soft_wrap=True, color_system=colors)
     poll, shown, started = Poll(path), "", time.monotonic()
@@ -160,7 +163,7 @@ def wait(path: Path) -> int:
 
 
 def checks_of_run(path: Path) -> tuple[list[Check], list[Report]]:
-    """Return the checks and reports of the run in the folder `path`, even if it has not ended."""
+    """Return the checks and the reports of the run in the folder `path`. The run may still be running."""
     submitted, reports = spec.load(path / run_folder.SPEC), rank_report.read(path)
     found = list(node_diagnosis.check_nodes(reports, submitted.nodes, submitted.ranks_per_node))
     found += link_diagnosis.check_links(reports)
@@ -169,7 +172,7 @@ def checks_of_run(path: Path) -> tuple[list[Check], list[Report]]:
 
 
 def _end_of_job(path: Path, now: state.State) -> Iterator[Check]:
-    """Yield a check on how the job ended, with the verdict of `hpcinit why` if it failed."""
+    """Yield a check about how the job ended. If it failed, the check has the verdict of `hpcinit why`."""
     if now.name == "COMPLETED":
         yield Check("job", OK, f"{now.job_id} completed")
         return
@@ -179,7 +182,11 @@ def _end_of_job(path: Path, now: state.State) -> Iterator[Check]:
 
 
 def remember(path: Path, found: Sequence[Check]) -> list[str]:
-    """Add the faulty nodes to the cluster's table of excluded nodes. Return a line for the user about each."""
+    """Add the faulty nodes to the cluster's table of excluded nodes. Return a line for the user about each node.
+
+    path: the run folder.
+    found: the checks of the run.
+    """
     record = job_record.submission(path)
     cluster, job = str(record.get("cluster", "")), str(record.get("job_id", ""))
     faulty = {host: check for check in reversed(found) if check.status == FAIL for host in check.hosts}
@@ -197,7 +204,7 @@ def remember(path: Path, found: Sequence[Check]) -> list[str]:
 def _show(
     checks: Sequence[Check], options: argparse.Namespace, path: Path | None = None, reports: Sequence[Report] = ()
 ) -> None:
-    """Print the checks and, if the doctor's job ran, its reports: as text, or with --json as one object."""
+    """Print the checks, and the reports if the doctor's job ran. With --json, print both as one object."""
     if not options.json:
         if not options.quiet:
             show_ranks(reports)
@@ -218,7 +225,10 @@ def _show(
 
 
 def show_table(checks: Sequence[Check], quiet: bool) -> None:
-    """Print the checks, with colors in a terminal, else as plain lines. quiet: only those that are not ok."""
+    """Print the checks: as a table with colors in a terminal, otherwise as plain lines.
+
+    quiet: print only checks that are not ok.
+    """
     shown = [check for check in checks if not quiet or check.status != OK]
     out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
     if out.is_terminal and shown:
@@ -248,7 +258,7 @@ def _line(check: Check) -> str:
 
 
 def show_ranks(reports: Sequence[Report]) -> None:
-    """Print each rank with its host and device, and the speed of the all-reduce for each size."""
+    """Print each rank's host and device, and how fast the all-reduce was for each size."""
     if not reports:
         return
     out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())

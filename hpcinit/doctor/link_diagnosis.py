@@ -1,8 +1,8 @@
-"""Finds slow nodes, links and devices and wrong clocks from the reports of the doctor's ranks.
+"""Finds slow nodes, links and devices, and wrong clocks, in the reports of the doctor's ranks.
 
 A collective is as slow as its slowest member, but does not show which member that is. So each node is judged by its
-best link to another node: a node without a fast link is slow. A slow link between two nodes with fast links is itself
-slow.
+best link to another node: a node without a fast link is slow. A slow link between two nodes that have other, fast links
+is itself slow.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ HEALTHY = 0.5
 
 
 def link_gb_s(device: str) -> float | None:
-    """Return the speed of the links inside a node between GPUs of this model, or None if unknown."""
+    """Return the GB/s of the links between GPUs of this model inside a node, or None if they are unknown."""
     return next((speed for pattern, speed in LINKS if pattern.search(device)), None)
 
 
 def network_gb_s(interfaces: Sequence[Interface]) -> float | None:
-    """Return the total rate of a node's active InfiniBand ports, or else of its other interfaces.
+    """Return the total GB/s of a node's active InfiniBand ports, or of its other interfaces if it has no such port.
 
-    Return None if their drivers report no rates.
+    Return None if the drivers report no rates.
     """
     ports = [one for one in interfaces if one.up and one.gbit]
     chosen = [one for one in ports if one.infiniband] or ports
@@ -58,7 +58,10 @@ DEVICE = Rule(1.3)
 
 
 def check_links(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the checks of links, device speeds, clocks and the all-reduce."""
+    """Yield checks of the links between ranks, the device speeds, the clocks and the all-reduce.
+
+    reports: the reports of the doctor's ranks.
+    """
     measured = [link for report in reports for link in report.links]
     if not measured:
         return
@@ -75,12 +78,15 @@ Times = Mapping[Link, Sequence[float]]
 
 
 def _seconds_by_link(links: Sequence[Link]) -> tuple[Times, Times]:
-    """Return round trips and seconds per GB. In both, larger is slower."""
+    """Return the round trips and the seconds per GB of each link. In both, larger is slower."""
     return {one: one.round_trip_s for one in links}, {one: tuple(1 / max(g, 1e-9) for g in one.gb_s) for one in links}
 
 
 def _links_between_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Iterator[Check]:
-    """Report slow nodes, then slow links between two healthy nodes. host: the host of each rank."""
+    """Yield a check for each slow node, and for each slow link between two healthy nodes.
+
+    host: the host of each rank.
+    """
     if not links:
         return
     healthy, slow = True, set[str]()
@@ -120,7 +126,7 @@ def _links_between_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu:
 
 
 def _links_inside_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu: bool) -> Iterator[Check]:
-    """Report slow links between the ranks of a node."""
+    """Yield a check for each slow link between two ranks on the same node."""
     if not links:
         return
     healthy = True
@@ -144,7 +150,7 @@ def _links_inside_nodes(links: Sequence[Link], host: Mapping[int, str], on_cpu: 
 
 
 def _device_speeds(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report devices on which a matrix product is slower than on the fastest device."""
+    """Yield a check for each device on which a matrix product is slower than on the fastest device."""
     times = {report.rank: report.matmul_s for report in reports if report.matmul_s}
     host = {report.rank: report.host for report in reports}
     late = slow_links(times, DEVICE)
@@ -160,7 +166,10 @@ def _device_speeds(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
-    """Add up the skew from node to node, starting at rank 0's node."""
+    """Yield a check for each clock that differs from the clock of rank 0's node.
+
+    The skews measured along the links are added up, starting at rank 0's node.
+    """
     ahead, within = {host.get(0, "?"): 0.0}, {host.get(0, "?"): 0.0}
     size = 0
     while len(ahead) > size:
@@ -186,7 +195,10 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 
 
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
-    """Compare the all-reduce with the hardware's bandwidth, if known. On CPUs (gloo) the bandwidth does not apply."""
+    """Yield checks that compare the all-reduce with the hardware's bandwidth, unless that is unknown.
+
+    On CPUs (gloo), the hardware's bandwidth does not apply.
+    """
     own = {report.host: (report.on_node.seconds,) for report in reports if report.on_node}
     for name in () if on_cpu else slow_links(own, RULES[False][1]):
         detail = f"{name}: an all-reduce on the node is slow: {own[name][0] * 1e3:.2f} ms, "
@@ -209,7 +221,7 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
 
 
 def _hardware_gb_s(reports: Sequence[Report]) -> tuple[float | None, str]:
-    """Return the GB/s of the slowest part of the path, and its name."""
+    """Return the GB/s of the slowest part of the path between ranks, and what that part is."""
     device = next((report.device.get("name", "") for report in reports if report.device), "")
     parts = []
     if (link := link_gb_s(device)) is not None and any(report.local_world_size > 1 for report in reports):
@@ -224,7 +236,7 @@ def _hardware_gb_s(reports: Sequence[Report]) -> tuple[float | None, str]:
 
 
 def _formatted(seconds: float, unit: str) -> str:
-    """Return '12 us' or '3.4 ms'. For the unit 'bandwidth', convert seconds per GB to GB/s."""
+    """Return a time such as '12 us' or '3.4 ms'. For the unit 'bandwidth', convert seconds per GB to GB/s."""
     if unit == "bandwidth":
         return f"{1 / seconds:.3g} GB/s"
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

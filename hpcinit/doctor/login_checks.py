@@ -37,7 +37,7 @@ FREE_SPACE = "free some space, or choose another folder"
 
 
 def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield a check of each folder to which a submission or its job writes."""
+    """Yield one check for each folder that a submission or its job writes to."""
     yield from _runs_dir(config)
     for key, place in (("cluster.scratch", config.cluster.scratch), ("cluster.cache", config.cluster.cache)):
         if place:
@@ -53,7 +53,7 @@ def folder_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _runs_dir(config: Config) -> Iterator[Check]:
-    """Check the folder of runs and the clock of its file server."""
+    """Yield a check of runs_dir, and a check of the clock of its file server."""
     path = expanded(config.runs_dir).absolute()
     found = _folder("runs_dir", path, absent=OK)
     kind = safe_files.file_system(_existing(path))
@@ -70,7 +70,10 @@ def _runs_dir(config: Config) -> Iterator[Check]:
 
 
 def _folder(about: str, path: Path, absent: str) -> Check:
-    """Check a folder. absent: the status if it does not exist here; it can be made, or may exist on the nodes."""
+    """Check a folder: whether it is writable and has free space.
+
+    absent: the status if the folder does not exist on this machine. It may be created later, or exist on the nodes.
+    """
     there = _existing(path)
     if there != path and absent != OK:
         return Check(about, absent, f"{path} does not exist here", "nothing to do if it exists on the compute nodes")
@@ -98,10 +101,10 @@ def _existing(path: Path) -> Path:
 
 
 def _write_file(folder: Path) -> tuple[float, float, float]:
-    """Write and remove a file. Return this machine's clock before, the file's time, and the clock after.
+    """Write and remove a file. Return this machine's clock before, the file's time, and this machine's clock after.
 
-    An empty file may get its time from this machine; a write gets the server's. Raise OSError if the file cannot be
-    written.
+    The file isn't empty, because an empty file may get its time from this machine instead of the server. Raise OSError
+    if the file can't be written.
     """
     before = time.time()
     descriptor, name = tempfile.mkstemp(prefix=".hpcinit-", dir=folder)
@@ -126,7 +129,7 @@ ASK_SITE = "wait, or ask the site; if SLURM_CONF is set, it must be this cluster
 
 
 def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield the checks of Slurm. Stop where one makes the next ones impossible."""
+    """Yield the checks of Slurm. Stop at a check whose failure makes the following ones impossible."""
     if not config.engine.uses_slurm:
         yield Check("Slurm", OK, f"not needed: cluster {config.cluster.name} runs on this machine")
         return
@@ -139,7 +142,7 @@ def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _controller_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Check that the controller answers, its version, its clock, and then the partition."""
+    """Yield checks of the controller (its reply, its version, its clock) and of the partition."""
     before = time.time()
     text, problem = _query(["scontrol", "show", "config"], env)
     after = time.time()
@@ -171,7 +174,7 @@ def _version(config: Config, version: str) -> Check:
 
 
 def _partition_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Check the states of the partition's nodes."""
+    """Yield a check of the states of the partition's nodes."""
     name = config.partition or config.cluster.partition
     about = f"partition {name}" if name else "partitions"
     text, problem = _query(
@@ -191,7 +194,10 @@ def _partition_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]
 
 
 def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> Check:
-    """Return the check of one partition. rows: name, number of nodes, state and availability, from sinfo."""
+    """Return the check of one partition.
+
+    rows: the name, the number of nodes, their state and the partition's availability, from sinfo.
+    """
     states: Counter[str] = Counter()
     for _, amount, state, _ in rows:
         states[state] += int(amount)
@@ -210,7 +216,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
 
 
 def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Run a command of Slurm. Return its output and '', or '' and why it failed."""
+    """Run a Slurm command. Return its output and '', or '' and why the command failed."""
     try:
         done = slurm_client.run(command, env)
     except slurm_client.Unreachable as error:
@@ -221,7 +227,7 @@ def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield all checks, starting with those to fix first."""
+    """Yield all checks of the login node, starting with those to fix first."""
     yield from version_checks(config)
     with slurm_client.on_cluster(config.cluster.clusters):
         yield from slurm_checks(config, env)
@@ -231,7 +237,10 @@ def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, 
 
 
 def version_checks(config: Config | None) -> Iterator[Check]:
-    """Yield the versions of hpcinit and its dependencies. config: None if it has errors."""
+    """Yield checks of the versions of hpcinit and its dependencies.
+
+    config: the request's config, or None if it has errors.
+    """
     yield Check("hpcinit", OK, f"{versions.installed('hpcinit') or 'not installed'}, in {Path(__file__).parents[1]}")
     yield Check("Python", OK, f"{platform.python_version()}, {sys.executable}")
     installed = [f"{name} {versions.installed(name) or 'missing'}" for name in ("submitit", "hydra-core", "omegaconf")]
@@ -251,7 +260,10 @@ def version_checks(config: Config | None) -> Iterator[Check]:
 
 
 def _torch_check(other: str) -> Check:
-    """Check the installed torch. other: the setting that gives the ranks another Python, or ''."""
+    """Check the installed torch.
+
+    other: the setting that gives the ranks a different Python, or ''.
+    """
     found = versions.installed("torch")
     if other:
         return Check("torch", OK, f"not checked: the ranks use {other}; on this machine: {found or 'not installed'}")
@@ -297,7 +309,7 @@ def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check
 
 
 def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Check the variables of this shell that hpcinit does not pass to jobs."""
+    """Yield checks of this shell's variables that hpcinit does not pass to jobs."""
     _, dropped = job_environment.job_environment(env, config)
     inside = env.get("SLURM_JOB_ID")
     if inside and config.engine.uses_slurm:

@@ -1,4 +1,4 @@
-"""Checks nodes and devices from the reports of the doctor's ranks. link_diagnosis.py checks the links."""
+"""Checks nodes and devices, using the reports of the doctor's ranks. link_diagnosis.py checks the links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIRECTIONS = ("to_device", "from_device", "on_device")
 
 
 def check_devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the checks of GPUs: the differences between them, and a line for each thing that is right."""
+    """Yield the checks of the GPUs. If no GPU has a problem, one check shows the state of the first."""
     gpus = [(host, gpu) for host, node, ranks in _nodes(reports) for gpu in gpus_of_job(node, _devices_of(ranks))]
     found = [check for host, check in _of_each_node(reports) if check.about == "devices' health"]
     if gpus and not found:
@@ -46,7 +46,7 @@ def _devices_of(ranks: Sequence[Report]) -> list[Mapping[str, str]]:
 
 
 def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
-    """Yield the findings about each node alone, which the check before a start prints too."""
+    """Yield the findings that concern a single node. The check before a start prints them too."""
     for host, node, ranks in _nodes(reports):
         pids = [one.pid for one in ranks]
         for check in node_findings(node, _devices_of(ranks), pids, max(one.world_size for one in ranks)):
@@ -54,7 +54,7 @@ def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
 
 
 def _findings(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield what is wrong with a node, and a summary of the folders with enough space."""
+    """Yield the problems of each node, and one check per kind of folder that has enough space on all nodes."""
     enough: dict[str, list[float]] = {}
     space = {(host, place.what): place.free_gb for host, node, _ in _nodes(reports) for place in node.places}
     for host, check in _of_each_node(reports):
@@ -69,7 +69,7 @@ def _findings(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
-    """Report which interface NCCL uses, and the nodes where it uses another one."""
+    """Yield a check of the interface that NCCL uses, and one for each node where NCCL uses a different one."""
     found = [node.nccl for _, node, _ in _nodes(reports) if node.nccl]
     faults = list(nccl_findings(found, nodes))
     yield from faults
@@ -81,7 +81,10 @@ def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
 
 
 def _copies(reports: Sequence[Report]) -> Iterator[Check]:
-    """Compare each copy direction with the median of all devices. A single device is not judged."""
+    """Yield a check for each device whose copies are much slower than the median device's.
+
+    A single device is not judged.
+    """
     measured = [(report, report.copies) for report in reports if report.copies]
     usual = True
     for name in DIRECTIONS:
@@ -106,7 +109,10 @@ SLOW_STORE_S = 0.25
 
 
 def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
-    """Yield the checks of nodes and devices. nodes, ranks_per_node: as submitted."""
+    """Yield the checks of nodes and devices.
+
+    nodes, ranks_per_node: what the submitted job requested.
+    """
     yield from _presence(reports, nodes, ranks_per_node)
     if not reports:
         return
@@ -118,7 +124,7 @@ def check_nodes(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> I
 
 
 def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Iterator[Check]:
-    """Report ranks without a report or without measurements. Rank r is on node r // ranks_per_node."""
+    """Yield a check for ranks without a report or without measurements. Rank r is on node r // ranks_per_node."""
     hosts: Sequence[str] = next((report.hosts for report in reports if report.hosts), ())  # by node
     total = nodes * ranks_per_node
     here = {report.rank for report in reports}
@@ -141,7 +147,7 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
 
 
 def _devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report devices that ranks share, and ranks that see no GPU although their variables list some."""
+    """Yield checks for devices that ranks share, and for ranks that see no GPU although their variables list some."""
     found: dict[tuple[str, str], list[int]] = {}
     for report in reports:
         identity = report.device.get("uuid") or report.device.get("pci", "")
@@ -179,7 +185,7 @@ SAME: Mapping[str, Callable[[Report], str]] = {
 
 
 def _differences(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report each node whose value differs from that of most nodes."""
+    """Yield a check for each property in which some nodes differ from most nodes."""
     different = False
     for what, value in SAME.items():
         found = [(report.host, value(report)) for report in reports]
@@ -200,7 +206,7 @@ def _differences(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _names(reports: Sequence[Report]) -> Iterator[Check]:
-    """Check that every node resolves every other one, and that reverse look-ups do not return another node's name."""
+    """Yield checks for names that a node can't resolve, and for addresses that resolve to a different node's name."""
     lookers = [report for report in reports if report.node and report.node.names]
     healthy = True
     several = len({report.host for report in reports}) > 1
@@ -235,7 +241,7 @@ def _loopback(address: str) -> bool:
 
 
 def _interfaces(reports: Sequence[Report]) -> Iterator[Check]:
-    """Report network interfaces that are down on one node but up on most others."""
+    """Yield checks for network interfaces that are down on one node but up on most others."""
     reported = {report.host: report.node.interfaces for report in reports if report.node}
     common = Counter(one.name for found in reported.values() for one in found if one.up)
     usual = {name for name, amount in common.items() if amount > len(reported) / 2}

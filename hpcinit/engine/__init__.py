@@ -1,4 +1,4 @@
-"""What differs between Slurm and this machine without Slurm: `interface.py` lists what an engine must answer."""
+"""Engines: Slurm, and this machine without Slurm. `interface.py` lists what an engine must be able to do."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (SLURM, LOCAL)} 
 
 
 def from_environment(env: Mapping[str, str]) -> Engine:
-    """Return the engine of the job that this process belongs to: Slurm, if its environment has no local engine."""
+    """Return the engine of the job that this process belongs to.
+
+    It is Slurm unless the environment has the variable of the local engine.
+    """
     return LOCAL if run_folder.ENV_ENGINE in env else SLURM
 
 
 def from_record(submission: Mapping[str, Any]) -> Engine:
-    """Return the engine of a submission.json. Raise RequestError if it names another one."""
+    """Return the engine that a submission.json names. Raise RequestError if there is no such engine."""
     try:
         return ENGINES[submission["engine"]]
     except (KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""What an engine must answer: what starts jobs, Slurm (`slurm_engine.py`) or this machine alone (`local_engine.py`).
+"""The interface of an engine, which starts jobs: Slurm (`slurm_engine.py`) or this machine alone (`local_engine.py`).
 
-No other package compares engines. Another scheduler would be a third module here, and its line in `__init__.py`.
+No other package asks which engine it is. Another scheduler would be a third module here, and a line in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ NO_REPLY = "no reply"  # the value of State.source when the scheduler did not re
 
 @dataclass(frozen=True)
 class Engine(ABC):
-    """What starts the jobs of a cluster.
+    """Starts the jobs of a cluster, finds their state, and cancels them.
 
-    name: the value of cluster.engine. has_queue: a job requests resources and waits for them, so it can depend on other
-    jobs, be requeued and be one of an array; otherwise it starts at once. other_machines: its ranks run on nodes, which
-    share only some file systems with this machine. uses_slurm: Slurm's commands, and options of sbatch and srun, apply.
-    script_command: runs a batch script again. cancel_command: ends a job, given its id.
+    name: the value of cluster.engine.
+    has_queue: whether a job requests resources and waits for them. Then it can depend on other jobs, be requeued and be
+    part of an array. Otherwise it starts at once.
+    other_machines: whether the ranks run on nodes that share only some file systems with this machine.
+    uses_slurm: whether Slurm's commands and the options of sbatch and srun apply.
+    script_command: the command that runs a batch script again.
+    cancel_command: the command that ends a job, given its id.
     """
 
     name: str
@@ -37,42 +40,52 @@ class Engine(ABC):
 
     @abstractmethod
     def step_command(self, python: str) -> list[str]:
-        """Return the command that starts the ranks inside a job, without its options, which are srun's.
+        """Return the command that starts the ranks inside a job. Its options, which are srun's, are not included.
 
-        python: the interpreter of the batch script's host.
+        python: the interpreter on the batch script's host.
         """
 
     @abstractmethod
     def submit(self, path: Path, time_min: float, env: Mapping[str, str], sbatch: Callable[[], Submitted]) -> Submitted:
-        """Start the job of the complete run folder `path`, exactly once; return its id and the command that did it.
+        """Start the job of the run folder `path` exactly once. Return its id and the command that started it.
 
-        time_min: its time limit in minutes. env: its environment. sbatch: submits its script with submitit's executor,
-        which is in hpcinit.submit. Raise SubmitError if there is no job, MaybeSubmitted if there may be one.
+        path: the run folder, which must be complete.
+        time_min: the job's time limit in minutes.
+        env: the job's environment.
+        sbatch: submits the job's script with submitit's executor, which is in hpcinit.submit.
+
+        Raise SubmitError if there is no job, and MaybeSubmitted if there may be one.
         """
 
     @abstractmethod
     def states(self, records: Sequence[JobRecord], early: QueueQuery | None = None) -> list[State]:
-        """Return the states of these runs of this engine. early: squeue for all jobs of the user, already started."""
+        """Return the states of runs that belong to this engine, in the same order.
+
+        early: a squeue for all jobs of the user that is already running, or None.
+        """
 
     @abstractmethod
     def check_cancelable(self, path: Path, jobs: Sequence[State]) -> None:
-        """Raise RequestError or Failure if the jobs of the run in `path` cannot be cancelled from here."""
+        """Raise RequestError or Failure if the jobs of the run in `path` can't be canceled from this machine."""
 
     @abstractmethod
     def cancel(self, jobs: Mapping[Path, Sequence[str]]) -> None:
-        """Cancel these jobs of runs, by their folders. Raise Failure if a job could not be cancelled."""
+        """Cancel jobs, given the job ids for each run folder. Raise Failure if a job could not be canceled."""
 
 
 class State(NamedTuple):  # a frozen dataclass takes five times as long to make, and a sweep has a thousand jobs
     """The state of one job.
 
     name: Slurm's state (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
-    reason: why the job waits or what ended it, from Slurm. exit_status: after the end, if a source has it.
-    source: which source reported the state. by_hand: the user started the script of the last attempt manually.
-    link: 'job 2 of a chain of 5', or ''. others: other jobs of the chain that are still in the queue.
-    restart: number of the last attempt that this job started, from its own record, or None before the first.
+    reason: why the job waits or what ended it, from Slurm.
+    exit_status: the exit status after the end, or None if no source has it.
+    source: which source reported the state.
+    by_hand: whether the user started the script of the last attempt manually.
+    link: 'job 2 of a chain of 5', or ''.
+    others: other jobs of the chain that are still in the queue.
+    restart: the number of the last attempt that this job started, from the job's own record, or None before the first.
     away: whether the controller did not reply.
-    start: when it started, or Slurm's estimate, in this machine's time ('2026-11-21T14:02:00'), or ''.
+    start: when the job started, or Slurm's estimate, in this machine's time ('2026-11-21T14:02:00'), or ''.
     elapsed_s, left_s: seconds since the start and until the time limit, or None if no source has them.
     folder_deleted: whether the job is in the queue although its run folder does not exist.
     """
@@ -99,26 +112,26 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to make,
 
     @property
     def status(self) -> int:
-        """Return the exit status for a program that waits for the job: 0 only if it succeeded."""
+        """Return the exit status for a program that waits for the job. It is 0 only if the job succeeded."""
         return (self.exit_status or 0) if self.name == "COMPLETED" else self.exit_status or 1
 
     @property
     def requeued(self) -> bool:
-        """Return whether the job waits for another attempt after one ended. It may not have left its nodes yet."""
+        """Return whether an attempt has ended and the job waits for another one. It may not have left its nodes yet."""
         waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
         return waits and self.restart is not None
 
     @property
     def is_unknown_state(self) -> bool:
-        """Return whether this version of hpcinit does not know the name of the state."""
+        """Return whether this version of hpcinit does not know a state with this name."""
         return self.name not in KNOWN
 
     @property
     def purged(self) -> bool:
-        """Return whether Slurm replied but does not know the job, and the job did not record its end."""
+        """Return whether Slurm replied that it does not know the job, and the job did not record its end."""
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, with `state` instead of `name`."""
+        """Return the fields for JSON output. The field `name` is called `state` there."""
         fields = self._asdict()
         return {"state": fields.pop("name"), **fields, "engine": self.engine.name}

@@ -1,4 +1,4 @@
-"""Jobs on this machine, without Slurm: `cluster=local`. Its methods import psutil, which only such jobs need."""
+"""Runs jobs on this machine without Slurm (`cluster=local`). psutil is imported only when such a job needs it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _state(record: JobRecord) -> State:
 
 
 def _by_hand(record: JobRecord) -> State:
-    """Return the state after `bash job.sh`, without the engine. Only the script's own record exists."""
+    """Return the state of a job that the user started with `bash job.sh`. Only the script's own record exists."""
     from hpcinit.engine import local_job  # noqa: PLC0415
 
     status = record.exit_status

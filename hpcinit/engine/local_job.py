@@ -2,9 +2,11 @@
 
     python -m hpcinit.engine.local_job RUN_FOLDER TIME_MIN
 
-This is not a scheduler: a job starts at once, and no resources are reserved. No process of a job outlives it: this
-process adopts its descendants whose parent died, and ends them all. Except other runs: a program may submit runs with
-cluster=local, whose processes this one adopts. They are separate jobs, as on Slurm, and stay.
+This is not a scheduler: a job starts at once, and no resources are reserved.
+
+No process of a job outlives the job: this background process adopts descendants whose parent died, and kills them at
+the end. The exception is runs that the program itself submitted with cluster=local. They are separate jobs, as on
+Slurm, and keep running.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
-    """Start the job of a complete run folder in the background. Return its id (the process id) and the command."""
+    """Start the job of a run folder in the background. Return its id, which is the process id, and the command.
+
+    path: the run folder, which must be complete.
+    """
     command = [sys.executable, *MODULE, str(path), str(time_min)]
     # The engine starts with these signals blocked and unblocks them after it installed its handlers: none is lost.
     before = signals.block(ENDING)
@@ -104,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -> int:
-    """Record the end of the job; overwrite the file if the disk is too full for an atomic replacement."""
+    """Record the end of the job. If the disk is too full to replace the file atomically, overwrite it."""
     state = {**state, "state": outcome, "exit_status": status, "ended": time.time()}
     try:
         write_state(path, state)
@@ -114,7 +119,10 @@ def _ended(path: Path, state: Mapping[str, object], outcome: str, status: int) -
 
 
 def _watch(job: Child, stop_signals: Sequence[int], deadline: float) -> str | None:
-    """Wait for the job. Stop it on a signal or at its time limit, and return which of them; else None."""
+    """Wait until the job ends, and stop it on a signal or at its time limit.
+
+    Return 'CANCELLED' or 'TIMEOUT' if the job was stopped, otherwise None.
+    """
     why = None
     while job.ended() is None:
         if stop_signals or time.monotonic() > deadline:
@@ -128,10 +136,10 @@ def _watch(job: Child, stop_signals: Sequence[int], deadline: float) -> str | No
 
 
 def _end(job: Child) -> None:
-    """Send SIGTERM to the batch script and its steps, then SIGKILL to the remaining processes, as slurmd does.
+    """Send SIGTERM to the batch script and its steps, then SIGKILL to the processes that remain, as slurmd does.
 
-    The script exits at once, but its step needs time to stop the ranks: wait for the whole process group. The script is
-    not reaped before, so that its group id is not reused.
+    The script exits at once, but its step needs time to stop the ranks, so this waits for the whole process group. The
+    script is not reaped before that, so its group id can't be reused.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         job.signal(number)
@@ -141,20 +149,20 @@ def _end(job: Child) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose parent dies. Does nothing on systems other than Linux."""
+    """Make this process the parent of every descendant whose parent dies. On systems other than Linux, do nothing."""
     if _libc is not None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _reap() -> None:
-    """Reap every child that exited. Do not call this while another thread waits for a child."""
+    """Reap every child that has exited. Do not call this while another thread waits for a child."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def _of_this_job() -> list[psutil.Process]:
-    """Return the descendants of this process, without the engines of other runs and their descendants."""
+    """Return the descendants of this process, except the engines of other runs and their descendants."""
     found, others = psutil.Process().children(recursive=True), set[psutil.Process]()
     for one in found:
         with contextlib.suppress(psutil.Error):  # it has ended
@@ -166,7 +174,7 @@ def _of_this_job() -> list[psutil.Process]:
 def kill_descendants() -> None:
     """Send SIGKILL to the descendants of this job, including adopted orphans, until none is left.
 
-    One pass is not enough: a process may fork after the list was read.
+    One pass is not enough, because a process may fork after the list was read.
     """
     for _ in range(100):
         _reap()
@@ -180,7 +188,7 @@ def kill_descendants() -> None:
 
 
 def group_runs(group: int) -> bool:
-    """Return whether a descendant of this process runs in this process group."""
+    """Return whether a descendant of this process is running in the process group `group`."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
@@ -189,7 +197,10 @@ def group_runs(group: int) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the last state of the run in `path`; NODE_FAIL if its engine was killed before it recorded the end."""
+    """Return the last recorded state of the run in `path`.
+
+    Return the state NODE_FAIL if the engine was killed before it recorded the end.
+    """
     state = safe_files.json_or_empty(path / STATE)
     if state.get("state") == "RUNNING" and _has_ended(state):
         state = safe_files.json_or_empty(path / STATE)  # the engine may have ended after the first read
@@ -199,25 +210,35 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def elsewhere(path: Path) -> str:
-    """Return the host of the run's engine if it may run there, invisible to this host or container; else ''."""
+    """Return the host on which the run's engine may be running, invisible to this host or container.
+
+    Return '' if the engine has ended or is visible here.
+    """
     state = safe_files.json_or_empty(path / STATE)
     return state["engine"]["host"] if _has_ended(state) is None else ""
 
 
 def cancel(path: Path) -> None:
-    """Signal the engine of the run in `path` to stop its job. Its id may be another process's on another host."""
+    """Send the engine of the run in `path` a signal to stop its job.
+
+    Send nothing if the engine has ended or isn't visible, because its process id may now belong to another process.
+    """
     state = safe_files.json_or_empty(path / STATE)
     if _has_ended(state) is False:
         os.kill(int(state["pid"]), signal.SIGTERM)
 
 
 def _has_ended(state: Mapping[str, Any]) -> bool | None:
-    """Return whether the engine has ended, or None if that is not visible from this host or container."""
+    """Return whether the engine has ended, or None if this host or container can't see it."""
     return state.get("state") != "RUNNING" or processes.Process(**state["engine"]).has_ended()
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Return whether the process `pid`, which ran at the time `started`, still runs. Ids are reused."""
+    """Return whether a process is still running.
+
+    pid: its process id, which the kernel may reuse.
+    started: a time at which the process existed.
+    """
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < started + 2

@@ -1,9 +1,9 @@
-"""The srun of the local engine: start one process per task, and stop them together.
+"""The local engine's replacement for srun: starts one process per task, and stops all of them together.
 
     python -m hpcinit.engine.local_step --nodes=2 --ntasks=4 --ntasks-per-node=2 ... command [args]
 
-It accepts the options that hpcinit renders for srun, with the same meaning. The variables are those that Slurm sets,
-for virtual nodes on loopback addresses. A test compares them with those of a real Slurm, recorded in tests/data/slurm.
+It accepts the options that hpcinit writes for srun, with the same meaning. It sets the variables that Slurm sets, for
+virtual nodes on loopback addresses. A test compares them with those of a real Slurm, recorded in tests/data/slurm.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ KILL_WAIT_S = 2.0
 
 
 def nodelist(nodes: int) -> str:
-    """Return '127.0.0.[1-4]': names that resolve everywhere, because they are addresses."""
+    """Return the nodelist of the virtual nodes, such as '127.0.0.[1-4]'. Addresses need no name resolution."""
     return "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
 
 
 def counts(per_node: int, nodes: int) -> str:
-    """Return SLURM_TASKS_PER_NODE: '2(x4)' for 2 tasks on each of 4 nodes, '2' for one node."""
+    """Return the value of SLURM_TASKS_PER_NODE: '2(x4)' for 2 tasks on each of 4 nodes, '2' for one node."""
     return str(per_node) if nodes == 1 else f"{per_node}(x{nodes})"
 
 
 def batch_variables(job_id: int, name: str, nodes: int, per_node: int, workdir: str) -> dict[str, str]:
-    """Return the variables of the batch script."""
+    """Return the environment variables that Slurm would set for the batch script."""
     hosts, tasks = nodelist(nodes), counts(per_node, nodes)
     return {
         "SLURM_JOB_ID": str(job_id),
@@ -68,7 +68,13 @@ def batch_variables(job_id: int, name: str, nodes: int, per_node: int, workdir: 
 
 
 def task_variables(job: Mapping[str, str], nodes: int, per_node: int, rank: int, step: int = 0) -> dict[str, str]:
-    """Return the variables of one task, in addition to those of the job. Ranks are distributed by block."""
+    """Return the environment variables that Slurm would set for one task, besides the job's.
+
+    Ranks are placed in blocks: the first node has the first ranks.
+
+    job: the environment of the job.
+    nodes, per_node: the number of nodes, and of tasks on each.
+    """
     node = rank // per_node
     hosts, tasks = nodelist(nodes), counts(per_node, nodes)
     gtids = range(node * per_node, (node + 1) * per_node)
@@ -99,10 +105,11 @@ def task_variables(job: Mapping[str, str], nodes: int, per_node: int, rank: int,
 
 
 class Step(Supervisor):
-    """The tasks of one step. `run()` returns the highest exit code of any task.
+    """The tasks of one step.
 
-    Tasks that it terminates because another one failed do not count. srun counts them, and returns 143 (128 + SIGTERM)
-    then: in a job on Slurm the batch script looks for the rank that failed.
+    run() returns the highest exit code of any task. Tasks that it stopped because another one failed do not count. srun
+    does count them and then returns 143 (128 + SIGTERM), so in a Slurm job the batch script looks for the rank that
+    failed.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -149,13 +156,13 @@ class Step(Supervisor):
             self.start(rank, self.options.command, env, output=log, in_child=die_with_this)
 
     def _next_signal(self, timeout_s: float) -> int | None:
-        """Return the next signal that has arrived, None after a short wait."""
+        """Return the next signal that has arrived, or None after a short wait."""
         if not self.signals:
             time.sleep(min(LOOK_S, timeout_s))
         return self.signals.pop(0) if self.signals else None
 
     def _is_orphaned(self) -> bool:
-        """Whether the batch script or the engine has ended, possibly before this process started."""
+        """Return whether the batch script or the engine has ended, possibly before this process started."""
         engine = os.environ.get(run_folder.ENV_ENGINE, "")
         return os.getppid() != self.parent or (engine.isdigit() and not psutil.pid_exists(int(engine)))
 

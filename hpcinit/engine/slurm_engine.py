@@ -1,7 +1,7 @@
-"""Jobs of Slurm: their submission, their state, and their cancellation.
+"""Runs jobs on Slurm: submits and cancels them, and finds their state.
 
-The first of several sources that has the state reports it: squeue, sacct, scontrol, the run folder. The order of
-SOURCES is their precedence.
+Several sources can have the state of a job: squeue, sacct, scontrol, and the run folder. The first one in SOURCES that
+has the state is used.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _scancel(jobs: Sequence[str]) -> None:
 
 
 def of_slurm(job: Job) -> State:
-    """Return the state of a job as Slurm reports it."""
+    """Return the State of a job that Slurm has reported."""
     return State(
         job.state, job.job_id, SLURM, job.reason, job.exit_status, job.source,
         start=job.start, elapsed_s=job.elapsed_s, left_s=job.left_s,
@@ -84,9 +84,10 @@ def of_slurm(job: Job) -> State:
 class Known:
     """All information about one Slurm job.
 
-    slurm: from squeue, sacct or scontrol, or None if Slurm does not know the job. record: from exit.json; it is
-    complete if the batch script has ended. unreachable: why the controller did not reply, or ''. cancelled: returns
-    whether `hpcinit cancel` recorded this job in the run folder.
+    slurm: the state from squeue, sacct or scontrol, or None if Slurm does not know the job.
+    record: the state from exit.json. It is an end if the batch script has ended.
+    unreachable: why the controller did not reply, or ''.
+    cancelled: returns whether `hpcinit cancel` recorded this job in the run folder.
     """
 
     slurm: State | None
@@ -101,19 +102,21 @@ class Known:
 
     @property
     def outlived(self) -> bool:
-        """Return whether Slurm reports a state unknown to this version, although the job's script has ended."""
+        """Return whether the job's script has ended although Slurm reports a state that this version does not know."""
         return (
             self.slurm is not None and self.slurm.is_unknown_state and self.slurm.source != "sacct" and self.record.over
         )
 
 
 def state_of(known: Known) -> State:
-    """Return the state from the first source that has one."""
+    """Return the state from the first source that has it."""
     return next(state for source in SOURCES if (state := source(known)) is not None)
 
 
 def _ended(known: Known) -> State | None:
-    """Return the state if Slurm reports the end. The record has the exit status, which sacct and scontrol may lack.
+    """Return the state if Slurm reports that the job has ended.
+
+    The exit status is taken from the record, because sacct and scontrol may lack it.
 
     Slurm 24.11 reports PREEMPTED forever for a job that was requeued in the grace time of a preemption, however its
     last attempt ends. 22.05 and 26.05 report how the last attempt ended, and so does the record.
@@ -126,12 +129,12 @@ def _ended(known: Known) -> State | None:
 
 
 def _in_queue(known: Known) -> State | None:
-    """Return the state if the controller reports that the job waits or runs."""
+    """Return the state if the controller reports that the job is waiting or running."""
     return known.slurm if known.slurm and known.slurm.source != "sacct" and not known.outlived else None
 
 
 def _cancelled(known: Known) -> State | None:
-    """Return CANCELLED if `hpcinit cancel` left a record and Slurm has none of the job, as without accounting."""
+    """Return CANCELLED if `hpcinit cancel` left a record and Slurm has none, as happens without accounting."""
     lost = known.ended_early or not known.record.over
     if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
         return None
@@ -141,7 +144,7 @@ def _cancelled(known: Known) -> State | None:
 def _recorded(known: Known) -> State | None:
     """Return the end that the batch script recorded.
 
-    If the controller is unreachable, an early end may be a requeue.
+    If the controller is unreachable, return None for an end by a signal, because Slurm may have requeued the job.
     """
     if not known.record.over or (known.unreachable and known.ended_early and not known.outlived):
         return None
@@ -152,7 +155,8 @@ def _recorded(known: Known) -> State | None:
 def _accounted(known: Known) -> State | None:
     """Return sacct's state if only sacct knows the job.
 
-    Without the controller it may be some seconds old. If the controller replied, it is wrong, so return UNKNOWN.
+    If the controller is unreachable, sacct's state may be some seconds old. If the controller replied, sacct's state is
+    wrong, and UNKNOWN is returned.
     """
     if known.slurm is None:
         return None
@@ -170,7 +174,7 @@ def _unreachable(known: Known) -> State | None:
 
 
 def _purged(known: Known) -> State:
-    """Return the state in the record: Slurm does not know the job, and no end is recorded."""
+    """Return the record's state. Slurm does not know the job, and the job did not record its end."""
     return known.record
 
 
@@ -195,7 +199,10 @@ def _wanted(record: JobRecord) -> JobQuery:
 
 
 def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | None) -> SlurmReply:
-    """Return the reply of the cluster `name`. If it is '', `early` has queried SLURM_CONF's cluster already."""
+    """Return the reply of Slurm on the cluster `name`.
+
+    '' is the cluster in SLURM_CONF, which `early` has already queried.
+    """
     with slurm_client.on_cluster(name):
         return queue.query(queries, None if name else early)
 
@@ -218,7 +225,11 @@ def _now(record: JobRecord, answer: SlurmReply) -> State:
 
 
 def is_other(submission: Mapping[str, Any], job_id: str, comment: str, command: str) -> bool:
-    """Return whether a job of a run with this submission.json is certainly not the submitted one."""
+    """Return whether a job is certainly not the one that was submitted.
+
+    submission: the content of the run's submission.json.
+    job_id, comment, command: what Slurm reports about the job.
+    """
     # Each job of a chain has its own token. A manual start may use any script.
     known = submission.get("tokens", []) if "jobs" in submission else [submission.get("token")]
     script = (submission.get("command") or [""])[-1] if job_id in job_record.jobs(submission) else ""
@@ -237,7 +248,7 @@ def _state(record: JobRecord, answer: SlurmReply) -> State:
 
 
 def _of_job(record: JobRecord, job_id: str, answer: SlurmReply) -> State:
-    """Return the state of a job of the run, from Slurm and the run folder."""
+    """Return the state of one job of the run, from Slurm and the run folder."""
 
     def cancelled() -> bool:
         return job_id in safe_files.json_or_empty(record.path / run_folder.CANCELLED).get("jobs", [])
@@ -247,7 +258,7 @@ def _of_job(record: JobRecord, job_id: str, answer: SlurmReply) -> State:
 
 
 def _end(record: JobRecord, job_id: str) -> State:
-    """Return the state of the last attempt as the run folder records it, for the job with this id."""
+    """Return the state of the last attempt as recorded in the run folder, for the job with this id."""
     if not record.attempt:
         never = (
             "Slurm no longer knows the job, and it never started: was it canceled while it waited? A controller that "
@@ -263,7 +274,10 @@ def _end(record: JobRecord, job_id: str) -> State:
 
 
 def _chain(record: JobRecord, answer: SlurmReply) -> State:
-    """Return the state of a chain: its recorded end, or the state of the job that runs, waits or was the last."""
+    """Return the state of a chain: its recorded end, or the state of one of its jobs.
+
+    That is the job that is running, or else one that is waiting, or else the last one.
+    """
     status = job_record.exit_status(record.path)
     stopped = status == 0 and (record.path / run_folder.STOPPED).exists()
     # No later job of the chain continues if an attempt finished, or failed without a signal.
@@ -285,7 +299,10 @@ def _chain(record: JobRecord, answer: SlurmReply) -> State:
 
 
 def of_array(job_id: str) -> list[State]:
-    """Return the states of the tasks of an array ('4242') that Slurm still knows, or of a job that is no array."""
+    """Return the states of an array's tasks that Slurm still knows. If the job is not an array, return its state.
+
+    job_id: the id without a task number, such as '4242'.
+    """
     answer = queue.query([JobQuery([job_id], job_id)])
     tasks = [of_slurm(now) for one, now in answer.jobs.items() if one.startswith(f"{job_id}_")]
     job = answer.jobs.get(job_id)

@@ -1,6 +1,6 @@
 """The doctor's job: each rank reports its node and device, and measures the links to other ranks.
 
-`hpcinit doctor cluster=x nodes=N` submits it and reads the reports (records/rank_report.py).
+`hpcinit doctor cluster=x nodes=N` submits this job and reads the reports (records/rank_report.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def report_before_joining(world: World) -> Report:
-    """Return what a rank can report before it connects to the others."""
+    """Return what this rank can report before it connects to the others."""
     host = world.host or socket.gethostname()
     return Report(
         rank=world.rank,
@@ -85,7 +85,7 @@ def _nccl() -> str:
 
 
 def device_of(device: torch.device) -> dict[str, str]:
-    """Return the device's identity: 'device', and name, memory_gb, uuid and pci if torch has them."""
+    """Return what identifies a device: 'device', and name, memory_gb, uuid and pci if torch knows them."""
     found = {"device": str(device)}
     if device.type != "cpu":
         properties = torch.get_device_module(device).get_device_properties(device)
@@ -100,7 +100,7 @@ def device_of(device: torch.device) -> dict[str, str]:
 
 
 def measure_all(run: hpcinit.Runtime, report: Report) -> Report:
-    """Return the report with all measurements. Every rank must call this function."""
+    """Return the report with all measurements added. Every rank must call this function."""
     sizes, transfer = ON_CPU if run.device.type == "cpu" else ON_DEVICE
     nodes = _nodes(run)
     report = replace(report, store_s=_store(run.rank), matmul_s=_matmul(run.device), copies=_copies(run.device))
@@ -112,7 +112,7 @@ def measure_all(run: hpcinit.Runtime, report: Report) -> Report:
 
 
 def _nodes(run: hpcinit.Runtime) -> list[list[int]]:
-    """Return the ranks of each node, by node_rank."""
+    """Return the ranks of each node, in the order of node_rank."""
     places: list[int] = [0] * run.world_size
     dist.all_gather_object(places, run.node_rank)
     return [[rank for rank, place in enumerate(places) if place == node] for node in sorted(set(places))]
@@ -126,7 +126,7 @@ def _store(rank: int) -> float:
 
 
 def _matmul(device: torch.device) -> tuple[float, ...]:
-    """Return the seconds of a matrix product in each round, which reveal a hot or capped GPU; () on CPUs."""
+    """Return how many seconds a matrix product takes in each round, or () on CPUs. It reveals a hot or capped GPU."""
     if device.type == "cpu":
         return ()
     matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def _matmul(device: torch.device) -> tuple[float, ...]:
 
 
 def _copies(device: torch.device) -> Copies | None:
-    """Return the best of several copies in each direction, or None on a CPU."""
+    """Return the speed of the best of several copies in each direction, or None on CPUs."""
     if device.type == "cpu":
         return None
     host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
@@ -154,7 +154,10 @@ def _copies(device: torch.device) -> Copies | None:
 
 
 def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, ranks: int) -> AllReduce:
-    """Measure an all-reduce of `size` bytes."""
+    """Measure an all-reduce of `size` bytes among the ranks of `group`.
+
+    ranks: the number of ranks in the group.
+    """
     value = torch.ones(size // 4, device=device)
     dist.all_reduce(value, group=group)  # the first one connects
     times = []
@@ -168,7 +171,7 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
 
 
 def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
-    """Return the all-reduce among the ranks `own` of this node, or None if it would show nothing new."""
+    """Measure an all-reduce among the ranks `own` of this node. Return None if it would show nothing new."""
     if len(own) == 1 or len(own) == run.world_size:
         return None
     group = dist.new_group(list(own), use_local_synchronization=True)
@@ -178,7 +181,7 @@ def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce |
 
 
 def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> tuple[Link, ...]:
-    """Return the links that this rank measured: those of which it is the first rank."""
+    """Return the links that this rank measured. A link is measured by the first of its two ranks."""
     found: dict[Pair, Link] = {}
     plan = rank_report.measurement_phases(rank_report.links_of_phase(nodes))
     for _ in range(ROUNDS):
@@ -193,7 +196,7 @@ def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> t
 
 
 def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
-    """Measure round trip, clock difference and bandwidth as the pair's first rank."""
+    """Measure round trip, clock difference and bandwidth, as the first rank of the pair."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     best, ahead = float("inf"), 0.0
     for _ in range(TRIPS):
@@ -207,7 +210,7 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Do the second rank's part of _measure_link()."""
+    """Play the second rank's part in _measure_link()."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)
@@ -225,12 +228,15 @@ def _there_and_back(value: torch.Tensor, to: int) -> None:
 
 
 def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait for every rank of `group` on this rank's `device`. Without device_ids NCCL may choose another device."""
+    """Wait for every rank of `group`, using this rank's `device`.
+
+    Without device_ids, NCCL may choose another device.
+    """
     dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def _merged(before: Link | None, now: Link) -> Link:
-    """Combine two measurements of a link, with the more exact clock difference."""
+    """Combine two measurements of a link. The more exact clock difference is kept."""
     if before is None:
         return now
     closer = now if now.within_s < before.within_s else before
@@ -238,7 +244,7 @@ def _merged(before: Link | None, now: Link) -> Link:
 
 
 def _timed(act: Callable[[], object], device: torch.device | None = None) -> float:
-    """Return how many seconds `act` takes, including its work on `device`."""
+    """Return how many seconds `act` takes, including the work that it starts on `device`."""
     if device:
         _wait(device)
     started = time.perf_counter()

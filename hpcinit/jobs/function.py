@@ -1,7 +1,7 @@
 """Runs a pickled function on each rank, for hpcinit.Executor: `python -m hpcinit.jobs.function NAME`.
 
-The pickle and the result are in the run folder, or without a run in the folder of `--folder FOLDER`. submitit loads the
-function, handles the signals that requeue it, and writes the result.
+The pickle and the result are in the run folder. Without a run, they are in FOLDER, given as `--folder FOLDER`. submitit
+loads the function, handles the signals that requeue the job, and writes the result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from hpcinit.records import run_folder
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the function of this job. Raise RequestError for another user's pickle, and what the function raises."""
+    """Run the function of this job. Errors of the function are not caught.
+
+    Raise RequestError if the pickle belongs to another user.
+    """
     folder = argv[1] if argv[:1] == ["--folder"] else os.environ.get(run_folder.ENV_FOLDER)
     if folder is None:
         raise RequestError(
-            "this runs a function inside a job: submit it with hpcinit.Executor(folder).submit(function)"
+            "hpcinit.jobs.function works only inside a job: submit the function with "
+            "hpcinit.Executor(folder).submit(function)"
         )
     os.environ["SUBMITIT_EXECUTOR"] = "slurm"  # for submitit.JobEnvironment, which reads Slurm's variables
     here = SlurmJobEnvironment()
@@ -38,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name_as_submitit(paths: JobPaths) -> None:
-    """Link the pickle and this rank's log to submitit's names for them, which contain the job id."""
+    """Create links with submitit's names, which contain the job id, to the pickle and this rank's log."""
     if not (paths.folder / run_folder.PICKLE).exists():
         raise RequestError(
             f"{paths.folder} has no {run_folder.PICKLE}: only hpcinit.Executor can submit a function; submit it again "

@@ -1,4 +1,4 @@
-"""Runs a job of a Hydra multirun on each rank: the program's function with the job's config, as Hydra's launchers do.
+"""Runs one job of a Hydra multirun on each rank: calls the program's function with the job's config, as Hydra does.
 
 `hydra/launcher=hpcinit` submits a HydraTask for each job with hpcinit.Executor.
 """
@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 class ProgramPath:
     """The folders from which the program imports its modules, except those of its Python environment.
 
-    before: those before the environment's on sys.path. after: those behind it. workdir: where the program was started.
+    before: folders that are before the environment's on sys.path.
+    after: folders that are after the environment's on sys.path.
+    workdir: the folder in which the program was started.
     """
 
     before: Sequence[str]
@@ -41,7 +43,7 @@ class ProgramPath:
 
     @classmethod
     def current(cls) -> ProgramPath:
-        """Return the path of this process."""
+        """Return the folders of this process."""
         environment = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
         found = [Path(path).absolute() for path in sys.path]
         standard = found.index(environment[0]) if environment[0] in found else len(found)
@@ -53,9 +55,9 @@ class ProgramPath:
         return cls(own(found[:standard]), own(found[standard:]), str(Path.cwd()))
 
     def restore(self) -> None:
-        """Add the folders to sys.path. Use this process's own working folder instead of `workdir`.
+        """Add the folders to sys.path. Folders in `workdir` are also added as folders in the current working folder.
 
-        With snapshot=git, that is a copy of the program's folder.
+        With snapshot=git, the current working folder is a copy of `workdir`.
         """
         inside = [Path(path) for path in self.before if Path(path).is_relative_to(self.workdir)]
         copied = [str(Path.cwd() / path.relative_to(self.workdir)) for path in inside]
@@ -64,10 +66,13 @@ class ProgramPath:
 
 @dataclass(frozen=True)
 class HydraTask:
-    """A job of a multirun: a callable for hpcinit.Executor.
+    """One job of a multirun, as a callable for hpcinit.Executor.
 
-    name: the run's name. combination: the job's overrides, for display. program: the pickled function, Hydra's context
-    and the state of Hydra's singletons. config: the job's pickled config, with its node `hydra`.
+    name: the run's name.
+    combination: the job's overrides, for display.
+    program: the pickled function, Hydra's context, and the state of Hydra's singletons.
+    config: the job's pickled config, including its node `hydra`.
+    path: the folders from which the program imports its modules.
     """
 
     name: str
@@ -81,7 +86,7 @@ class HydraTask:
         return self.name
 
     def __call__(self) -> None:
-        """Run the function and write rank 0's return value to the run folder. Raise what the function raises."""
+        """Run the function, and raise what it raises. Rank 0 writes its return value to the run folder."""
         _leave_signals_to_the_program()
         self.path.restore()
         function, context, state = pickle.loads(self.program)
@@ -100,16 +105,21 @@ class HydraTask:
 
 
 def tasks(name: str, function: Any, context: Any, configs: Sequence[tuple[str, Any]]) -> list[HydraTask]:
-    """Return a task for each combination and its config. Raise what pickling the program's objects raises."""
+    """Return one task per combination. Errors in pickling the program's objects are not caught.
+
+    configs: each combination with its config.
+    """
     program = cloudpickle.dumps((function, context, Singleton.get_state()))
     path = ProgramPath.current()
     return [HydraTask(name, combination, program, cloudpickle.dumps(config), path) for combination, config in configs]
 
 
 def read(run: Path) -> JobReturn | None:
-    """Return what rank 0 returned, or None if it wrote nothing or it cannot be unpickled here.
+    """Return what rank 0 returned, or None if it wrote nothing or this machine can't unpickle it.
 
-    Raise RequestError for another user's pickle.
+    run: the run folder.
+
+    Raise RequestError if the pickle belongs to another user.
     """
     file = run / run_folder.JOB_RETURN
     if problem := safe_files.pickle_problem(file):
@@ -125,22 +135,25 @@ def read(run: Path) -> JobReturn | None:
 
 
 def rank_0s_folder() -> Path | None:
-    """Return the run folder if this process is rank 0 of a run, else None."""
+    """Return the run folder if this process is rank 0 of a run, otherwise None."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
     return Path(folder) if folder is not None and rank == "0" else None
 
 
 def write_result(folder: Path, value: Any) -> None:
-    """Write `value` to result.json unless the program has done so. Raise RequestError if JSON cannot contain it."""
+    """Write `value` to result.json, unless the program has already written that file.
+
+    Raise RequestError if JSON can't represent the value.
+    """
     if value is not None and not (folder / run_folder.RESULT).exists():
         results.write_or_print(folder, results.reported(value))
 
 
 def _write(folder: Path, done: JobReturn) -> None:
-    """Write the JobReturn for the launcher, and its value for `hpcinit` and api.Run.result(). Raise nothing.
+    """Write the JobReturn for the launcher, and its value for `hpcinit` and api.Run.result().
 
-    An error here would fail a training run that has finished.
+    Errors are ignored, because they would fail a training run that has finished.
     """
     if done.status == JobStatus.COMPLETED:
         with suppress(RequestError):  # the pickle has the value
@@ -152,7 +165,10 @@ def _write(folder: Path, done: JobReturn) -> None:
 
 
 def _leave_signals_to_the_program() -> None:
-    """Undo submitit's handlers: a multirun's job is not checkpointable, and ends or saves as a program does."""
+    """Undo submitit's signal handlers, so that the program handles the signals itself.
+
+    submitit could not checkpoint a job of a multirun.
+    """
     signals.reset([signal.SIGTERM, signal.SIGCONT])
     # If stop.signal is submitit's signal, it must not end the program before its hpcinit.init() watches for it.
     number = signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"]

@@ -1,16 +1,16 @@
-"""Runs small gloo programs, one process per rank, and shows where they block: `python replay_ranks.py PARENT`.
+"""Runs small gloo programs with one process per rank, and shows where they block: `python replay_ranks.py PARENT`.
 
-`hpcinit why RUN --replay` starts it (why/replay.py), possibly with the job's Python. So it imports nothing of hpcinit.
-Each line of stdin is a program as JSON, and each line of stdout its result:
+`hpcinit why RUN --replay` starts it (why/replay.py), possibly with the job's Python, so it imports nothing from
+hpcinit. Each line of stdin is a program as JSON, and each line of stdout is the result of a program:
 
     program  groups: for each group its ranks. steps: for each rank its calls [channel, group, what, peer, tag, after]
     result   states: for each rank one character per call: 'n' not made, 'w' waits, 'f' finished. settled: whether the
              ranks can continue no further. error: why a rank failed, or ''
 
-The calls of a channel are made one after another, and those of different channels at the same time, as with a device's
-streams. A call starts after the calls in `after` have finished on its rank. what: in 'allreduce' each rank waits for
-all others; 'send' and 'recv' wait for each other, because gloo sends a message only after its receiver has called. A
-rank that has finished stays, because gloo reports an error if a peer has exited.
+Calls of the same channel are made one after another. Calls of different channels are made at the same time, as on a
+device's streams. A call starts after the calls in `after` have finished on its rank. In the call 'allreduce', each rank
+waits for all others. 'send' and 'recv' wait for each other, because gloo sends a message only after the receiver has
+called. A rank that has finished keeps running, because gloo reports an error if a peer has exited.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(parent: int) -> None:
 
 
 def replay(program: dict[str, Any]) -> dict[str, Any]:
-    """Run one program until all its ranks have finished or sleep."""
+    """Run one program until all its ranks have finished or are blocked, and return the result."""
     states = [mmap.mmap(-1, len(steps) + 1) for steps in program["steps"]]  # the last byte: whether the rank is ready
     ranks: list[int] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
@@ -81,7 +81,7 @@ def _fork(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -
 
 
 def _be(program: dict[str, Any], rank: int, states: mmap.mmap, folder: Path) -> NoReturn:
-    """Make the calls of a rank, and wait until the parent ends this process."""
+    """Make the calls of a rank, then wait until the parent kills this process."""
     import torch  # noqa: PLC0415
     from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo  # noqa: PLC0415
 
@@ -127,8 +127,9 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
 def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
     """Wait until all calls have finished, or no rank can continue. Return False if a rank has failed.
 
-    A time without a change is not enough, because this machine may be slow. The kernel must show that all threads of
-    all ranks sleep and have not woken up since the last change. The threads of gloo that poll must have polled.
+    It is not enough that nothing changes for some time, because this machine may be slow. The kernel must show that all
+    threads of all ranks are asleep and have not woken up since the last change. Threads of gloo that poll must have
+    polled.
     """
     before: Seen | None = None
     last: list[bytes] = []
@@ -153,7 +154,7 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 
 def _have_slept(before: Seen, now: Seen) -> bool:
-    """Return whether each thread slept the whole time, or polls. With many ranks, some poll at any time."""
+    """Return whether each thread has slept the whole time or is polling. With many ranks, some always are."""
     return bool(now) and all(
         (state == "S" and count == before[one][1]) or count >= before[one][1] + POLLS
         for one, (state, count) in now.items()

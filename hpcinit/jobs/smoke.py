@@ -1,6 +1,6 @@
-"""The default job: every rank joins, runs one all-reduce and prints a line.
+"""The default job: every rank connects, runs one all-reduce and prints a line.
 
-If it works, training code will start too.
+If this works, training code will start too.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true parallel=fsdp
 
-`train` contains everything that several ranks need: the session, run.wrap, different batches for each share of the
-data, and numbers that are averaged before rank 0 prints them.
+`train` contains everything that a program with several ranks needs: the session, run.wrap, different batches for each
+share of the data, and numbers that are averaged before rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_modules(folder: Path) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer. Each is applied to the normalized input and added to it.
+    """Attention and a feed-forward layer, each applied to the normalized input and added to the input.
 
     The rows of `qkv` are ordered by head, so that each rank of a tensor parallel group gets whole heads.
     """
@@ -68,9 +68,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Computes the logits of each next token (batch, length, vocabulary) from token numbers (batch, length).
+    """A small GPT: computes logits (batch, length, vocabulary) of each next token from token numbers (batch, length).
 
-    positions: (length,), the positions of the tokens in the text; default: 0, 1, ...
+    positions: the positions of the tokens in the text, with shape (length,); default: 0, 1, ...
     """
 
     def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
@@ -99,7 +99,10 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def loss_at(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, starts: Tensor, context: int) -> Tensor:
-    """Return the mean loss over this rank's part of the pieces of `text` at `starts`."""
+    """Return the mean loss over this rank's part of the pieces of `text` that start at `starts`.
+
+    context: the length of a piece in tokens.
+    """
     pieces = text[starts[:, None] + torch.arange(context + 1)].long().to(run.device)
     tokens, targets = run.shard_sequence(pieces[:, :-1], pieces[:, 1:])
     (positions,) = run.shard_sequence(torch.arange(context, device=run.device), dim=0)
@@ -117,7 +120,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def same_on_all_ranks(value: Tensor) -> bool:
-    """Return whether every rank has the same whole number."""
+    """Return whether every rank has the same `value`, a whole number."""
     ends = torch.stack([value, -value])
     if dist.is_initialized():
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
@@ -125,14 +128,17 @@ def same_on_all_ranks(value: Tensor) -> bool:
 
 
 def checksum(model: nn.Module) -> Tensor:
-    """Return a whole number computed from the bits of all parameters, so that rounding cannot hide a difference."""
+    """Return a whole number computed from the bits of all parameters, so that rounding can't hide a difference."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.stack([p.detach().float().view(torch.int32).sum() for p in whole]).sum()
 
 
 @torch.no_grad()
 def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
-    """Return `prompt` and the text that the model generates after it."""
+    """Return `prompt` followed by the text that the model generates after it.
+
+    length: how many characters to generate.
+    """
     generator = torch.Generator().manual_seed(run.seed)
     tokens = torch.tensor([[VOCABULARY.index(byte) for byte in prompt.encode()]], device=run.device)
     for _ in range(length):
@@ -143,7 +149,7 @@ def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
 
 
 def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
-    """Return the text to train on and the text to evaluate on, which are the same on every rank."""
+    """Return the text to train on and the text to evaluate on. Every rank gets the same texts."""
     text = read_modules(folder)
     if not same_on_all_ranks(text.long().sum().to(run.device)):
         raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
@@ -153,14 +159,17 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, context: int) -> float:
-    """Return the mean loss on pieces spread over `text`. Each data share evaluates different pieces."""
+    """Return the mean loss on pieces spread over `text`. Each data share evaluates different pieces.
+
+    context: the length of a piece in tokens.
+    """
     shares = run.layout.data_parallel
     starts = torch.linspace(0, len(text) - context - 1, EVAL_PIECES * shares).long()
     return mean_over_ranks(loss_at(run, model, text, starts[run.data_rank :: shares], context))
 
 
 class Place:
-    """The position of a data share, saved with a checkpoint like the state of a data loader."""
+    """The position of a data share in the data, which a checkpoint contains like the state of a data loader."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -173,7 +182,7 @@ class Place:
 
 
 def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
-    """Train, and print on rank 0. Exit with a message and status 1 if the loss did not decrease."""
+    """Train the model. Rank 0 prints the progress. Exit with a message and status 1 if the loss did not decrease."""
     text, held_out = read_text(run, Path(sysconfig.get_path("stdlib")))
     gpt = GPT(options.context, options.width, options.layers, options.heads)
     size = sum(parameter.numel() for parameter in gpt.parameters())
@@ -220,13 +229,13 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
-    """Return the factor of the learning rate for each step: up in the first tenth, then down to zero."""
+    """Return the learning rate's factor for each step: it rises in the first tenth of the steps, then falls to zero."""
     first = max(1, steps // 10)
     return lambda step: min((step + 1) / first, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -> None:
-    """Check the result, and print it as the last line of rank 0."""
+    """Check the result of the training. Rank 0 prints it as its last line."""
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit(
             "the parameters differ between the ranks after training, expected the same on all: check the nodes with "

@@ -1,13 +1,13 @@
-"""Finds processes and files in /dev/shm that ended jobs of this user left on this node. It only reports them.
+"""Finds processes and files in /dev/shm that this user's ended jobs left on this node. It only reports them.
 
-It never ends a process or removes a file, because no check from here can prove that nothing needs them. Some things
+It never ends a process or removes a file, because no check on this node can prove that nothing needs them. Some things
 look like leftovers but are not:
 
-- ranks of another job of this user: squeue omits hidden partitions, and a site's squeue may be cached; the tasks of a
-  heterogeneous job have the leader's id, while squeue lists the components
-- a tmux or a server that the user started in a job and that outlives it on purpose: it has that job's variables
-- tensors in a queue of a program outside Slurm: with torch's strategy file_system no process maps them, and the pid in
-  their name may belong to another pid namespace
+- Ranks of another job of this user. squeue omits hidden partitions, and a site's squeue may be cached. The tasks of a
+  heterogeneous job have the leader's id, while squeue lists the components.
+- A tmux or a server that the user started in a job and that outlives the job on purpose. It has the job's variables.
+- Tensors in a queue of a program outside Slurm. With torch's strategy file_system, no process maps them, and the pid in
+  their name may belong to another pid namespace.
 
 A process is reported only if scontrol or sacct shows a final state for every job in its environment and control group.
 Nothing is reported if Slurm does not reply, or outside a Slurm job.
@@ -44,7 +44,10 @@ GB = 2**30
 
 @dataclass(frozen=True)
 class Task:
-    """A process with the environment of a step's task on this node. jobs: all ids in its environment and cgroup."""
+    """A process that was started as a task of a job step on this node.
+
+    jobs: all job ids in its environment and its control group.
+    """
 
     pid: int
     name: str
@@ -52,7 +55,10 @@ class Task:
 
 
 def find(env: Mapping[str, str], timeout_s: float) -> tuple[tuple[Leftover, ...], OldFiles | None]:
-    """Return the leftover processes and files. timeout_s: for all commands of Slurm together."""
+    """Return the processes and files that ended jobs have left on this node.
+
+    timeout_s: the time limit for all Slurm commands together.
+    """
     if not all(env.get(name) for name in NEEDED) or not from_environment(env).uses_slurm:
         return (), None
     return tuple(_processes(env, timeout_s)), _files(_old_segments(float(env.get(ENV_ALLOCATED) or 0)))
@@ -82,7 +88,7 @@ def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
 
 
 def _jobs(env: Mapping[str, str], cgroup: str = "") -> frozenset[str]:
-    """Return the ids of the job, of its components, and of the control group's job."""
+    """Return the ids of the job, of its components, and of the job in the control group."""
     found = {text for name, text in env.items() if name == JOB or name.startswith("SLURM_JOB_ID_HET_GROUP_")}
     found.update(re.findall(r"/job_(\d+)", cgroup))
     return frozenset(text for text in found if text.isdigit())
@@ -93,7 +99,7 @@ def _pids() -> list[int]:
 
 
 def _task(pid: int, env: Mapping[str, str]) -> Task | None:
-    """Return the process if it is a task of this user on this node of this cluster.
+    """Return the process if it is a task of this user, on this node of this cluster. Otherwise return None.
 
     The network namespace identifies the node, because nodes that are containers on one machine share /proc.
     """
@@ -115,9 +121,9 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
 
 
 def _old_segments(before: float) -> list[Path]:
-    """Return this user's files in /dev/shm that torch or NCCL created before `before`.
+    """Return this user's files in /dev/shm that torch or NCCL created before the time `before`.
 
-    Skip files with the pid of a running process, which may need them.
+    Files with the process id of a running process are skipped, because that process may need them.
     """
     found = []
     with suppress(OSError):
@@ -132,7 +138,7 @@ def _old_segments(before: float) -> list[Path]:
 
 
 def _files(files: Sequence[Path]) -> OldFiles | None:
-    """Return the files that no process of this user uses."""
+    """Return the files that no process of this user uses, or None if there are none."""
     used = _shared_memory_in_use() if files else set()
     left, size = [path for path in files if str(path) not in used], 0
     for path in left:
@@ -142,7 +148,7 @@ def _files(files: Sequence[Path]) -> OldFiles | None:
 
 
 def _shared_memory_in_use() -> set[str]:
-    """Return the files in /dev/shm that a process of this user has open or mapped."""
+    """Return the files in /dev/shm that are open or mapped in a process of this user."""
     used: set[str] = set()
     for pid in _pids():
         place = Path(f"/proc/{pid}")

@@ -1,4 +1,4 @@
-"""Queries NCCL for the network interface that it uses on this node, before the ranks start."""
+"""Finds the network interface that NCCL will use on this node, before the ranks start."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ _USING = re.compile(r"NCCL INFO Bootstrap ?: Using (?:\[\d+\])?([^:\s]+):(\S+?)<
 
 
 def is_used(env: Mapping[str, str], backend: str) -> bool:
-    """Return whether the ranks will probably use NCCL: as `backend`, or with 'auto' if the job has NVIDIA GPUs."""
+    """Return whether the ranks will probably use NCCL.
+
+    They do if `backend` names nccl, or if it is 'auto' and the job has NVIDIA GPUs.
+    """
     gpus = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or Path("/dev/nvidiactl").exists()
     return "nccl" in backend or (backend == "auto" and bool(gpus))
 
 
 def ask(env: Mapping[str, str], host: str, timeout_s: float) -> Nccl | None:
-    """Return the interface that NCCL uses with the variables `env`, or None without NCCL.
+    """Return the interface that NCCL uses if its environment is `env`, or None if there is no NCCL.
 
-    Use the NCCL of this Python's torch: a package beside torch, or else the one that the loader finds.
+    The NCCL is the one of this Python's torch: a package beside torch, or else the library that the loader finds.
     """
     started = time.monotonic()
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ask_nccl.py")), _library()]
@@ -77,7 +80,7 @@ def _library() -> str:
 
 
 def addresses() -> Iterator[Address]:
-    """Yield the addresses of this node's interfaces that are up."""
+    """Yield the addresses of this node's network interfaces that are up."""
     import psutil  # noqa: PLC0415 - only where NCCL is used
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}

@@ -1,8 +1,9 @@
-"""Checks this node before its ranks start, and prints what would hinder them.
+"""Checks this node before its ranks start, and prints what would get in their way.
 
-start() forks a process that checks while the rank itself starts. finish() prints its lines and, with action=replace,
-raises an error if ranks should not start here. If the check crashes or hangs (a dead file server, a driver that does
-not reply), the ranks start without it. The check only reads and prints: it ends no process and removes no file.
+start() forks a process that does the checks while the rank itself starts. finish() prints the results. With
+action=replace, it raises an error if ranks should not start on this node. If the check crashes or hangs (because of a
+dead file server, or a driver that does not reply), the ranks start without it. The check only reads and prints: it ends
+no process and removes no file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ MOST_COMPARED = 64  # records of other nodes that the first node reads
 
 @dataclass(frozen=True)
 class Running:
-    """The running check in process `pid`, which writes to `pipe`. until: its deadline, by time.monotonic()."""
+    """A check that is running.
+
+    pid: its process.
+    pipe: the pipe to which the process writes the result.
+    until: its deadline, as time.monotonic().
+    """
 
     pid: int
     pipe: int
@@ -49,10 +55,10 @@ class Running:
 
 
 def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
-    """Start the check of this node and return it.
+    """Start the check of this node in the background. Return it, or None if there is nothing to check here.
 
-    Return None if it is disabled, if another process of the node starts it, or outside a step. Call it while this
-    process has one thread and has not imported torch, because the check is a fork of it.
+    There is nothing to check if the check is disabled, if another process on the node starts it, or outside a job step.
+    Call this before this process has imported torch or started a thread, because the check is a fork of this process.
     """
     wanted = spec.check_node
     if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
@@ -75,7 +81,7 @@ def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
 
 
 def _send_answer(pipe: int, spec: Spec, env: Mapping[str, str]) -> None:
-    """In the forked process, run the checks and write the result to the pipe as JSON."""
+    """Run the checks and write the result to the pipe as JSON. This runs in the forked process."""
     try:
         lines, unusable = check(spec, env)
         answer = {"lines": lines, "unusable": unusable}
@@ -86,7 +92,10 @@ def _send_answer(pipe: int, spec: Spec, env: Mapping[str, str]) -> None:
 
 
 def finish(running: Running | None, folder: Path) -> None:
-    """Print what the check found. Raise BringUpError if the ranks should not start on this node. folder: of the run."""
+    """Print what the check found. Raise BringUpError if the ranks should not start on this node.
+
+    folder: the run folder.
+    """
     if running is None:
         return
     node, off = os.environ[NODE], "to disable it: check_node.action=off"
@@ -117,7 +126,7 @@ def finish(running: Running | None, folder: Path) -> None:
 
 
 def _receive_answer(running: Running) -> str | None:
-    """Return what the check wrote, after it ended. On a timeout, return None. Kill and reap the process."""
+    """Wait until the check ends, and return what it wrote, or None if it takes too long. Kill and reap its process."""
     poll, found, ended = select.poll(), b"", False
     poll.register(running.pipe, select.POLLIN)
     while not ended and poll.poll(max(running.until - time.monotonic(), 0) * 1000):
@@ -135,7 +144,7 @@ def _receive_answer(running: Running) -> str | None:
 
 
 def check(spec: Spec, env: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the lines to print, and why the ranks should not start on this node, or ''."""
+    """Return the lines to print, and why ranks should not start on this node, or ''."""
     from hpcinit.node import node_findings, node_probe  # noqa: PLC0415 - only the check's side needs them
 
     node = node_probe.probe(env, env[NODE], (), spec.comm.backend, spec.check_node.timeout_s)
@@ -154,10 +163,10 @@ def _attempt(env: Mapping[str, str]) -> str:
 
 
 def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
-    """Write NCCL's interface on this node into the run folder, and return those of other nodes.
+    """Record in the run folder which interface NCCL uses on this node, and return the records of other nodes.
 
-    Each node writes before it reads, so of two nodes at least one sees the other. The first node reads all records, the
-    others read only its record.
+    Each node writes before it reads, so of two nodes at least one sees the other. The first node reads all records. The
+    other nodes read only the first node's record.
     """
     from hpcinit.records.node_facts import Nccl  # noqa: PLC0415
 

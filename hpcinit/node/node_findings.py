@@ -1,6 +1,6 @@
-"""Turns the facts about a node into findings. Pure functions, for the doctor and the check before a start.
+"""Turns the facts about a node into findings, for the doctor and for the check before a start. The functions are pure.
 
-A finding's detail does not name the node; the caller adds the name.
+A finding's detail does not name the node. The caller adds the name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ MANY = 3  # nodes, from which on most of them can be right
 
 
 def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequence[int], ranks: int) -> Iterator[Check]:
-    """Yield what the facts about a node show, without comparing several nodes.
+    """Yield the problems that the facts about one node show, without comparing it with other nodes.
 
-    devices: torch's names for the devices of this node's ranks. pids: the processes of these ranks. ranks: the number
-    of ranks in the job.
+    devices: the devices of this node's ranks, as torch identifies them.
+    pids: the process ids of these ranks.
+    ranks: the number of ranks in the job.
     """
     yield from _leftovers(node)
     for place in node.places:
@@ -70,7 +71,7 @@ def _leftovers(node: Node) -> Iterator[Check]:
 
 
 def _place(place: Place) -> Check:
-    """Judge a folder. If the login node's TMPDIR does not exist here, that is no fault: Python then uses /tmp."""
+    """Judge a folder. It is not a fault if the login node's TMPDIR does not exist here: Python then uses /tmp."""
     if place.missing:
         status = OK if place.what == "TMPDIR" else WARNING
         return Check(place.what, status, f"{place.path} does not exist on this node", "create it in the job")
@@ -92,7 +93,10 @@ def _place(place: Place) -> Check:
 
 
 def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
-    """Return the GPU with the UUID or PCI address of `device`, a rank's device, or None if there is none."""
+    """Return the GPU that has the UUID or the PCI address of `device`, or None.
+
+    device: a rank's device, as torch identifies it.
+    """
     # torch: 8932f937-..., nvidia-smi: GPU-8932f937-...
     uuid, pci = device.get("uuid", "").removeprefix("GPU-"), device.get("pci", "").lower()
     for gpu in gpus:
@@ -102,7 +106,7 @@ def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
 
 
 def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[Gpu, ...]:
-    """Return the GPUs that Slurm gave the job, or else those of its ranks.
+    """Return the GPUs that Slurm assigned to the job. If they are unknown, return those that the ranks use.
 
     Without ConstrainDevices, nvidia-smi also lists GPUs of other jobs.
     """
@@ -115,7 +119,7 @@ def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[
 
 
 def _answering_gpus(node: Node) -> Iterator[Check]:
-    """Report lost GPUs. Slurm counts a MIG instance as a GPU, nvidia-smi does not."""
+    """Yield a check if a GPU is lost. Slurm counts a MIG instance as a GPU, but nvidia-smi does not."""
     if not node.assigned:
         return
     if node.gpu_error:
@@ -131,16 +135,16 @@ def _others(gpu: Gpu, node: Node, pids: Sequence[int]) -> list[GpuProcess]:
 
 
 def _foreign_mb(gpu: Gpu, others: Sequence[GpuProcess]) -> float:
-    """Return the memory in MiB that other processes use.
+    """Return how much memory, in MiB, other processes use.
 
-    In a container, nvidia-smi may list none or not their memory.
+    In a container, nvidia-smi may not list them or not show their memory. Then return all memory that is in use.
     """
     known = [one.used_mb for one in others if one.used_mb is not None]
     return sum(known) if known else (gpu.used_mb or 0)
 
 
 def _memory(gpu: Gpu, node: Node, pids: Sequence[int]) -> Iterator[Check]:
-    """Report memory that was in use before this job used the GPU. With MIG, other instances use it."""
+    """Yield a check if memory was in use before this job used the GPU. With MIG, other instances use it."""
     others = _others(gpu, node, pids)
     used = _foreign_mb(gpu, others)
     if gpu.mig or used <= FOREIGN_MB or (gpu.processes and not others):
@@ -160,7 +164,7 @@ def _owner(process: GpuProcess) -> str:
 
 
 def _health(gpu: Gpu) -> Iterator[Check]:
-    """Report ECC errors, a GPU that its driver cannot use, reduced clocks, and links that use too few lanes."""
+    """Yield checks for ECC errors, GPUs that their driver can't use, reduced clocks, and links with too few lanes."""
     about = "devices' health"
     if gpu.ecc_errors:
         detail = f"{gpu.uuid} had {gpu.ecc_errors:.0f} uncorrected ECC errors since its driver was loaded"
@@ -179,7 +183,10 @@ def _health(gpu: Gpu) -> Iterator[Check]:
 
 
 def _xids(node: Node, gpus: Sequence[Gpu]) -> Iterator[Check]:
-    """Report recent errors of the job's GPUs in the kernel's log. They are warnings: a reset may have repaired them."""
+    """Yield a check for each recent error of the job's GPUs in the kernel's log.
+
+    They are only warnings, because a reset may have repaired the GPU.
+    """
     places = {gpu.pci.rpartition(".")[0] for gpu in gpus if gpu.pci}
     found = [one for one in node.xids if one.number in DEVICE_XIDS and one.age_s < RECENT_S]
     for one in {(one.number, one.pci): one for one in found if not places or one.pci in places}.values():
@@ -188,7 +195,10 @@ def _xids(node: Node, gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def unusable(node: Node) -> str:
-    """Explain why ranks should not start on the node, or return ''. Return '' if the site shares a GPU between jobs."""
+    """Return why ranks should not start on the node, or ''.
+
+    If the site shares GPUs between jobs, memory that others use is no reason.
+    """
     if lost := next((check.detail for check in _answering_gpus(node)), ""):
         return lost
     for gpu in gpus_of_job(node):
@@ -203,10 +213,13 @@ def unusable(node: Node) -> str:
 
 
 def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
-    """Yield what would prevent NCCL from connecting the nodes. found: NCCL's choice on each of the job's `nodes`.
+    """Yield what would prevent NCCL from connecting the nodes.
 
-    Each detail names its node. `hosts` has the node that differs, if that is certain: what most nodes have in common is
-    the job's setting.
+    found: NCCL's choice on each node.
+    nodes: the number of nodes in the job.
+
+    Each detail names its node. `hosts` of a check names the node at fault only if that is certain: the job's settings
+    cause a problem that most nodes have.
     """
     alone = [check for one in found for check in nccl_alone(one, nodes)]
     for check in alone:
@@ -215,7 +228,7 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
 
 
 def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
-    """Yield what a single node shows: NCCL's error, or an address that no other node can reach."""
+    """Yield the problems that a single node shows: NCCL's error, or an address that no other node can reach."""
     if one.error:
         yield _nccl_error(one)
     elif nodes > 1 and (check := _local_only(one)):
@@ -223,7 +236,10 @@ def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
 
 
 def nccl_compared(found: Sequence[Nccl]) -> Iterator[Check]:
-    """Yield the differences between nodes. Nodes that nccl_alone() reports are not compared."""
+    """Yield a check for each difference between nodes that would disturb NCCL.
+
+    Nodes that nccl_alone() reports are not compared.
+    """
     taken = [one for one in found if one.address and not next(nccl_alone(one, len(found)), None)]
     yield from _same_address(taken)
     yield from _networks(taken)
@@ -260,9 +276,9 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
-    """Report nodes that use a different network than most nodes, if one side has an address in the other's network.
+    """Yield a check for each node on a different network than most nodes, if one of them has an address in the other's.
 
-    If no node has addresses in both networks, racks have their own networks with routes between them, which is fine.
+    If no node has addresses in both networks, each rack has its own network with routes between them, which is fine.
     """
     if len(taken) < 2:
         return
@@ -284,13 +300,13 @@ def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def network_of(one: Nccl) -> Network:
-    """Return the network of the address that NCCL uses."""
+    """Return the network that contains the address that NCCL uses."""
     bits = next((found.bits for found in one.addresses if found.address == one.address), None)
     return ip_interface(f"{one.address}/{bits}" if bits is not None else one.address).network
 
 
 def _address_in(one: Nccl, network: Network) -> str:
-    """Return 'eth0 (10.1.0.7)', an interface of the node in this network, or ''."""
+    """Return an interface of the node in this network, such as 'eth0 (10.1.0.7)', or ''."""
     for found in one.addresses:
         ip: IPv4Address | IPv6Address = ip_address(found.address)
         if ip in network:

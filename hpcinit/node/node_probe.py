@@ -1,6 +1,7 @@
-"""Reads the facts about this node: /proc, /sys, the resolver, nvidia-smi and NCCL (Linux). Unknown values are empty.
+"""Collects facts about this node from /proc, /sys, the resolver, nvidia-smi and NCCL. Linux only.
 
-The doctor's job reads all of them. The check before a start (node_check.py) skips the names of other nodes.
+Unknown values are empty. The doctor's job collects all facts. The check before a start (node_check.py) skips the names
+of other nodes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # the site shares
 def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, timeout_s: float) -> Node:
     """Return the facts about this node.
 
-    own: its name. names: the job's nodes, to resolve; without them, GPUs outside the job are not read either.
-    timeout_s: half of it is for Slurm's commands.
+    own: the name of this node.
+    names: the job's nodes, whose names are resolved. If it is empty, GPUs are queried only if the job has some.
+    backend: the backend of the process group, such as 'auto' or 'nccl'.
+    timeout_s: the time limit; one half is for Slurm's commands, the other half for NCCL.
     """
     total, available = _memory()
     assigned = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or ""
@@ -55,7 +58,7 @@ def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, 
 
 
 def driver() -> str:
-    """Return the version of the GPUs' kernel driver: 'nvidia 580.65.06', 'amdgpu 6.12.12', or '' without one."""
+    """Return the GPUs' kernel driver with its version, such as 'nvidia 580.65.06' or 'amdgpu 6.12.12', or ''."""
     text = read_or_empty(Path("/proc/driver/nvidia/version"))
     # NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 ...
     # NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build ...
@@ -66,7 +69,7 @@ def driver() -> str:
 
 
 def numa_of(pci: str) -> str:
-    """Return the NUMA node of a PCI device, as in '0', or '' if it has none (-1) or is no PCI device."""
+    """Return the NUMA node of a PCI device, such as '0'. Return '' if it has none (-1) or isn't a PCI device."""
     found = read_or_empty(Path(f"/sys/bus/pci/devices/{pci.lower()}/numa_node")) if pci else ""
     return "" if found == "-1" else found
 
@@ -89,7 +92,7 @@ def _places(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _place(what: str, path: str) -> Place:
-    """Check a folder by writing a file. The file has content, because an empty file needs no space."""
+    """Check a folder by writing a file. The file isn't empty, because an empty file needs no space."""
     try:
         disk = os.statvfs(path)
         free, total = disk.f_bavail * disk.f_frsize / GB, disk.f_blocks * disk.f_frsize / GB
@@ -104,7 +107,7 @@ def _place(what: str, path: str) -> Place:
 
 
 def _interfaces() -> Iterator[Interface]:
-    """Yield the network interfaces, except loopback and those of containers and bridges."""
+    """Yield the node's network interfaces, except loopback, bridges, and those of containers."""
     for name in network.interface_names():
         if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")) or ":" in name:
             continue
@@ -116,7 +119,7 @@ def _interfaces() -> Iterator[Interface]:
 
 
 def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
-    """Yield the InfiniBand ports. Their files contain state '4: ACTIVE' and rate '200 Gb/sec (4X HDR)'."""
+    """Yield the node's InfiniBand ports. Their files contain a state '4: ACTIVE' and a rate '200 Gb/sec (4X HDR)'."""
     for port in sorted(place.glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb/sec", read_or_empty(port / "rate"))
         up = read_or_empty(port / "state").startswith("4:")
@@ -124,7 +127,7 @@ def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
 
 
 def _some(names: Sequence[str], own: str) -> list[str]:
-    """Return all names, or if there are many: its own, the first, its neighbors, and others at even distances."""
+    """Return all names, or only some if there are many: own, the first, own's neighbors, and evenly spaced others."""
     if len(names) <= MOST_NAMES:
         return list(names)
     at = names.index(own) if own in names else 0

@@ -36,10 +36,10 @@ _XID = re.compile(r"^\[ *(\d+\.\d+)\] .*?NVRM: Xid \(PCI:([0-9a-fA-F:]+)\): (\d+
 
 
 def query() -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that nvidia-smi lists, whatever CUDA_VISIBLE_DEVICES is, and its message if it failed.
+    """Return the GPUs that nvidia-smi lists, and its error message or ''.
 
-    It creates no CUDA context. In a container it may list processes of other containers, or none. If the command does
-    not exist, return no GPUs and no message.
+    CUDA_VISIBLE_DEVICES has no effect on the list. nvidia-smi creates no CUDA context. In a container, it may list
+    processes of other containers, or none. If nvidia-smi does not exist, return no GPUs and no message.
     """
     fields = list(FIELDS)
     while True:
@@ -57,8 +57,10 @@ def query() -> tuple[tuple[Gpu, ...], str]:
 
 
 def pids(timeout_s: float) -> set[int] | None:
-    """Return the processes that have memory of a GPU of this node; none without nvidia-smi or if it fails, and None if
-    it does not answer in time."""
+    """Return the process ids that use memory of a GPU on this node, or None if nvidia-smi does not answer in time.
+
+    The set is empty if nvidia-smi does not exist or fails.
+    """
     status, text = _run("compute-apps", ("pid",), timeout_s)
     if status == TIMED_OUT:
         return None
@@ -66,7 +68,12 @@ def pids(timeout_s: float) -> set[int] | None:
 
 
 def parse(fields: Sequence[str], gpus: str, processes: str) -> tuple[Gpu, ...]:
-    """Return the GPUs in the output of --query-gpu and --query-compute-apps (csv,noheader,nounits)."""
+    """Return the GPUs listed in nvidia-smi's output (csv,noheader,nounits).
+
+    fields: the columns of `gpus`.
+    gpus: the output of --query-gpu.
+    processes: the output of --query-compute-apps.
+    """
     running: dict[str, list[GpuProcess]] = {}
     for cells in _rows(processes, len(PROCESS_FIELDS)):
         pid = int(_number(cells[1]) or 0)
@@ -98,12 +105,12 @@ def _rows(text: str, width: int) -> list[list[str]]:
 
 
 def _number(cell: str) -> float | None:
-    """Return the number in the cell, or None for '[N/A]', '[Not Supported]' and the like."""
+    """Return the number in the cell, or None for '[N/A]', '[Not Supported]' and so on."""
     return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 
 def _run(of: str, fields: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
-    """Return the exit status and the output. The status is None if the command does not exist."""
+    """Return the exit status and the output of nvidia-smi. The status is None if nvidia-smi does not exist."""
     command = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
@@ -115,7 +122,7 @@ def _run(of: str, fields: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[
 
 
 def _job_and_user(pid: int) -> tuple[str, str]:
-    """Return the job of a process, or its user if the job cannot be read."""
+    """Return the job of a process, and its user if the job can't be read."""
     with suppress(OSError):
         found = re.search(rb"(?:^|\0)SLURM_JOB_ID=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
         if found:
@@ -129,7 +136,7 @@ def _job_and_user(pid: int) -> tuple[str, str]:
 
 
 def xids() -> tuple[Xid, ...]:
-    """Return the errors of NVIDIA's driver since the node booted; () if this user may not read the kernel's log."""
+    """Return the NVIDIA driver's errors since the node booted, or () if this user may not read the kernel's log."""
     try:
         done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

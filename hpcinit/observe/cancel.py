@@ -1,4 +1,4 @@
-"""`hpcinit cancel RUN ...`: cancels runs, on Slurm with one scancel per cluster."""
+"""`hpcinit cancel RUN ...`: cancels runs. On Slurm, it calls scancel once per cluster."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _json(path: Path, jobs: Sequence[str], save: bool) -> str:
 
 
 def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
-    """Return the queued jobs of runs and sweeps without a record, found by their script.
+    """Return the queued jobs of runs and sweeps that have no record of the job. They are found by their script.
 
-    Such a run's submitter was killed after sbatch. Raise Failure if squeue does not answer.
+    The record is missing if the submitting process was killed after sbatch. Raise Failure if squeue does not answer.
     """
     folders = {os.path.realpath(run.path): run for run in runs if _may_be_unrecorded(run)}
     found: dict[Path, list[str]] = {}
@@ -101,7 +101,7 @@ def _recorded(run: overview.Run) -> set[str]:
 
 
 def _check(run: overview.Run, save: bool) -> None:
-    """Raise RequestError if the run cannot be canceled. All runs are checked before the first is canceled."""
+    """Raise RequestError if the run can't be canceled. All runs are checked before the first one is canceled."""
     if not safe_files.is_own(folder := os.path.realpath(run.path)):
         # Its files may name any job or process of this user.
         owner = safe_files.user(Path(folder).stat().st_uid)
@@ -120,9 +120,9 @@ def _check(run: overview.Run, save: bool) -> None:
 
 
 def _jobs(run: overview.Run) -> list[str]:
-    """Return the jobs of the run that are not over, as scancel takes them.
+    """Return the ids of the run's jobs that are not over, as scancel expects them.
 
-    The last job of a chain is first, because canceling a job would start the next one of its chain.
+    A chain's last job is first, because canceling a job would start the next job of the chain.
     """
     if not run.now:
         return find_runs.open_jobs(run.tasks)
@@ -151,7 +151,7 @@ def _canceled(jobs: Sequence[str]) -> str:
 
 
 def _number(job: str) -> tuple[int, ...]:
-    """Return a sort key that puts job 9 before job 10."""
+    """Return a sort key for job ids that puts job 9 before job 10."""
     return tuple(int(part) for part in job.split("_") if part.isdigit())
 
 
@@ -162,7 +162,10 @@ def _request_save(run: overview.Run) -> None:
 
 
 def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]) -> None:
-    """Cancel these jobs of the runs and record it in their folders. Raise Failure if a job cannot be canceled."""
+    """Cancel jobs, and record the cancellation in the run folders. Raise Failure if a job can't be canceled.
+
+    open_jobs: the job ids to cancel, for each run folder.
+    """
     jobs: dict[Engine, dict[Path, Sequence[str]]] = {}
     for run in runs:
         jobs.setdefault(run.engine, {})[run.path] = open_jobs[run.path]
@@ -174,5 +177,5 @@ def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]
 
 
 def _record(path: Path, jobs: Sequence[str]) -> None:
-    """Record the cancellation for `status`. Without accounting, Slurm forgets a job that never started."""
+    """Record the cancellation for `status`, because Slurm without accounting forgets a job that never started."""
     (path / run_folder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")

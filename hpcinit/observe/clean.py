@@ -1,6 +1,6 @@
-"""`hpcinit clean [RUN ...]`: lists finished runs with state, age and size, and removes them after a confirmation.
+"""`hpcinit clean [RUN ...]`: lists finished runs with state, age and size, and removes them if the user agrees.
 
---outside does the same for what hpcinit wrote outside of run folders.
+With --outside, it lists and removes what hpcinit wrote outside of run folders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ SUBMITTING_S = 3600.0  # a submitter may wait for the controller between two arr
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is over. age_s: since its end."""
+    """A run that is over.
+
+    age_s: seconds since its end.
+    size: bytes on disk.
+    """
 
     run: overview.Run
     age_s: float
@@ -94,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _finished(paths: Sequence[Path], options: argparse.Namespace, named: bool) -> Iterator[Finished]:
-    """Yield the runs to remove. Raise RequestError for a named run that is not finished."""
+    """Yield the runs that can be removed. Raise RequestError if a run that the user named is not finished."""
     wanted = {name.strip().upper() for name in options.state.split(",") if name.strip()}
     for run in overview.read(paths):
         if problem := _problem(run):
@@ -108,7 +112,7 @@ def _finished(paths: Sequence[Path], options: argparse.Namespace, named: bool) -
 
 
 def _problem(run: overview.Run) -> str:
-    """Explain why the run must not be removed, or return ''."""
+    """Return why the run must not be removed, or ''."""
     if run.error:
         return str(run.error)
     return next(_problems(run), "")
@@ -143,7 +147,7 @@ def _problems(run: overview.Run) -> Iterator[str]:
 
 
 def _inner_runs(run: overview.Run) -> Iterator[Path]:
-    """Yield the runs with a runs_dir inside this run's folder, as a program in its snapshot submits them."""
+    """Yield the runs whose folder is inside this run's folder. A program in a snapshot may have submitted them."""
     own = {str(run.path), *(str(run.path / str(task.number)) for task in run.tasks)}
     for place, _, files in os.walk(run.path):
         if run_folder.SUBMISSION in files and place not in own:
@@ -151,7 +155,10 @@ def _inner_runs(run: overview.Run) -> Iterator[Path]:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether a rank wrote a heartbeat recently although its job is over: Slurm cannot reach its node."""
+    """Return whether a rank has written a heartbeat recently although its job is over.
+
+    Then Slurm can't reach the rank's node.
+    """
     if job_record.exit_status(path) is not None:
         return False
     beats = (file.stat().st_mtime for file in (path / heartbeats.FOLDER).glob("*/*.json"))
@@ -159,7 +166,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _end(run: overview.Run) -> float:
-    """Return when the last part of the run ended, from its last record."""
+    """Return when the last part of the run ended, judging by the newest record in its folders."""
     times = [0.0]
     for path, _ in run.parts:
         for name in (run_folder.EXIT, run_folder.CANCELLED, run_folder.SUBMISSION):
@@ -169,7 +176,7 @@ def _end(run: overview.Run) -> float:
 
 
 def _used(folder: Path) -> int:
-    """Return the disk usage of a folder in bytes."""
+    """Return how many bytes a folder uses on disk."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:
@@ -188,7 +195,7 @@ def _confirmed(question: str) -> bool:
 
 
 def _outside(options: argparse.Namespace) -> int:
-    """List what hpcinit wrote outside of run folders, and remove it after a confirmation.
+    """List what hpcinit wrote outside of run folders, and remove it if the user agrees. Return the exit status.
 
     Raise RequestError if `options` also select runs.
     """
@@ -232,7 +239,7 @@ def _removed(place: outside.Place) -> bool:
 
 
 def _remove(found: Sequence[Finished]) -> set[Path]:
-    """Check the states again and remove the folders. Return those that were removed."""
+    """Check the states of the runs again and remove their folders. Return the folders that were removed."""
     removed: set[Path] = set()
     try:
         run_numbers.keep(one.run.path.absolute() for one in found)

@@ -1,6 +1,8 @@
-"""Finds what continues a run automatically: a requeue, a later job of its chain, or a job that depends on it.
+"""Finds out whether a run will continue automatically.
 
-A second job on the same checkpoint folder can damage checkpoints. So advice to submit a run again checks here first.
+It continues after a requeue, with a later job of its chain, or with a job that depends on it. A second job that writes
+to the same checkpoint folder can damage checkpoints. So any advice to submit a run again is given only after this
+check.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _DEPENDENCY = re.compile(r"^#SBATCH --dependency=(.*)$", re.MULTILINE)
 
 
 def continues(path: Path, now: state.State) -> str:
-    """Return what will happen to the run next, or that this is unknown; '' if nothing continues it.
+    """Return a sentence about what will happen next with the run. Return '' if nothing will continue it.
+
+    If Slurm does not answer, the sentence explains that this is unknown.
 
     now: the state of the run in `path`.
     """
@@ -38,7 +42,7 @@ def _look(path: Path) -> str:
 
 
 def _dependents(path: Path, now: state.State) -> Iterator[str]:
-    """Yield a sentence for each run in the same folder whose job waits for this run, or may start because it ended."""
+    """Yield a sentence for each run in the same folder whose job was submitted to follow this run and has not ended."""
     # Slurm drops a dependency once it is fulfilled; the script keeps it.
     jobs = {job.partition("_")[0] for job in (now.job_id, *job_record.jobs(job_record.last_submission(path)))}
     waits_for = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, jobs))})(?![\d-])")
@@ -52,7 +56,7 @@ def _dependents(path: Path, now: state.State) -> Iterator[str]:
 
 
 def _script(run: Path) -> str:
-    """Return the start of a run's batch script, which contains its options, or ''."""
+    """Return the start of the run's batch script, which contains its options, or ''."""
     try:
         with (run / run_folder.SCRIPT).open(encoding="utf-8", errors="replace") as file:
             return file.read(1 << 14)

@@ -1,4 +1,4 @@
-"""Finds runs by folder, by the last part of their name or by job id, and the tasks of a sweep."""
+"""Finds runs by their folder, their name or a job id, and finds the tasks of a sweep."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ NOT_SUBMITTED = "NOT_SUBMITTED"
 
 @dataclass(frozen=True)
 class Task:
-    """One combination of a sweep. The state is NOT_SUBMITTED if sbatch refused the job of this task.
+    """One combination of a sweep. Its state is NOT_SUBMITTED if sbatch refused the task's job.
 
-    sweep: its folder. given: the overrides that differ. path: the run folder. If the task was submitted again, path is
-    the folder of the new run.
+    sweep: the folder of the sweep.
+    given: the overrides that differ between the tasks.
+    path: the run folder. If the task was submitted again, it is the folder of the new run.
     """
 
     number: int
@@ -39,7 +40,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Return 'sweep-0001/3'."""
+        """Return the name that commands accept, such as 'sweep-0001/3'."""
         return f"{self.sweep.name}/{self.number}"
 
     @property
@@ -57,12 +58,17 @@ def is_sweep(path: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """Return the name that commands accept for a run: 'train-0001', or 'train-0001/3' for a task of a sweep."""
+    """Return the name that commands accept for a run, such as 'train-0001', or 'train-0001/3' for a sweep's task."""
     return f"{sweep.name}/{path.name}" if (sweep := resubmitted.sweep_of(path)) else path.name
 
 
 def combinations(path: Path) -> dict[int, tuple[str, ...]]:
-    """Return the overrides that differ, for each task by number. Raise RequestError if the file cannot be read."""
+    """Return, for each task of a sweep by its number, the overrides that differ between the tasks.
+
+    path: the folder of the sweep.
+
+    Raise RequestError if the file with the tasks can't be read.
+    """
     try:
         document = safe_files.read_json(path / run_folder.SWEEP)
         return {int(number): tuple(map(str, words)) for number, words in document["tasks"].items()}
@@ -71,14 +77,18 @@ def combinations(path: Path) -> dict[int, tuple[str, ...]]:
 
 
 def read_sweep(path: Path) -> list[Task]:
-    """Return all tasks of a sweep with their latest states, from one query of Slurm."""
+    """Return all tasks of a sweep with their latest states. Slurm is queried once."""
     known = combinations(path)
     folders = task_folders(path, known)
     return with_states(path, known, zip(folders, state.read_all(folders), strict=True))
 
 
 def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> list[Path]:
-    """Return the run folder of each task of a sweep. newest: the new run's, if the task was submitted again."""
+    """Return the run folders of the tasks of a sweep.
+
+    numbers: the tasks.
+    newest: if a task was submitted again, return the folder of its new run.
+    """
     again = resubmitted.of_sweep(path) if newest else {}
     return [again.get(str(number), path / str(number)) for number in numbers]
 
@@ -86,7 +96,11 @@ def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> lis
 def with_states(
     sweep: Path, known: Mapping[int, tuple[str, ...]], states: Iterable[tuple[Path, state.State | RequestError]]
 ) -> list[Task]:
-    """Return the tasks of `known` (see combinations()) with `states`. A task without a job has an error there."""
+    """Return the tasks of a sweep with their states.
+
+    known: the result of combinations().
+    states: the folder and the state of each task. A task without a job has a RequestError instead of a state.
+    """
     return [
         Task(number, sweep, words, path, _submitted(now))
         for (number, words), (path, now) in zip(known.items(), states, strict=True)
@@ -98,7 +112,10 @@ def _submitted(now: state.State | RequestError) -> state.State:
 
 
 def task_of_job(word: str, path: Path) -> Path | None:
-    """Return the task with the job id `word` ('4242_17'), or the sweep if `word` is one of its arrays ('4242')."""
+    """Return the folder of the task with the job id `word` ('4242_17').
+
+    If `word` is the id of one of the sweep's arrays ('4242'), return the sweep's folder. Return None for any other job.
+    """
     jobs = [str(job["job_id"]) for job in job_record.submission(path).get("sweep", [])]
     if word in jobs and (path / run_folder.SWEEP).is_file():
         alone = [path / str(number) for number in combinations(path) if _job_id(path / str(number)) == word]
@@ -110,17 +127,17 @@ def task_of_job(word: str, path: Path) -> Path | None:
 
 
 def open_jobs(tasks: Sequence[Task]) -> list[str]:
-    """Return the ids of the jobs that are not over, as scancel takes them."""
+    """Return the ids of the tasks' jobs that are not over, as scancel expects them."""
     return sorted({task.state.job_id.partition("_")[0] for task in tasks if _is_open(task)})
 
 
 def failed_tasks(path: Path) -> list[Task]:
-    """Return the tasks that ended without success."""
+    """Return the tasks of the sweep in `path` that have ended without success."""
     return [task for task in read_sweep(path) if task.state.over and task.state.status]
 
 
 def count_states(tasks: Sequence[Task]) -> str:
-    """Return '3 COMPLETED, 1 FAILED, 996 PENDING'."""
+    """Return how many tasks have each state, such as '3 COMPLETED, 1 FAILED, 996 PENDING'."""
     return ", ".join(f"{number} {name}" for name, number in Counter(task.state.name for task in tasks).most_common())
 
 
@@ -136,7 +153,10 @@ def _job_id(task: Path) -> str:
 
 
 def all_runs(runs_dir: Path) -> list[Path]:
-    """Return the submitted runs in `runs_dir` that belong to this user or to the folder's owner, oldest first."""
+    """Return the submitted runs in `runs_dir`, oldest first.
+
+    Only runs of this user and of the folder's owner are included.
+    """
     found = []
     with contextlib.suppress(OSError):
         owners = {os.geteuid(), os.stat(runs_dir).st_uid}  # noqa: PTH116
@@ -149,16 +169,16 @@ def all_runs(runs_dir: Path) -> list[Path]:
 
 
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the option --runs-dir to a command."""
+    """Add the option --runs-dir to the options of a command."""
     parser.add_argument(
         "--runs-dir", type=Path, default=Path("runs"), help="folder that contains the runs; default: runs"
     )
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """Return the folder of the run with this path, name or job id. If several have the id, return the latest.
+    """Return the folder of the run with the path, name or job id `word`. If several have the id, return the latest.
 
-    Raise RequestError, with the latest runs, if there is none.
+    Raise RequestError, which lists the latest runs, if there is no such run.
     """
     for path in (Path(word), runs_dir / word) if word else ():
         # A task of a sweep has no script: the tasks share the one in the sweep's folder.
@@ -169,7 +189,10 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
     if found := next(matches, None):
         mine = _queue(found)
         if other := next((path for path in matches if _queue(path) != mine), None):
-            raise RequestError(f"two clusters or engines have a job {word}: name the run, {found.name} or {other.name}")
+            raise RequestError(
+                f"two clusters or engines have a job {word}: give the name of the run instead, {found.name} or "
+                f"{other.name}"
+            )
         return found
     last = ", ".join(path.name for path in known[-5:]) or "none"
     if word.isdigit() and (job := state.foreign_job(word)):
@@ -183,12 +206,12 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
 
 
 def _queue(path: Path) -> tuple[str, str]:
-    """Return what makes the job ids of a run unique: its engine and cluster. A local run has a process id."""
+    """Return the engine and the cluster of a run, because a job id is unique only within them."""
     return job_record.last_submission(path)["engine"], job_record.clusters(path)
 
 
 def _of_job(word: str, known: Sequence[Path]) -> Iterator[Path]:
-    """Yield the runs and tasks of sweeps that have a job with the id `word`."""
+    """Yield the runs, and the tasks of sweeps, that have a job with the id `word`."""
     for path in known:
         with contextlib.suppress(RequestError):
             if word in (*job_record.jobs(job_record.submission(path)), job_record.last_job(path)):
@@ -202,9 +225,9 @@ def means_all_runs(names: Sequence[str]) -> bool:
 
 
 def matching_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
-    """Return the folders of the named runs, or of all runs for no name or 'all'.
+    """Return the folders of the named runs. Without a name, or for 'all', return the folders of all runs.
 
-    Raise RequestError if there is none.
+    Raise RequestError if there is no such run.
     """
     paths = all_runs(runs_dir) if means_all_runs(names) else [find_run(name, runs_dir) for name in names]
     if not paths:

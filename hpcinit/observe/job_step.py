@@ -1,4 +1,4 @@
-"""Starts a command beside the ranks of a running run: `srun --overlap` on Slurm, a child process with cluster=local."""
+"""Starts a command beside a run's ranks: with `srun --overlap` on Slurm, as a child process with cluster=local."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ exit 127"""
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A run whose ranks can be reached. job_id: as srun expects it. components: the nodes of each, in Slurm's order."""
+    """A run whose ranks can be reached.
+
+    job_id: the job id that srun expects.
+    components: the nodes of each component, in Slurm's order.
+    """
 
     path: Path
     spec: Spec
@@ -46,7 +50,7 @@ class RunningJob:
         return tuple(node for component in self.components for node in component)
 
     def host(self, rank: int) -> str:
-        """Return the node of a rank: as recorded at its last start, else by block distribution."""
+        """Return the node of a rank: the one recorded at its last start, or the one that block distribution gives."""
         size = self.spec.world_size
         if not 0 <= rank < size:
             raise RequestError(f"rank {rank} does not exist: the run has the ranks 0 to {size - 1}")
@@ -60,7 +64,7 @@ class RunningJob:
 
 
 def running(word: str, runs_dir: Path) -> RunningJob:
-    """Return the job of a run, found by name or job id. Raise RequestError or Failure if it is not running."""
+    """Return the job of the run with the name or job id `word`. Raise RequestError or Failure if it is not running."""
     path = find_runs.find_run(word, runs_dir)
     if find_runs.is_sweep(path):
         tasks = ", ".join(f"{path.name}/{number}" for number in list(find_runs.combinations(path))[:3])
@@ -87,22 +91,29 @@ def running(word: str, runs_dir: Path) -> RunningJob:
     except Unreachable as error:
         raise Failure(f"{error}, so the nodes of {path.name} are unknown; try again later") from None
     if found is None:
-        raise Failure(f"Slurm lists no nodes for job {now.job_id} of {path.name}: has it just ended? hpcinit status")
+        raise Failure(
+            f"Slurm lists no nodes for job {now.job_id} of {path.name}: has the job just ended? Check with: "
+            f"hpcinit status {path.name}"
+        )
     components = tuple(tuple(nodelist.expand(text)) for text in found.nodelists)
     return RunningJob(path, plan, now.engine, found.job_id, components)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` for a step beside the ranks: marked, and without the variables of the job of this shell."""
+    """Return the environment for a command beside the ranks, made from `env`.
+
+    The variables of a job that contains this shell are removed, and a variable marks the command as not one of the
+    ranks.
+    """
     kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     kept.pop(run_folder.ENV_FOLDER, None)
     return {**kept, stack_collector.MARK: "1"}
 
 
 def srun(job: RunningJob, nodes: Sequence[str], command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """Return the srun that runs `command` once on each of these nodes, beside the ranks.
+    """Return the srun command that runs `command` once on each of the nodes, beside the ranks.
 
-    Without Slurm, return `command`.
+    Without Slurm, return `command` itself.
     """
     if not job.engine.other_machines:
         return list(command)
@@ -132,13 +143,13 @@ def _beside(job: RunningJob, nodes: Sequence[str]) -> list[str]:
 
 
 def collector(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command that runs stack_collector.py on a node, whatever is installed there."""
+    """Return the command that runs stack_collector.py with the query `asked` on a node, whatever is installed there."""
     code = Path(stack_collector.__file__).read_text()
     return ["sh", "-c", START, "sh", code, json.dumps(asked), sys.executable, "python3", "python"]
 
 
 def py_spies() -> list[str]:
-    """Return the paths where a node may have py-spy: beside this Python, then on PATH."""
+    """Return the paths at which a node may have py-spy: beside this Python, then on PATH."""
     if (given := os.environ.get(PY_SPY)) is not None:
         return [given] if given else []
     beside = str(Path(sys.executable).parent / "py-spy")

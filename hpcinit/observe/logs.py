@@ -1,4 +1,4 @@
-"""`hpcinit logs RUN [--rank 0,4-7 | --all] [--follow]`: prints the logs of ranks."""
+"""`hpcinit logs RUN [--rank 0,4-7 | --all] [--follow]`: prints the logs of a run's ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ READ_S = 0.1  # the same for new lines, times the number of logs
 
 
 class Tail:
-    """Reads lines as they are appended to a file, which may not exist yet."""
+    """Reads lines as they are appended to a file. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
 
     def lines(self) -> Iterator[str]:
-        """Yield the complete lines that were appended since the last call."""
+        """Yield the complete lines that were appended to the file since the last call."""
         try:
             with safe_files.open_file(self._path) as file:
                 file.seek(self._at)
@@ -42,13 +42,21 @@ class Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
     def rest(self) -> str:
-        """Return the text after the last line feed, once. It is the last output of a rank that was killed."""
+        """Return the text after the last line feed, once.
+
+        If a rank was killed, this is the last text that it printed.
+        """
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 
 
 class Source(NamedTuple):
-    """A log. rank: None means the batch script. task: number in a sweep. prefix: printed before each line."""
+    """The log of a rank or of the batch script.
+
+    rank: the rank; None: the batch script.
+    task: the number of the sweep's task, or None.
+    prefix: the text that is printed before each line.
+    """
 
     rank: int | None = None
     task: int | None = None
@@ -57,8 +65,9 @@ class Source(NamedTuple):
     def shown(self, line: str, as_json: bool, to_terminal: bool = False) -> str:
         """Return a line of the log as it is printed.
 
-        For a terminal, keep only the text after the last carriage return (progress bars), and remove control sequences
-        except colors. Other outputs get the line unchanged.
+        as_json: return a JSON object.
+        to_terminal: keep only the text after the last carriage return (of a progress bar), and remove control sequences
+        except colors. Otherwise the line is unchanged.
         """
         if not as_json:
             return self.prefix + (console.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)
@@ -66,7 +75,7 @@ class Source(NamedTuple):
 
 
 def ranks(path: Path) -> list[int]:
-    """Return the ranks that have a log."""
+    """Return the ranks that have a log in the run folder `path`."""
     names = (re.fullmatch(r"rank-(\d+)\.log", file.name) for file in (path / run_folder.LOGS).glob("rank-*.log"))
     return sorted(int(match[1]) for match in names if match)
 
@@ -129,7 +138,7 @@ def _show(path: Path, options: argparse.Namespace, wanted: Sequence[int]) -> Non
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return [0, 4, 5] for '0,4-5'. Raise RequestError for anything else."""
+    """Return the ranks in a text: [0, 4, 5] for '0,4-5'. Raise RequestError if the text is something else."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -140,7 +149,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _tails(tails: dict[Source, Tail], path: Path, options: argparse.Namespace, wanted: Sequence[int]) -> None:
-    """Add the logs that appeared since the last call. A rank creates its log when it starts."""
+    """Add logs that have been created since the last call. A rank creates its log when it starts."""
     if options.job:
         tails.setdefault(Source(), Tail(path / run_folder.JOB_LOG))
     elif find_runs.is_sweep(path):

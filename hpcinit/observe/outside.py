@@ -1,9 +1,11 @@
 """Finds and removes what hpcinit wrote outside of run folders, for `hpcinit clean --outside`.
 
-Invariant: remove nothing that a job or a process of this user may use, and nothing that hpcinit did not write. With
-XDG_CACHE_HOME=/scratch/me, ~/.cache/hpcinit may be a checkout. A job in the queue may load an op from the cache, and a
-process may use a folder on this machine's disk. So the cache stays while this user has a job in the queue, and while
-Slurm does not answer. In this machine's folder, everything that a process has locked stays.
+It removes nothing that a job or a process of this user may be using, and nothing that hpcinit did not write. With
+XDG_CACHE_HOME=/scratch/me, for example, ~/.cache/hpcinit may be a checkout.
+
+A job in the queue may later load an op from the cache. So the cache stays while this user has a job in the queue, and
+while Slurm does not answer. A process may be using a folder on this machine's disk. So everything there that a process
+has locked stays.
 
 A process may start between the check and the removal, so a folder is renamed, checked again, and then removed.
 """
@@ -29,7 +31,7 @@ REMOVED = re.compile(r"\..+\.removed-\d+")  # see hidden()
 
 
 def hidden(folder: Path) -> Path:
-    """Return the name of a folder during its removal. If that is interrupted, no folder looks complete."""
+    """Return the name of a folder while it is removed. If the removal is interrupted, no folder looks complete."""
     return folder.with_name(f".{folder.name}.removed-{os.getpid()}")
 
 
@@ -39,8 +41,11 @@ def _unused() -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that hpcinit wrote. why_kept: returns why it must not be removed now, or ''. disk: of this machine's
-    jobs.
+    """A folder that hpcinit wrote.
+
+    what: what the folder contains.
+    why_kept: returns why the folder must not be removed now, or ''.
+    disk: whether it is a folder of jobs on this machine's disk.
     """
 
     path: Path
@@ -50,13 +55,16 @@ class Place:
 
 
 def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
-    """Return the existing places with this user's files, as seen from this machine."""
+    """Return the existing folders outside of runs that contain this user's files, as seen from this machine."""
     found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir, "a run whose removal was interrupted")]
     return [one for one in found if safe_files.is_own(one.path, folder=True)]
 
 
 def remove(place: Place) -> str:
-    """Remove the place. Return why it was kept, or ''. Raise OSError if a folder cannot be removed."""
+    """Remove what hpcinit wrote in a place. Return why the place was kept, or ''.
+
+    Raise OSError if a folder can't be removed.
+    """
     if place.disk:
         scratch.sweep(place.path, kernels=True)  # except what its users have locked
         dumps = place.path / safeguards.FLIGHT
@@ -98,7 +106,7 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _why_in_use(ops: Path) -> str:
-    """Explain why a job may use the cache, or return ''."""
+    """Return why a job may be using the cache of ops, or ''."""
     if shutil.which("squeue") is None:
         return (
             "squeue is not on PATH, so it is unknown whether jobs with this home folder use it; to remove it anyway: "

@@ -1,4 +1,4 @@
-"""Reads several runs and sweeps with their states, with one query of Slurm."""
+"""Reads several runs and sweeps with their states, using one query of Slurm."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hpcinit.slurm.slurm_client import Unreachable
 
 @dataclass(frozen=True)
 class Run:
-    """A run. It has `now` if it is a job or a chain, `tasks` if it is a sweep, and `error` if its folder is invalid.
+    """A run. A job or a chain has `now`, a sweep has `tasks`, and a run whose folder is invalid has `error`.
 
-    task: set if a task of a sweep is shown like a run.
+    task: the task, if this is a sweep's task that is shown like a run.
     """
 
     path: Path
@@ -35,14 +35,14 @@ class Run:
 
     @property
     def parts(self) -> list[tuple[Path, state.State]]:
-        """Return the run folders with their states: one, or for a sweep one per submitted task."""
+        """Return the run folders and their states: one for a job or a chain, one per submitted task for a sweep."""
         if self.now:
             return [(self.path, self.now)]
         return [(task.path, task.state) for task in self.tasks if task.state.name != find_runs.NOT_SUBMITTED]
 
     @property
     def engine(self) -> Engine:
-        """Return the engine of its jobs, and Slurm if it has none: a sweep is a job array."""
+        """Return the engine that runs the jobs. Return Slurm if there are no jobs, because a sweep is a job array."""
         return self.parts[0][1].engine if self.parts else SLURM
 
     @property
@@ -51,15 +51,15 @@ class Run:
 
     @property
     def status(self) -> int:
-        """Return an exit status for a program that waits for the run. For a sweep, it is the highest of its tasks."""
+        """Return the exit status for a program that waits for the run. A sweep has the highest status of its tasks."""
         return max((now.status for _, now in self.parts), default=1)
 
 
 def read(paths: Sequence[Path], queue: QueueQuery | None = None, newest: bool = False) -> list[Run]:
-    """Return the runs in the order of `paths`.
+    """Return the runs in the folders `paths`, in the same order.
 
-    queue: a started squeue for all jobs of the user. newest: a task of a sweep that was submitted again gets the folder
-    and the state of its new run.
+    queue: a squeue for all jobs of the user that is already running, or None.
+    newest: if a task of a sweep was submitted again, show the folder and the state of its new run.
     """
     known = [_combinations(path) for path in paths]
     folders: list[Path] = []
@@ -93,7 +93,7 @@ def _run(
 
 
 def each_task(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with each sweep replaced by its tasks."""
+    """Return the runs, with every sweep replaced by its tasks."""
     found: list[Run] = []
     for run in runs:
         found += [Run(task.path, task.state, task=task) for task in run.tasks] if run.tasks else [run]
@@ -101,7 +101,7 @@ def each_task(runs: Sequence[Run]) -> list[Run]:
 
 
 def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
-    """Return the runs of `runs_dir` that have a job in the queue although their folder was deleted."""
+    """Return the runs whose folder in `runs_dir` was deleted although a job is still in the queue."""
     try:
         jobs = queue.jobs()
     except Unreachable:  # the states of the other runs show it

@@ -1,4 +1,4 @@
-"""Queries the states of runs repeatedly, at intervals that do not load the controller."""
+"""Queries the states of runs again and again, at intervals that do not overload the controller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ FEW = 20  # up to this many jobs, their exit records are read every time; for mo
 
 
 class Polls:
-    """The latest state of each run (`now`), from one query for all. Raise RequestError if a folder is not a run."""
+    """The latest states of several runs, in the attribute `now`. One query covers all runs.
+
+    Creating it raises RequestError if one of the folders is not a run.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._changed = self._queried = self._known = time.monotonic()
@@ -28,9 +31,9 @@ class Polls:
         self._exits = self._exit_statuses()
 
     def ask(self) -> bool:
-        """Query Slurm if it is time, and soon after a batch script recorded its end.
+        """Query Slurm again if enough time has passed. Return whether all runs are over.
 
-        Return whether all runs are over.
+        Slurm is also queried soon after a batch script has recorded its end.
         """
         clock = time.monotonic()
         if (exits := self._exit_statuses()) != self._exits:
@@ -50,7 +53,7 @@ class Polls:
         return all(run.over for run in self.now) or clock - self._known > PURGED_S
 
     def shown(self) -> list[overview.Run]:
-        """Return the latest states, with elapsed and remaining time updated to now."""
+        """Return the latest states. The elapsed and remaining times count on since the last query."""
         seconds = round(time.monotonic() - self._queried)
         return [
             replace(run, now=_later(run.now, seconds) if run.now else None,
@@ -74,19 +77,19 @@ def _later(now: state.State, seconds: int) -> state.State:
 
 
 class Poll:
-    """The latest state of one run."""
+    """The latest state of one run. Creating it raises RequestError if the folder is not a run."""
 
     def __init__(self, path: Path) -> None:
         self._polls = Polls([path])
 
     @property
     def now(self) -> state.State:
-        """Return the latest state."""
+        """Return the latest state of the run."""
         [run] = self._polls.now
         if run.now is None:
             raise run.error or AssertionError(f"{run.path} is a sweep")
         return run.now
 
     def ask(self) -> bool:
-        """Query Slurm if it is time. Return whether the run is over."""
+        """Query Slurm again if enough time has passed. Return whether the run is over."""
         return self._polls.ask()

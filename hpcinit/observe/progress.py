@@ -1,4 +1,4 @@
-"""Reads the progress of a training run (progress.json, from `run.progress()`), and notes on a stop or a hang."""
+"""Reads the progress that a program reported with `run.progress()`, and notes on an early stop or a hang."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ if TYPE_CHECKING:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return {step, total, values: {name: number}, time}, or {} if there is no readable record."""
+    """Return the recorded progress of the run in `path`, or {} if there is no readable record.
+
+    The keys are step, total, values: {name: number} and time.
+    """
     document = safe_files.json_or_empty(f"{path}/{run_folder.PROGRESS}")
     return document if {"step", "total", "values"} <= document.keys() else {}
 
 
 def line(path: Path) -> str:
-    """Return 'step 20/60  loss 2.31', or '' if no progress is recorded."""
+    """Return the progress as text, such as 'step 20/60  loss 2.31', or '' if none is recorded."""
     return summary(read(path))
 
 
 def summary(document: Mapping[str, Any], step: bool = True) -> str:
-    """Return the same text as line(), with a note on values that are not finite. step: whether to show it.
+    """Return the progress as text, such as 'step 20/60  loss 2.31', with a note on values that are not finite.
 
-    document: the result of read().
+    document: what read() returned.
+    step: whether to include the step.
     """
     if not document:
         return ""
@@ -43,7 +47,10 @@ def summary(document: Mapping[str, Any], step: bool = True) -> str:
 
 
 def values(document: Mapping[str, Any]) -> list[str]:
-    """Return ['loss 2.31', 'lr 0.0003'] for a document of read()."""
+    """Return the reported values as texts, such as ['loss 2.31', 'lr 0.0003'].
+
+    document: what read() returned.
+    """
     return [
         f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}"
         for name, value in document.get("values", {}).items()
@@ -51,7 +58,10 @@ def values(document: Mapping[str, Any]) -> list[str]:
 
 
 def age_s(path: Path, now_s: float) -> float | None:
-    """Return the seconds since the last step of any rank (heartbeats), or since rank 0's last `run.progress()`."""
+    """Return how many seconds ago the run made its last step, or None if that is unknown.
+
+    That is the last step of any rank, from the heartbeats, or rank 0's last call to `run.progress()`.
+    """
     attempts = [entry for entry in _entries(path / heartbeats.FOLDER) if entry.is_dir()]
     last = max(attempts, key=lambda entry: entry.stat().st_mtime, default=None)
     ages = [
@@ -74,7 +84,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def hang_note(path: Path, now: State) -> HangReport | None:
-    """Return the hang report in the run folder, or None if the job is not running or makes progress again."""
+    """Return the hang report in the run folder, or None if the job is not running or is making progress again."""
     if now.name != "RUNNING":
         return None
     from hpcinit.records import hang_report  # noqa: PLC0415 - only needed for a running job
@@ -83,7 +93,10 @@ def hang_note(path: Path, now: State) -> HangReport | None:
 
 
 def not_finite_note(document: Mapping[str, Any]) -> str:
-    """Return 'loss is nan, first at step 20' for a document of read(), or ''. Later values may be finite again."""
+    """Return a note on values that were not finite, such as 'loss is nan, first at step 20', or ''.
+
+    document: what read() returned. Later values may be finite again.
+    """
     now = not_finite(document)
     first = document.get("not_finite")
     return ", ".join(
@@ -93,13 +106,16 @@ def not_finite_note(document: Mapping[str, Any]) -> str:
 
 
 def not_finite(document: Mapping[str, Any]) -> dict[str, float]:
-    """Return the latest values that are NaN or infinite."""
+    """Return the latest values that are NaN or infinite.
+
+    document: what read() returned.
+    """
     latest = document.get("values", {}).items()
     return {name: value for name, value in latest if isinstance(value, float) and not math.isfinite(value)}
 
 
 def silence_note(path: Path, now: State) -> str:
-    """Return 'no rank has printed anything for 4 min' for a program that reports no steps; else ''."""
+    """Return a note such as 'no rank has printed anything for 4 min', or ''. For programs that report no steps."""
     from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
 
     report = hang_report.without_output(path, now.job_id, now.restart, time.time())
@@ -107,9 +123,9 @@ def silence_note(path: Path, now: State) -> str:
 
 
 def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None) -> str:
-    """Return why a successful run stopped before its last step ('time limit', 'preempted', ...), or ''.
+    """Return why a run that succeeded stopped before its last step ('time limit', 'preempted', ...), or ''.
 
-    document: the result of read(), if the caller has it. A run that reached its last step did not stop early.
+    document: what read() returned, if the caller has it. A run that reached its last step did not stop early.
     """
     record = safe_files.json_or_empty(path / run_folder.STOPPED) if now.name == "COMPLETED" else {}
     try:
@@ -124,7 +140,10 @@ def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None)
 
 
 def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
-    """Return one line about a hang or an early stop, or ''."""
+    """Return one line about a hang or an early stop, or ''.
+
+    document: what read() returned.
+    """
     if report := hang_note(path, now):
         return f"the training hangs: {report.headline}"
     if now.name == "RUNNING" and not document and (silence := silence_note(path, now)):
@@ -136,7 +155,7 @@ def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
 
 
 def ineffective_options(path: Path, now: State) -> ProgramUse:
-    """Return the options of a successful run that had no effect. A failed run may have ended before using them."""
+    """Return the options of a successful run that had no effect. A failed run may have ended before it used them."""
     from hpcinit.records import program_use  # noqa: PLC0415 - imports the spec, which a waiting run does not need
 
     used = program_use.ProgramUse(program_use.WRAP)

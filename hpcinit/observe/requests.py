@@ -1,4 +1,4 @@
-"""Reads how a run was submitted: when, what the user typed, and what differs between runs of the same program."""
+"""Reads how a run was submitted: when, what the user typed, and how runs of the same program differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the
 class Submission(NamedTuple):
     """What the user submitted, and when.
 
-    submitted: seconds since 1970, or None. typed: what the user typed before `--`.
+    submitted: seconds since 1970, or None if unknown.
+    program, arguments: the program and its arguments.
+    typed: what the user typed before `--`.
     """
 
     submitted: float | None = None
@@ -28,7 +30,7 @@ class Submission(NamedTuple):
 
 
 def read(path: Path) -> Submission:
-    """Return the submission of the run or task in `path`, or an empty one without a usable submission.json."""
+    """Return how the run or task in `path` was submitted. The result is empty if submission.json can't be used."""
     try:
         record = job_record.last_submission(path)
         program = record["program"]
@@ -39,7 +41,7 @@ def read(path: Path) -> Submission:
 
 
 def submitted(path: Path) -> float | None:
-    """Return when the run or task in `path` was submitted, in seconds since 1970, or None without a submission.json."""
+    """Return when the run or task in `path` was submitted, in seconds since 1970, or None if that isn't recorded."""
     try:
         at = job_record.last_submission(path).get("submitted")
     except RequestError:
@@ -48,9 +50,9 @@ def submitted(path: Path) -> float | None:
 
 
 def distinguish(submissions: Sequence[Submission]) -> list[str]:
-    """Return for each run what the user typed that differs from other runs of the same program.
+    """Return, for each run, the part of the user's input in which it differs from other runs of the same program.
 
-    If a program has only one run, return everything that the user typed.
+    If a program has only one run, return everything that the user typed for it.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for number, one in enumerate(submissions):
@@ -68,17 +70,20 @@ def distinguish(submissions: Sequence[Submission]) -> list[str]:
 
 
 def typed(submission: Submission) -> str:
-    """Return what the user typed, as in 'nodes=8 -- train.py --lr 0.1'."""
+    """Return what the user typed, such as 'nodes=8 -- train.py --lr 0.1'."""
     program = shlex.join(filter(None, [submission.program, *submission.arguments]))
     before = shlex.join(_shown(submission.typed))
     return f"{before} -- {program}" if before and program else before or program
 
 
 def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
-    """Return the values of one task of a sweep by name, {"lr": "0.1"}.
+    """Return the values that distinguish one task of a sweep, by name, such as {"lr": "0.1"}.
 
-    given: what differs between the tasks, "+lr=0.1". arguments: those of the task's program. The Hydra launcher varies
-    only these, as key=value, and adds keys of Hydra that no user typed.
+    given: the overrides that differ between the tasks, such as "+lr=0.1".
+    arguments: the arguments of the task's program.
+
+    The Hydra launcher varies only the program's arguments, as key=value. It also adds Hydra's own keys, which no user
+    typed, so these are skipped.
     """
     pairs = [word.lstrip("+~").partition("=") for word in given if "=" in word]
     found = {name: value for name, _, value in pairs if name != "job.args"}
@@ -98,7 +103,7 @@ def _texts(submission: Submission) -> Iterator[str]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield '--lr 0.1' for two arguments '--lr' and '0.1', and each other argument alone."""
+    """Yield the arguments, with an option and its value as one text: '--lr 0.1'."""
     rest = list(arguments)
     while rest:
         one = rest.pop(0)

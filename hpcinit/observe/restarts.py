@@ -1,4 +1,4 @@
-"""Reads earlier attempts of a run from restarts.jsonl, for the commands that show them."""
+"""Reads the earlier attempts of a run from restarts.jsonl, for the commands that show them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ MOST_SHOWN = 5
 
 
 def left(found: Sequence[Restart]) -> int | None:
-    """Return how many restarts the run's last job has left, or None if not recorded.
+    """Return how many restarts the run's last job has left, or None if that isn't recorded.
 
-    Each job of a chain has its own number of restarts.
+    In a chain, each job has its own number of restarts.
     """
     last = found[-1] if found else None
     return None if last is None or last.max_restarts is None else max(0, last.max_restarts - last.restart)
 
 
 def document(path: Path) -> Mapping[str, Any]:
-    """Return {count, left, attempts: [{job_id, restart, time, reason, step, ...}], inside: [...]}, for JSON output."""
+    """Return the restarts for JSON output.
+
+    The keys are count, left, attempts: [{job_id, restart, time, reason, step, ...}] and inside: [...].
+    """
     found = read(path)
     return {
         "count": len(found),
@@ -45,7 +48,7 @@ def document(path: Path) -> Mapping[str, Any]:
 
 
 def summary(found: Sequence[Restart]) -> str:
-    """Return '2 restarts, 1 left', or ''."""
+    """Return the number of restarts as text, such as '2 restarts, 1 left', or '' if there were none."""
     if not found:
         return ""
     rest = left(found)
@@ -53,7 +56,10 @@ def summary(found: Sequence[Restart]) -> str:
 
 
 def restarts_line(found: Sequence[Restart]) -> str:
-    """Return '2 restarts, 1 left: 1 hung (step 10), 2 preempted (step 20)', or ''."""
+    """Return a line about the restarts, or '' if there were none.
+
+    An example is '2 restarts, 1 left: 1 hung (step 10), 2 preempted (step 20)'.
+    """
     if not found:
         return ""
     ends = [f"{one.restart} {REASONS.get(one.reason, one.reason)}{_at(one)}" for one in found[-MOST_SHOWN:]]
@@ -61,12 +67,15 @@ def restarts_line(found: Sequence[Restart]) -> str:
 
 
 def read_inside(path: Path) -> list[elastic_restarts.Restart]:
-    """Return the restarts inside a job, with launch=torchrun or restart.warm."""
+    """Return the restarts that happened inside a job, with launch=torchrun or restart.warm."""
     return list(elastic_restarts.read(path))
 
 
 def line_inside(found: Sequence[elastic_restarts.Restart]) -> str:
-    """Return '2 restarts inside the job: rank 3 on n2: Killed (step 41, 2.1 s to the next step), rank 0 ...', or ''."""
+    """Return a line about the restarts inside the job, or '' if there were none.
+
+    An example is '2 restarts inside the job: rank 3 on n2: Killed (step 41, 2.1 s to the next step), rank 0 ...'.
+    """
     if not found:
         return ""
     ends = [f"{one}{_step_and_loss(one)}" for one in found[-MOST_SHOWN:]]
@@ -74,7 +83,7 @@ def line_inside(found: Sequence[elastic_restarts.Restart]) -> str:
 
 
 def summary_inside(found: Sequence[elastic_restarts.Restart]) -> str:
-    """Return '2 restarts inside the job', or ''."""
+    """Return the number of restarts inside the job as text, such as '2 restarts inside the job', or ''."""
     return f"{counted(len(found), 'restart')} inside the job" if found else ""
 
 

@@ -1,4 +1,4 @@
-"""Records which run replaced another: `hpcinit resubmit` notes it, and `status` shows a task's latest run."""
+"""Records which run replaced another: `hpcinit resubmit` writes the record, and `status` shows the newest run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hpcinit.records import run_folder
 
 
 def note(run: Path, again: Path) -> None:
-    """Record that `again` replaces `run`, a run or a task of a sweep. If that fails, `status` shows both."""
+    """Record that the run `again` replaces `run`. If that fails, `status` shows both.
+
+    run: the folder of a run or of a sweep's task.
+    """
     folder, task = _place(run)
     line = json.dumps({"task": task, "run": os.path.relpath(again, folder)}) + "\n"
     with suppress(OSError):
@@ -25,12 +28,18 @@ def note(run: Path, again: Path) -> None:
 
 
 def of_sweep(sweep: Path) -> Mapping[str, Path]:
-    """Return the newest run of each task of a sweep that was submitted again, by number."""
+    """Return the newest run of each task that was submitted again, by the task's number.
+
+    sweep: the folder of the sweep.
+    """
     return {task: newest(run) for task, run in _noted(sweep).items()}
 
 
 def newest(run: Path) -> Path:
-    """Return the last run that replaced `run`, which is a run or a task of a sweep, or `run` itself."""
+    """Return the last run that replaced `run`, or `run` itself if none did.
+
+    run: the folder of a run or of a sweep's task.
+    """
     seen = set[Path]()
     while run not in seen:
         seen.add(run)
@@ -40,19 +49,19 @@ def newest(run: Path) -> Path:
 
 
 def sweep_of(run: Path) -> Path | None:
-    """Return the folder of the sweep to which the task `run` belongs, or None."""
+    """Return the folder of the sweep to which the task `run` belongs, or None if `run` is not a task."""
     return run.parent if run.name.isdigit() and (run.parent / run_folder.SWEEP).is_file() else None
 
 
 def _place(run: Path) -> tuple[Path, str]:
-    """Return the folder with the record about `run`, and the run's name in it."""
+    """Return the folder that contains the record about `run`, and the key of the run in that record."""
     return (sweep, run.name) if (sweep := sweep_of(run)) else (run, "")
 
 
 def _noted(folder: Path) -> dict[str, Path]:
-    """Return the latest resubmission of each task of the sweep in `folder`. A single run has the key ''.
+    """Return the newest run for each task of the sweep in `folder`, by the task's number. A single run has the key ''.
 
-    Ignore runs that no longer exist.
+    Runs that no longer exist are ignored.
     """
     found: dict[str, Path] = {}
     with suppress(OSError):

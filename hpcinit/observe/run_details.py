@@ -1,4 +1,4 @@
-"""Makes what `status` and `watch` show of a run: the fields of its JSON document, and the texts for people."""
+"""Makes what `status` and `watch` show of a run: the fields of its JSON document, and texts for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD_S = 60.0  # the age of the last step is shown from here on
 
 
 def documents(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield one document for a run, or one for each task of a sweep."""
+    """Yield the JSON document of a run. For a sweep, yield one document per task."""
     for task in [run.task] if run.task else run.tasks:
         yield _fields(task.path, task.state, task)
     if run.now and not run.task:
@@ -56,31 +56,31 @@ def _fields(path: Path, now: State, task: find_runs.Task | None = None) -> dict[
 
 
 def parameters(task: find_runs.Task) -> dict[str, str]:
-    """Return the values of this task of a sweep, by name."""
+    """Return the values that distinguish this task of a sweep, by name."""
     return requests.parameters(task.given, requests.read(task.path).arguments)
 
 
 def settings(task: find_runs.Task) -> str:
-    """Return 'lr=0.1 width=8': what distinguishes a task of a sweep."""
+    """Return what distinguishes this task of a sweep as text, such as 'lr=0.1 width=8'."""
     return " ".join(f"{name}={value}" for name, value in parameters(task).items()) or task.combination
 
 
 def again(task: find_runs.Task) -> str:
-    """Return 'submitted again as train-0007', or ''."""
+    """Return a text such as 'submitted again as train-0007', or '' if the task was not submitted again."""
     return f"submitted again as {task.resubmitted}" if task.resubmitted else ""
 
 
 def job_of(run: Run) -> str:
-    """Return the job id; for a sweep, the first one."""
+    """Return the job id of the run, or a sweep's first job id."""
     if run.now:
         return run.now.job_id
     return next((now.job_id.partition("_")[0] for _, now in run.parts), "-")
 
 
 def details(path: Path, now: State, table: bool = False) -> str:
-    """Return the details of a job: why and how long it waits, its progress, how it ended.
+    """Return the details of a job: why and how long it has been waiting, its progress, and how it ended.
 
-    table: omit what the table shows in columns, the times and the step.
+    table: omit the times and the step, which the table shows in columns.
     """
     started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
     again = now.restart is not None
@@ -106,7 +106,7 @@ def details(path: Path, now: State, table: bool = False) -> str:
 
 
 def result_text(path: Path) -> str:
-    """Return 'result 0.25' or 'result 0.25, 3' from result.json, or ''."""
+    """Return the result of the run as text, such as 'result 0.25' or 'result 0.25, 3', or '' if it has none."""
     value = result(path)
     if value is None:
         return ""
@@ -114,19 +114,23 @@ def result_text(path: Path) -> str:
 
 
 def submitted(path: Path) -> str:
-    """Return 'submitted 14:02', with the date if it is not today, or ''."""
+    """Return when the run was submitted, such as 'submitted 14:02', or ''. The date is included if it isn't today."""
     at = requests.submitted(path)
     return f"submitted {_clock(datetime.fromtimestamp(at), datetime.now())}" if at is not None else ""
 
 
 def times(now: State) -> str:
-    """Return 'for 1:02:03, 57:57 left' for a running job, 'starts about 14:02 (in 0:12:00)' for a waiting one."""
+    """Return when a job started and ends, or when it will start, or ''.
+
+    For a running job, the text is like 'for 1:02:03, 57:57 left'. For a waiting job, it is like 'starts about 14:02 (in
+    0:12:00)'.
+    """
     found = times_alone(now)
     return f"{'for' if now.name == 'RUNNING' else 'starts about'} {found}" if found else ""
 
 
 def times_alone(now: State) -> str:
-    """Return times() without the text before the time, for a table column."""
+    """Return the same text as times(), but only the times themselves, for a column of the table."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
         return f"{duration(now.elapsed_s)}{left}"
@@ -136,7 +140,10 @@ def times_alone(now: State) -> str:
 
 
 def when(start: str, now: datetime) -> str:
-    """Return '14:02 (in 12:00)' for Slurm's '2026-11-21T14:02:00', with the date if it is not today."""
+    """Return the time of a start, such as '14:02 (in 12:00)'. The date is included if it isn't today.
+
+    start: Slurm's time, such as '2026-11-21T14:02:00'.
+    """
     try:
         at = datetime.fromisoformat(start)
     except ValueError:
@@ -151,7 +158,7 @@ def _clock(at: datetime, now: datetime) -> str:
 
 
 def age(path: Path, now: State) -> str:
-    """Return 'last step 5:12 ago' if that is more than OLD_S, or ''."""
+    """Return a text such as 'last step 5:12 ago' if the last step was more than OLD_S seconds ago, or ''."""
     if now.name != "RUNNING":
         return ""
     since = progress.age_s(path, time.time())
@@ -159,7 +166,7 @@ def age(path: Path, now: State) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return '1-02:03:04', '2:03:04' or '3:04', as squeue does."""
+    """Return a duration as squeue writes it: '1-02:03:04', '2:03:04' or '3:04'."""
     days, rest = divmod(round(seconds), 86_400)
     hours, rest = divmod(rest, 3600)
     minutes, rest = divmod(rest, 60)
@@ -169,7 +176,7 @@ def duration(seconds: float) -> str:
 
 
 def result(path: Path) -> results.Value | None:
-    """Return the value in result.json, or None if there is no number in it."""
+    """Return the number or numbers in result.json, or None if it has none."""
     try:
         return results.read_numbers(path)
     except RequestError:

@@ -1,11 +1,12 @@
-"""Samples the ranks of one run on one node: Python stacks, process states and CPU time.
+"""Samples the ranks of one run on one node: their Python stacks, process states and CPU time.
 
 `hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc, because neither
 hpcinit nor the run's environment may exist outside a container.
 
-The thread that runtime/lifecycle/stack_signal.py starts writes the stacks. If C code keeps the GIL, this thread cannot
-run, and gets a signal: its handler writes them. A process without that handler never gets the signal, which would end
-it. py-spy reads such a process, and a stopped one. None of these interrupts the program.
+A thread in each rank, which runtime/lifecycle/stack_signal.py starts, writes the rank's stacks. If C code keeps the
+GIL, this thread can't run. It then gets a signal, whose handler writes the stacks. A process without that handler never
+gets the signal, because the signal would end the process. py-spy reads the stacks of such a process, and of a stopped
+process. None of this interrupts the program.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class Label(NamedTuple):
-    """How to read a stack that faulthandler wrote.
+    """How to read a stack that faulthandler wrote in a rank.
 
-    main: the main thread, as faulthandler writes it. thread: the one that takes the signal. path: /proc/PID/fd/N.
+    main: the id of the main thread, as faulthandler writes it.
+    thread: the thread that gets the signal.
+    pipe: the pipe that asks the rank's thread for stacks.
+    path: the file with the stacks, /proc/PID/fd/N.
     """
 
     rank: int
@@ -59,7 +63,7 @@ class Label(NamedTuple):
 class Process(NamedTuple):
     """A process on this node that may be a rank.
 
-    level: how certain it is that this process is a rank. A process that starts ranks has a lower level than they have.
+    level: how certain it is that this process is a rank. A process that starts ranks has a lower level than the ranks.
     """
 
     pid: int
@@ -72,7 +76,10 @@ class Process(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Print the samples of this node's ranks, or run a command beside one of them. argv: one JSON object."""
+    """Print the samples of this node's ranks, or run a command beside one of them.
+
+    argv: one JSON object with the request.
+    """
     asked = json.loads(argv[0])
     if "command" in asked:
         return beside(asked)
@@ -100,7 +107,8 @@ def main(argv: list[str]) -> int:
 def beside(asked: dict[str, Any]) -> int:
     """Replace this process with a command in the environment and folder of a rank. Return only if that fails.
 
-    The rank's place in its process group is removed from the environment: a program that joins would disturb the run.
+    The variables with the rank's place in its process group are removed: a program that joined the group would disturb
+    the run.
     """
     found = [one for one in ranks(asked) if asked["rank"] in (None, one.rank)]
     own = os.environ
@@ -136,14 +144,14 @@ def beside(asked: dict[str, Any]) -> int:
 
 
 def encoded(document: dict[str, Any]) -> list[str]:
-    """Return the document as lines. stacks.decoded() reassembles them, even with other output between them."""
+    """Return the document as lines. stacks.decoded() reassembles them even if other output is between them."""
     data = base64.b64encode(zlib.compress(json.dumps(document).encode())).decode(errors="replace")
     parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
     return [f"{PREFIX} {document['host']} {at} {len(parts)} {part}" for at, part in enumerate(parts)]
 
 
 def ranks(asked: dict[str, Any], proc: Path = PROC) -> list[Process]:
-    """Return the processes of this node that are ranks of the run, by rank."""
+    """Return the processes on this node that are ranks of the run, sorted by rank."""
     found = {one.pid: one for one in _processes(asked, proc)}
     for one in list(found.values()):  # a process below which there are surer ones only starts them
         above = one.parent
@@ -206,7 +214,10 @@ def _environ(pid: int, raw: bytes = b"") -> dict[str, str]:
 
 
 def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
-    """Return a process's rank and level, or (-1, ...) if it is no rank. tasks: each Slurm task is a rank."""
+    """Return a process's rank and level, or (-1, ...) if it is not a rank.
+
+    tasks: whether each Slurm task is a rank.
+    """
     given = env.get("RANK", "")
     if label:
         return label.rank, 2 if TORCHRUN in env else 1
@@ -219,9 +230,9 @@ def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
 
 
 def _label(place: Path) -> Any:
-    """Return the label of a process that installed the handler itself.
+    """Return the label of a process that installed the stack handler itself, or None.
 
-    A forked child inherits the file, but not the handler.
+    A forked child inherits the handler's file, but not the handler.
     """
     for file in (place / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -232,7 +243,7 @@ def _label(place: Path) -> Any:
 
 
 def _own_pid(place: Path) -> int:
-    """Return the id of a process or thread as it sees it itself. Inside a container it differs."""
+    """Return the id of a process or thread as the process itself sees it. In a container, it differs from ours."""
     for line in (place / "status").read_text(errors="replace").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
@@ -272,7 +283,10 @@ def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[st
 
 
 def _stack(one: Process, own: OwnStacks, state: str, py_spy: str, errors: list[str]) -> dict[str, Any]:
-    """Return {"frames": [[file, line, function], ...]} of the main thread, the innermost first, and who has the GIL."""
+    """Return the stack of the main thread, and which thread holds the GIL if py-spy shows it.
+
+    The stack is {"frames": [[file, line, function], ...]}, with the innermost frame first.
+    """
     if not one.python:
         return {}
     if state not in ("T", "t"):
@@ -324,7 +338,10 @@ def _frame(frame: dict[str, Any]) -> list[Any]:
 
 
 class OwnStacks:
-    """The stacks that a rank writes itself. gil_is_kept: whether C code keeps the GIL, or None if it is unknown."""
+    """The stacks that a rank writes itself.
+
+    gil_is_kept: whether C code keeps the GIL, or None if it is unknown.
+    """
 
     def __init__(self, one: Process) -> None:
         self._one, self._pipe = one, -1
@@ -355,7 +372,7 @@ class OwnStacks:
         return []
 
     def _written(self, limit_s: float) -> bool:
-        """Wait for the rank's stacks, and return whether it has written them."""
+        """Wait up to `limit_s` seconds for the rank's stacks. Return whether the rank has written them."""
         end, size, since = time.monotonic() + limit_s, 0, time.monotonic()
         while time.monotonic() < end and (size == 0 or time.monotonic() - since < SETTLED_S):
             time.sleep(0.005)
@@ -387,7 +404,7 @@ def _signal_thread(one: Process) -> bool:
 
 
 def main_frames(text: str, thread: str) -> list[list[Any]]:
-    """Return the frames of one thread in the output of faulthandler."""
+    """Return the frames of one thread in faulthandler's output."""
     frames, inside = [], False
     for line in text.splitlines():
         match = FRAME.match(line)
@@ -412,7 +429,7 @@ def _state(pid: int) -> str:
 
 
 def _cpu_s(pid: int) -> Any:
-    """Return the CPU time of all threads of a process, in seconds."""
+    """Return the CPU time of all threads of a process in seconds, or None if the process is gone."""
     words = _read(pid, "stat").rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if len(words) > 12 else None
 

@@ -39,11 +39,14 @@ Frame = tuple[str, int, str]  # file, line (0: differs between the samples), fun
 
 @dataclass(frozen=True)
 class RankStack:
-    """The stack and state of one rank.
+    """The stack and the state of one rank.
 
-    state: one of the constants above. frames: of the main thread, or of the thread that holds the GIL. wchan: the
-    kernel function in which the main thread waits, '' if unknown. same: how many samples have the stack of the last
-    one. note: why there is no stack. thread: the name of another thread that holds the GIL, else ''.
+    state: one of the constants above.
+    frames: the stack of the main thread, or of the thread that holds the GIL.
+    wchan: the kernel function in which the main thread is waiting, or '' if it is unknown.
+    same: how many samples have the same stack as the last sample.
+    note: why there is no stack.
+    thread: the name of the thread that holds the GIL if that isn't the main thread, otherwise ''.
     """
 
     rank: int
@@ -62,7 +65,12 @@ class RankStack:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks with equal stacks and states. place: where they wait in the program's own code."""
+    """Ranks that have the same stack and state.
+
+    first: the first of these ranks.
+    place: the line of the program's own code at which they are.
+    cpu_s: the smallest and the largest CPU time of a rank.
+    """
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -155,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     if silent and not reports:
         raise Failure(
             f"no node of job {job.job_id} answered: {error or 'the step printed nothing'}. The run continues. "
-            "hpcinit stacks needs a step beside the ranks: srun --overlap"
+            "hpcinit stacks uses srun --overlap to start a job step beside the ranks"
         )
     ranks = [rank_stack(one, report["host"]) for report in reports for one in report["ranks"]]
     groups = fold(ranks)
@@ -182,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def groups_now(run: Path) -> list[Group]:
-    """Return the groups of ranks of a running run, unusual ones first; [] if no node answers."""
+    """Return the groups of ranks of a running run, unusual groups first. Return [] if no node answers."""
     with contextlib.suppress(Failure, RequestError, OSError):
         job = job_step.running(str(run), run.parent)
         reports, _ = _ask(job, job.nodes, [])
@@ -191,9 +199,9 @@ def groups_now(run: Path) -> list[Group]:
 
 
 def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
-    """Return the state of each rank that cannot run Python code, as in hang_report.StuckRank.
+    """Return the state of each rank that can't run Python code, and the line that called the C code that holds the GIL.
 
-    Also return the line that called the C code that holds the GIL.
+    The state is written as in hang_report.StuckRank. The line is '' if no C code holds the GIL.
     """
     bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
     return {
@@ -204,7 +212,7 @@ def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
 
 
 def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
-    """Return the reports of the nodes that answered, and Slurm's output."""
+    """Return the reports of the nodes that answered, and Slurm's error output or ''."""
     asked = {
         "run": str(job.path),
         "slurm": job.engine.uses_slurm,
@@ -242,7 +250,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
 
 
 def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the complete documents of stack_collector.encoded(), by host."""
+    """Return the complete documents in the output of stack_collector.encoded(), in the order of the hosts."""
     parts: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for line in printed:
@@ -259,7 +267,7 @@ def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
-    """Return the stack and state of one rank from its samples."""
+    """Return the stack and the state of one rank, judging by its samples."""
     samples = sampled["samples"]
     stacks = [_frames(one.get("frames", ())) for one in samples]
     last = stacks[-1] if stacks else ()
@@ -298,10 +306,10 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
 
 
 def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
-    """Return the name of the thread that keeps the GIL in all samples, or ''.
+    """Return the name of the thread that holds the GIL in all samples, or ''.
 
-    kept: whether the rank's own thread waited for the GIL for seconds, or None if it has no such thread. Without that,
-    Python code that runs in each of the samples looks like C code that keeps it.
+    kept: whether the rank's own thread waited for the GIL for seconds, or None if the rank has no such thread. Without
+    this thread, Python code that is running in each sample looks like C code that keeps the GIL.
     """
     holders = {one.get("gil", "") for one in samples if "gil" in one or "frames" in one}
     if kept is False or len(holders) > 1:
@@ -311,7 +319,10 @@ def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
 
 
 def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
-    """Return the frames without those of hpcinit that started the program. If there are no others, return all."""
+    """Return the frames without those of hpcinit that started the program.
+
+    If there are no other frames, return all of them.
+    """
     frames = tuple((str(file), int(line), str(name)) for file, line, name in found)
     end = len(frames)
     while end and STARTED_BY.search(frames[end - 1][0]):
@@ -320,7 +331,10 @@ def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 
 
 def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """Return the frames that all samples share, outermost first. line 0: only the line differs."""
+    """Return the outer frames that all samples share, in the order of the stacks.
+
+    If the samples differ in the last frame only by its line, that frame is included with line 0.
+    """
     shared: list[Frame] = []
     for frames in zip(*(reversed(stack) for stack in stacks), strict=False):
         if len(set(frames)) > 1:
@@ -332,9 +346,9 @@ def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
 
 
 def fold(ranks: Iterable[RankStack]) -> list[Group]:
-    """Group the ranks with equal stacks. Bad states are first, then the smallest groups.
+    """Group the ranks that have equal stacks. Groups with bad states are first, then the smallest groups.
 
-    Of groups with the same size, those that wait in a collective are last.
+    Among groups of the same size, those that are waiting in a collective are last.
     """
     together: dict[tuple[object, ...], list[RankStack]] = {}
     for one in sorted(ranks, key=lambda one: (one.rank, one.pid)):
@@ -364,7 +378,7 @@ def _group(members: Sequence[RankStack]) -> Group:
 
 
 def _as_text(frames: Iterable[Frame]) -> str:
-    """Return the frames as hang_report.place() reads them."""
+    """Return the frames in the format that hang_report.place() reads."""
     shown = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
     return f"main thread 0x1\n\nThread 0x1 (most recent call first):\n{shown}\n"
 
@@ -372,9 +386,11 @@ def _as_text(frames: Iterable[Frame]) -> str:
 def lines(
     groups: Sequence[Group], missing: Sequence[int], silent: Sequence[str], most: int | None = MOST_FRAMES
 ) -> Iterable[str]:
-    """Yield the lines of the output.
+    """Yield the lines that `hpcinit stacks` prints.
 
-    missing: ranks without a process. silent: nodes that did not answer. most: the number of frames, or None for all.
+    missing: ranks without a process.
+    silent: nodes that did not answer.
+    most: how many frames to print per stack; None: all.
     """
     if silent:
         yield f"no answer from {nodelist.compress(silent)}: is it down? The others answered"
@@ -391,7 +407,7 @@ def lines(
 
 
 def _short(file: str) -> str:
-    """Return a path relative to the folder of the packages, or the name of a file of the program."""
+    """Return the path of an installed package relative to site-packages, or the name of one of the program's files."""
     for folder in ("/site-packages/", "/dist-packages/"):
         if folder in file:
             return file.rpartition(folder)[2]

@@ -1,4 +1,4 @@
-"""The states of runs, with Slurm's names, as their engines report them."""
+"""Finds the states of runs. The engines report them, with Slurm's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEW = 20  # for more runs, squeue starts before their folders are read
 
 
 def read(path: Path) -> State:
-    """Return the state of the run in `path`. Raise RequestError if it is not the run folder of a submitted job."""
+    """Return the state of the run in `path`. Raise RequestError if `path` is not the run folder of a submitted job."""
     [state] = read_all([path])
     if isinstance(state, RequestError):
         raise state
@@ -27,9 +27,9 @@ def read(path: Path) -> State:
 
 
 def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> list[State | RequestError]:
-    """Return the state of each run, or its RequestError, in the order of `paths`, with one query of Slurm.
+    """Return the state of each run, or its RequestError, in the order of `paths`. Slurm is queried once for all runs.
 
-    early: a started squeue for all jobs of the user.
+    early: a squeue for all jobs of the user that is already running, or None.
     """
     with slurm_client.on_cluster(None):
         started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile
@@ -50,5 +50,8 @@ def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> li
 
 
 def foreign_job(job_id: str) -> queue.Job | None:
-    """Return Slurm's record of a job without a run folder, or None if it has none or does not reply."""
+    """Return what Slurm reports about a job without a run folder.
+
+    Return None if Slurm does not know the job or does not reply.
+    """
     return queue.query([JobQuery([job_id], job_id)]).jobs.get(job_id) if shutil.which("squeue") else None

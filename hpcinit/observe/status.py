@@ -1,6 +1,6 @@
-"""`hpcinit status [RUN ...|all] [--json]`: prints a line per run; without RUN, for all runs in ./runs.
+"""`hpcinit status [RUN ...|all] [--json]`: prints one line per run. Without RUN, it prints all runs in ./runs.
 
-It prints a table with bars to a terminal, plain lines elsewhere, and JSON for programs.
+In a terminal, it prints a table with progress bars. Otherwise it prints plain lines, or JSON for programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from hpcinit.slurm.queue import QueueQuery
 
 
 def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
-    """Yield the lines that `hpcinit status` prints without a terminal. about: the run's arguments."""
+    """Yield the lines that `hpcinit status` prints for a run if there is no terminal.
+
+    each_task: whether to list the tasks of a sweep.
+    about: the run's arguments.
+    """
     if run.now:
         now = run.now
         combination = settings(run.task) if run.task else ""
@@ -43,7 +47,7 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
 
 
 def shortest(run: Run) -> Iterator[str]:
-    """Yield 'train-0001 RUNNING', or for each task of a sweep 'sweep-0001/3 COMPLETED'."""
+    """Yield the shortest description of a run, 'train-0001 RUNNING', or of each task, 'sweep-0001/3 COMPLETED'."""
     if run.now:
         yield f"{run.name} {run.now.name}"
     for task in run.tasks:
@@ -51,7 +55,7 @@ def shortest(run: Run) -> Iterator[str]:
 
 
 def meanings(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the explanation of each Slurm reason in the runs, once."""
+    """Yield an explanation of each Slurm reason that the runs have. Each reason is explained once."""
     for reason in dict.fromkeys(now.reason for run in runs for _, now in run.parts):
         if meaning := reasons.explain(reason):
             yield f"{reason}: {meaning}"
@@ -73,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     if options.csv and options.json:
-        raise RequestError("--csv and --json exclude each other: give one of them")
+        raise RequestError("--csv and --json cannot be combined: give only one of them")
     every = find_runs.means_all_runs(options.run)
     runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
@@ -111,7 +115,10 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
 
 
 def _all_runs(runs_dir: Path) -> list[Run]:
-    """Return all runs in the folder, and queued runs whose folder was deleted. Raise RequestError if there are none."""
+    """Return all runs in the folder, and queued runs whose folder was deleted.
+
+    Raise RequestError if there are none.
+    """
     paths = find_runs.all_runs(runs_dir)
     slurm = (not paths and runs_dir.is_dir()) or any(_uses_slurm(path) for path in paths)
     queue = QueueQuery("--me", ended=True) if slurm else None
@@ -124,9 +131,9 @@ def _read(names: Sequence[str], runs_dir: Path) -> list[Run]:
 
 
 def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
-    """Return the runs with these names, including queued ones whose folder was deleted.
+    """Return the runs with these names, including queued runs whose folder was deleted.
 
-    Raise RequestError if there is no run with one of the names.
+    Raise RequestError if one of the names has no run.
     """
     try:
         return _read(names, runs_dir)
@@ -140,7 +147,7 @@ def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
 
 
 def _deleted(name: str, runs_dir: Path, queue: QueueQuery) -> list[Run]:
-    """Return the run with this name, path or job id, if its job is in the queue and its folder was deleted."""
+    """Return the run with this name, path or job id if its job is in the queue and its folder was deleted."""
     folder = Path(name).parent if "/" in name else runs_dir
     runs = overview.without_folder(folder, queue)
     return [run for run in runs if run.now and (run.path.name == Path(name).name or run.now.job_id == name)]
@@ -154,7 +161,7 @@ def _uses_slurm(path: Path) -> bool:
 
 
 def _arguments(runs: Sequence[Run]) -> list[str]:
-    """Return the arguments to show for each run; none for tasks and sweeps, which show their combinations."""
+    """Return the arguments to show for each run. Tasks and sweeps have none, because they show their combinations."""
     submissions = [requests.read(run.path) if run.now and not run.task else Submission() for run in runs]
     return requests.distinguish(submissions)
 
@@ -174,7 +181,7 @@ RESULT, STEP, SUBMITTED = "result", "step", "submitted"
 
 
 def values(path: Path) -> dict[str, Any]:
-    """Return the values by which a run can be sorted."""
+    """Return the values by which the run in `path` can be sorted."""
     document = progress.read(path)
     found: dict[str, Any] = {**document.get("values", {})}
     if document:
@@ -187,7 +194,9 @@ def values(path: Path) -> dict[str, Any]:
 
 
 def sort(runs: Sequence[Run], key: str, reverse: bool) -> list[Run]:
-    """Return the runs, smallest value of `key` first. Runs without the value, or with NaN, are last.
+    """Return the runs sorted by the value of `key`, smallest first. Runs without the value, or with NaN, are last.
+
+    reverse: largest value first.
 
     Raise RequestError if no run has the value.
     """
@@ -205,6 +214,6 @@ def _first(pair: tuple[float, Run]) -> float:
 
 
 def _number(value: object) -> float | None:
-    """Return a number to compare; for several objectives, the first."""
+    """Return the number by which a value is sorted, or None if it has none. Of several objectives, the first counts."""
     first = value[0] if isinstance(value, tuple | list) and value else value
     return float(first) if isinstance(first, int | float) and not math.isnan(first) else None

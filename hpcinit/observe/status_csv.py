@@ -1,4 +1,4 @@
-"""`hpcinit status --csv`: prints a line per run or task, for spreadsheets and pandas."""
+"""`hpcinit status --csv`: prints one line per run or task, for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST = ("step", "total", "result", "typed", "arguments")
 
 
 def write(runs: Sequence[Run]) -> None:
-    """Print a line per run or task to stdout, with a column for each swept parameter and each reported value."""
+    """Print one line per run or task to stdout. Each swept parameter and each reported value has a column."""
     rows, parameters, values = list[dict[str, Any]](), dict[str, None](), dict[str, None]()
     for run in overview.each_task(runs):
         [document] = run_details.documents(run)

@@ -1,4 +1,4 @@
-"""Makes the table that `status` and `watch` print to a terminal. rich decides about colors (NO_COLOR)."""
+"""Makes the table that `status` and `watch` print in a terminal. rich decides whether to use colors (NO_COLOR)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow termin
 class _Row:
     """One line of the table.
 
-    cells: by column; empty ones may be missing. A parameter's column is '=NAME'. details: the last column.
+    cells: the cells by column. Empty cells may be missing. A parameter's column is called '=NAME'.
+    details: the text of the last column.
     """
 
     cells: Mapping[str, Text | ProgressBar]
@@ -40,7 +41,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class StatusTable:
-    """The rows in order, and how many to show at most. If there are more, the last line counts the rest."""
+    """The rows of the table, in order. If there are more than `most`, the last line counts those that are not shown.
+
+    most: how many lines to print at most; None: all.
+    """
 
     rows: Sequence[_Row]
     most: int | None = None
@@ -76,9 +80,11 @@ class StatusTable:
 def status_table(
     runs: Sequence[Run], each_task: bool, most: int | None = None, about: Sequence[str] = ()
 ) -> StatusTable:
-    """Return a table with a row for each run, and for each task of a sweep if `each_task`.
+    """Return a table with one row per run.
 
-    most: the maximum number of rows. about: what the user typed for each run.
+    each_task: whether each task of a sweep has a row too.
+    most: how many rows to print at most; None: all.
+    about: what the user typed for each run.
     """
     texts = about or [""] * len(runs)
     each = zip(runs, texts, strict=True)
@@ -132,7 +138,7 @@ def _row(name: str, path: Path, now: State, task: find_runs.Task | None, more: S
 
 
 def _interest(task: find_runs.Task) -> int:
-    """Return a sort key: running tasks first, then failed, waiting and successful ones."""
+    """Return a sort key: running tasks first, then failed, waiting, and successful tasks."""
     if not task.state.over:
         return 2 if task.state.name in ("PENDING", find_runs.NOT_SUBMITTED) else 0
     return 1 if task.state.status else 3

@@ -1,4 +1,4 @@
-"""`hpcinit watch [RUN ...] [--json]`: shows the state of runs until all of them are over."""
+"""`hpcinit watch [RUN ...] [--json]`: shows the states of runs until all of them are over."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _live(polls: Polls) -> None:
 
 
 def changes(polls: Polls, as_json: bool = False) -> Iterator[str]:
-    """Yield a line for each change of the runs, until all of them are over."""
+    """Yield a line for each change in the state of a run, until all runs are over."""
     start, printed = time.monotonic(), dict[Path, Any]()
     over = False
     while not over:
@@ -100,7 +100,7 @@ def changes(polls: Polls, as_json: bool = False) -> Iterator[str]:
 
 
 def _lines(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
-    """Yield a line for each job whose state or reason changed, and one line for all waiting tasks of a sweep."""
+    """Yield a line for each job whose state or reason has changed, and one line for all waiting tasks of a sweep."""
     names = {task.path: task.name for task in run.tasks}
     for path, now in run.parts:
         seen = (now.job_id, now.name, now.reason, bool(progress.hang_note(path, now)), _not_finite(path, now))

@@ -37,7 +37,7 @@ def test_one_warning_for_many_failures(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.splitlines() == [
         "hpcinit: warning: progress.json cannot be written: [Errno 122] Disk quota exceeded: '/home/me/x'; the program "
         "continues, and hpcinit tries again",
-        "hpcinit: progress.json is written again",
+        "hpcinit: progress.json can be written again",
     ]
 
 

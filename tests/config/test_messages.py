@@ -141,7 +141,7 @@ CASES = [
     ("--waitt", "--waitt: no such option, expected key=value; did you mean wait=..."),
     ("-n 4", "-n 4: set the number of ranks with nodes=2 ranks_per_node=8"),
     ("--export=NONE", "--export=NONE: the job needs its whole environment; set a variable with job.env"),
-    ("-p high", "-p high: expected together with --cfg; to choose a partition: partition=high"),
+    ("-p high", "-p high: works only together with --cfg; to choose a partition: partition=high"),
     ("--cfg", "argument --cfg/-c: expected one argument"),
     ("--cfg x", "invalid choice: 'x' (choose from"),
     ("-- -m", "no module after -- -m, expected one"),
@@ -162,7 +162,7 @@ CASES = [
     ("-m nodes=1,'2", "nodes=1,'2: expected key=value"),
     ("-m nodes=range(3,1)", "nodes=range(3,1): the sweep has no combinations"),
     ("-m nodes=interval(1,2)", "nodes=interval(1,2): expected a list of values, as in 1,2"),
-    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected a list of values, as in 1,2, for a key of hpcinit"),
+    ("-m hydra.verbose=true,false", "hydra.verbose=true,false: expected a list of values, as in 1,2, for one of hpcinit's keys"),
     ("-m nodes=1,2 hydra/launcher=nosuch", "hydra/launcher=nosuch: no such hydra/launcher"),
     ("-m nodes=1,2 hydra.sweeper._target_=x.Y", "hydra/sweeper is x.Y, which cannot be created: "),
 ]  # fmt: skip

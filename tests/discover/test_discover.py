@@ -176,7 +176,10 @@ def test_a_file_is_not_changed_unasked(hpcinit: Run, slurm: MiniSlurm, described
     text = described.read_text()
     done = hpcinit("discover", "--name", "x", env=slurm.env)
     assert done.returncode == 2 and described.read_text() == text
-    assert "conf/cluster/x.yaml: file exists, and there is no terminal to ask: add --force to change it" in done.stderr
+    assert (
+        "conf/cluster/x.yaml: the file exists, and there is no terminal to ask before changing it: add --force"
+        in done.stderr
+    )
     assert "  -max_array_size: 7\n  +max_array_size: 1001\n" in done.stdout
     assert "was edited manually; those changes will be lost" in done.stderr
 

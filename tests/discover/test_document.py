@@ -110,7 +110,7 @@ def test_changes_are_named_key_by_key() -> None:
         (NEW + NEW, "once each, in this order"),
         (NEW.replace(cluster_file.END, "") + cluster_file.BEGIN, "once each, in this order"),
         ("a: [1\n", "not YAML outside discover's part: "),
-        ("- a\n", "list outside discover's part, expected keys and values"),
+        ("- a\n", "found a list outside discover's part, expected keys and values"),
         (NEW.replace("\npyxis:", "\n- pyxis:"), "not YAML in discover's part: "),
         ("{name: x}\n", "would change the meaning of this file's keys"),
         ("setup: |\n  line\nname: &a [x,\n  y]\npartition: *b\n", "not YAML outside"),

@@ -83,7 +83,7 @@ def test_the_best_run_of_a_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: 
         ("many-0001/2", "0.2", "2.0"),
     ]
     refused = hpcinit("status", "--csv", "--json")
-    assert refused.returncode == 2 and "--csv and --json exclude each other" in refused.stderr
+    assert refused.returncode == 2 and "--csv and --json cannot be combined" in refused.stderr
 
 
 @pytest.mark.slurm
