@@ -121,7 +121,7 @@ class Part:
 
 
 def total(parts: Sequence[Part], place: str) -> int:
-    """Return the largest sum at any time: the permanent parts plus the larger of pass and step."""
+    """Return the most memory needed at any time in `place`: the permanent parts, plus the larger of pass and step."""
     sums = {
         during: sum(part.bytes for part in parts if part.place == place and part.during == during)
         for during in (ALWAYS, PASS, STEP)

@@ -76,10 +76,11 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a dataclass `kind` from its asdict() or its JSON, where a list may be a tuple, and a dict a dataclass.
+    """Return a dataclass of type `kind` from the values of its fields: the result of asdict(), or JSON.
 
-    Keys of later versions are ignored. Raise TypeError if a field without a default is missing, ValueError if a value
-    does not have the type of its field, AttributeError if `document` is not a mapping.
+    In JSON, tuples are lists and dataclasses are objects. Keys that only a later version knows are ignored. Raise
+    TypeError if a field without a default is missing, ValueError if a value does not have the type of its field, and
+    AttributeError if `document` is not a mapping.
     """
     types = _types(kind)  # type: ignore[arg-type]
     return kind(**{name: _typed(name, types[name], value) for name, value in document.items() if name in types})

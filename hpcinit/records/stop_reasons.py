@@ -90,7 +90,9 @@ class Stopping:
         return {SIGTERM, *({Signals[f"SIG{self.signal}"]} if self.signal else ())}
 
     def margin(self, had: timedelta, longest_save: timedelta) -> timedelta:
-        """Return how much time to reserve for the last checkpoint: enough to write it twice.
+        """Return how much time to reserve for the last checkpoint: margin_s plus the time of two saves.
+
+        In a short job it is less, so that most of the job's time remains for training.
 
         had: how much time the job had left at start-up.
         longest_save: how long the longest save took.

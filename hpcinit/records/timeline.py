@@ -119,10 +119,10 @@ class Attempt:
 
     @property
     def waited_s(self) -> float | None:
-        """Return the longest wait of any rank that the start-up timeout limits, or None if no rank has finished one.
+        """Return the longest time that a rank waited for others at start-up, or None if no rank has finished waiting.
 
-        There are two such waits: for the rendezvous, and for the process group in init(). Clocks of different nodes are
-        not compared.
+        A rank waits twice, first in the rendezvous and then for the process group in init(). The start-up timeout
+        limits both. Clocks of different nodes are not compared.
         """
         found = []
         for rank in self.ranks:

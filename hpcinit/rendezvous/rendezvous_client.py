@@ -33,7 +33,7 @@ class Refused(BringUpError):
 
 
 class Silent(protocol.NotOurs):
-    """A process listens but sent nothing in time: another program, or our rank 0 with a long queue."""
+    """A process accepted the connection but sent nothing in time. It is another program, or rank 0 is overloaded."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 
 
 def spread_s(world_size: int) -> float:
-    """Return how many seconds this rank waits before it connects.
+    """Return how many seconds this rank should wait before it connects. In a large job the time is random.
 
-    Ranks wait differently, so they don't all connect at once.
+    So not all ranks connect to rank 0 at the same moment.
     """
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 

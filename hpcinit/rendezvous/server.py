@@ -135,9 +135,9 @@ class Roster:
         return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return a missing rank and its host, or None and a host from which no rank has connected.
+        """Return a rank that has not reached `phase` and its host. What is not certain is None or ''.
 
-        If the rank or the host is not certain, return None or '' instead.
+        If no rank of a host has connected, return that host.
         """
         for host, ranks in self._absent().items():
             if empty := self._empty_hosts():
