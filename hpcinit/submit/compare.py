@@ -1,4 +1,7 @@
-"""`hpcinit render RUN`: prints a run's script as rendered now, or the difference to another run or with overrides."""
+"""Implements `hpcinit render RUN`: prints a run's script as hpcinit would render it now, or compares scripts.
+
+It can compare the script with that of another run, and with the script that results from overrides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sets up the batch script before the ranks start: modules, environment, variables, secrets, the user's own lines."""
+"""Renders the lines of the batch script before the ranks start: modules, environment, variables, secrets, user's lines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ AS_BEFORE = "case $hpcinit_flags in *x*) set -x ;; esac"
 
 
 def secret_lines(secrets: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export each secret with the content of its file."""
+    """Return shell lines that set and export each secret. The value is read from a file."""
     if not secrets:
         return []
     read = []
@@ -41,7 +42,7 @@ INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def setup_names(config: Config) -> list[str]:
-    """Return the sorted names of the variables that the config sets."""
+    """Return the sorted names of the environment variables that the config sets."""
     return sorted(
         {*config.cluster.env, *config.job.env, *config.secrets, *(INTERFACE if config.cluster.interface else ())}
     )
@@ -58,9 +59,9 @@ NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
 
 
 def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[str]:
-    """Yield the lines of each block that is not empty, with its comment.
+    """Yield the lines of the set-up, block by block. Each block that is not empty starts with a comment.
 
-    noted: the script records in exit.json which of the user's lines failed, and which ended it.
+    noted: whether the script records in exit.json which of the user's lines failed, and which one ended the script.
     """
     cluster = config.cluster
     blocks = {
