@@ -78,8 +78,7 @@ def make(task: str) -> None:
 
 
 def make_component(path: Path, number: int, spec: str) -> None:
-    """Create a separate run folder for one component of a heterogeneous job, because its ranks form a world of their
-    own.
+    """Create a separate run folder for one component of a heterogeneous job, whose ranks form a separate world.
 
     If that fails, remove the folder of the whole run and raise SubmitError.
     """

@@ -1,5 +1,4 @@
-"""Renders the lines of the batch script before the ranks start: modules, environment, variables, secrets, user's lines.
-"""
+"""Renders the lines of the batch script before the ranks start: modules, environment, variables, secrets, own lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Implements run.save(..., wait=False): next to each rank, a process called its writer saves a copy of the rank's
-state.
+"""Implements run.save(..., wait=False): a process next to each rank, its writer, saves a copy of the rank's state.
 
 The rank copies its files into memory (staged_files.py) and sends their descriptors to its writer, which runs
 writer_process.py. The writers of all ranks agree through files in the unfinished checkpoint folder. If a writer fails,

@@ -371,7 +371,9 @@ def damage(path: Path, description: Description, rank: int, ranks: int) -> str |
 
 
 def remember_damage(path: Path, description: Description, wrong: str) -> None:
-    """Make problem() report this damage from now on, so that the checkpoint does not count as complete in this process.
+    """Make problem() report this damage from now on, in this process.
+
+    The checkpoint then does not count as complete.
     """
     state.damaged[path, description.save] = wrong
 

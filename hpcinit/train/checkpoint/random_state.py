@@ -1,5 +1,4 @@
-"""Saves and loads the program's own state: the loader's position, random generators, and values that the program
-passes.
+"""Saves and loads the program's own state: the loader's position, random generators, and values that it passes.
 
 These are written with torch.save and read with weights_only, so they may only contain plain values and tensors. Each
 file is read back once before the checkpoint is complete. So an error appears now and not when a later job loads the
@@ -107,10 +106,10 @@ def save_random_state(rank: int, write: Write) -> list[str]:
 
 
 def load_random_state(path: Path, saved: Description, layout: Layout, by: str) -> bool:
-    """Restore the states of this rank's random generators and return True.
+    """Restore the states of this rank's random generators. Return whether that was possible.
 
-    If that is not possible, because the layout has changed, seed the generators, print a message and return False.
-    Raise OSError, or RuntimeError if a file is truncated.
+    If there are no states, or if the layout has changed, seed the generators instead and print a message. Raise
+    OSError, or RuntimeError if a file is truncated.
 
     by: how to seed the ranks, see seeds.of.
     """

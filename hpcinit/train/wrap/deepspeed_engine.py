@@ -43,8 +43,8 @@ def undo_first_step(engine: Any) -> None:
     """Reset the engine's optimizer to the state before its first step. With other ZeRO stages and fp32, do nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes a step with zero gradients. Without the reset, Adam's count would start at 2 and its bias correction would be
-    wrong, so the first steps would be a quarter shorter, and AdamW would apply weight decay one time too many. After
+    makes a step with zero gradients. Without the reset, Adam's count would start at 2, so its bias correction would be
+    wrong and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many. After
     the reset, the first step creates the states, as in stages 1 to 3.
     """
     wrapper = engine.optimizer

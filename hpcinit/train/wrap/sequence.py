@@ -1,5 +1,6 @@
-"""Implements context parallelism: each rank of a group has a part of every sequence, but attention uses whole
-sequences.
+"""Implements context parallelism: each rank of a group has a part of every sequence.
+
+Attention still works on whole sequences.
 """
 
 from __future__ import annotations

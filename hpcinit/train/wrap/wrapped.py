@@ -248,8 +248,9 @@ class Wrapped(abc.ABC):
 
 
 def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yield each module that directly contains a wanted parameter or buffer, with all parameters and buffers in the
-    module.
+    """Yield each module that directly contains a wanted parameter or buffer.
+
+    Also yield all that the module contains directly.
     """
     for module in model.modules():
         mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
