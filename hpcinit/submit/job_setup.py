@@ -86,8 +86,9 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 
 
 def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
-    """Yield lines that set cluster.env and job.env, except the variables `own`, which an array task reads from its
-    file.
+    """Yield lines that set cluster.env and job.env, except the variables `own`.
+
+    An array task reads those from its file.
     """
     read = False
     for name, value in env.items():

@@ -22,8 +22,9 @@ from hpcinit.slurm import nodelist
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings that decide whether a node is excluded: excluded_nodes.limit and excluded_nodes.expiry_h of a
-    cluster.
+    """The settings that decide whether a node of a cluster is excluded.
+
+    limit, expiry_h: excluded_nodes.limit and excluded_nodes.expiry_h.
     """
 
     cluster: str

@@ -20,9 +20,7 @@ INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the errors that no other rank's failure caused, in the order of time, and then an interrupt if there is
-    one.
-    """
+    """Yield the errors that no other rank's failure caused, in the order of time. After these, yield an interrupt."""
     ordered = evidence.ordered
     for one in ordered:
         if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:

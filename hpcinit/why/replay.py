@@ -1,8 +1,8 @@
 """Checks the verdict on a hang with a replay: a gloo program makes the calls in the dumps.
 
-The program must block at the same call, and must finish after it is repaired. If the verdict blames a rank that only
-waits, or does not name a rank at fault, the unrepaired program does not block as the dumps do (why/replay_program.py).
-jobs/replay_ranks.py runs the programs with one process per rank.
+The program must block at the same call, and must finish after it is repaired. The verdict may be wrong: it may blame a
+rank that only waits, or miss a rank at fault. Then the unrepaired program does not block as the dumps do
+(why/replay_program.py). jobs/replay_ranks.py runs the programs with one process per rank.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
 
 
 def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
-    """Return the result of a replay from what jobs/replay_ranks.py reports about the unchanged and the repaired
-    program.
-    """
+    """Return the result of a replay, given what jobs/replay_ranks.py reports about both programs."""
     if failed := next((one for one in results if one["error"] or not one["settled"]), None):
         raise NotReplayable(failed["error"] or "a rank of the replay has ended")
     steps = {rank: program.steps(rank, repaired=False) for rank in program.ranks}

@@ -175,8 +175,9 @@ def _number(word: str) -> str:
 
 
 def _on_node(env: Mapping[str, str]) -> int | None:
-    """Return SLURM_GPUS_ON_NODE, the step's devices on this node. --ntasks-per-gpu multiplies it, because tasks share
-    them.
+    """Return SLURM_GPUS_ON_NODE, the step's devices on this node.
+
+    --ntasks-per-gpu multiplies it, as tasks share them.
     """
     devices, sharing = env.get("SLURM_GPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_GPU", "1")
     return int(devices) * int(sharing) if devices.isdigit() and sharing.isdigit() else None

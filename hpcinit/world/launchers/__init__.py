@@ -188,8 +188,9 @@ def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher
 
 
 def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
-    """Raise WorldError if torch's variables describe several ranks but are incomplete, or if Slurm started only one
-    rank.
+    """Raise WorldError if torch's variables describe several ranks but nothing shows what started them all.
+
+    Either the variables are incomplete, or Slurm started only one rank.
     """
     if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_variables.many(env):
         return

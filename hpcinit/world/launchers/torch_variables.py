@@ -82,8 +82,7 @@ class Torchrun:
 
 
 class TorchVariables:
-    """A program that has set torch's variables itself (Ray), or a launcher that sets only these (DeepSpeed,
-    Kubernetes).
+    """A program or launcher that sets torch's variables and no others, such as Ray, DeepSpeed or Kubernetes.
 
     It is chosen if all of torch's variables are set and no other launcher is visible. Inside a Slurm step, the
     variables may be stale. Set HPCINIT_STARTED_BY=env, or call init(started_by='env'), to confirm that they are valid.
