@@ -272,8 +272,7 @@ class HangReport:
 
     @property
     def shows_who_is_late(self) -> bool:
-        """Return whether ranks are waiting in a collective and the report names the rank or node for which they wait.
-        """
+        """Return whether ranks are waiting in a collective and the report names a rank or node for which they wait."""
         late = self.rank is not None or self.silent_nodes or self.unheard or different_call(self.waiting)
         return bool(self.waiting and late)
 

@@ -73,7 +73,9 @@ class JobRecord:
 
 
 def read(path: Path) -> JobRecord:
-    """Return what is recorded about the jobs of the run in `path`. Raise RequestError if submission.json is not usable.
+    """Return what is recorded about the jobs of the run in `path`.
+
+    Raise RequestError if submission.json is not usable.
     """
     return JobRecord(path, submission(path), safe_files.json_or_empty(f"{path}/{run_folder.EXIT}"))
 

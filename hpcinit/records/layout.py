@@ -54,7 +54,7 @@ class Layout:
                 raise RequestError(f"parallel.{name} is {degree}, expected 1 or more, or -1 for the remaining ranks")
         self._check_experts()
         if len(self._open()) > 1:
-            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, expected at most one")
+            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, but at most one of them may be")
 
     def _check_experts(self) -> None:
         name = "dp_replicate" if self.dp_shard == 1 else "dp_shard"
@@ -183,8 +183,7 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Return the nearest layout that fits if all degrees may change. If none fits with ep, return one without ep.
-        """
+        """Return the nearest layout that fits if all degrees may change. If none fits with ep, try without ep."""
         wanted = self._wanted()
         made = [
             dict(zip(wanted, each, strict=False)) for each in _factors(world_size, len(wanted) + bool(self._open()))

@@ -99,7 +99,7 @@ def read(folder: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
+        raise RequestError(f'{file} cannot be used: {error!r}; expected content such as {{"value": 0.25}}') from None
 
 
 def read_numbers(folder: Path) -> Value | None:
@@ -114,7 +114,7 @@ def read_numbers(folder: Path) -> Value | None:
     try:
         found = numbers(value)
     except RequestError as error:
-        raise RequestError(f'{file} cannot be used: {error}; expected {{"value": 0.25}} in it') from None
+        raise RequestError(f'{file} cannot be used: {error}; expected content such as {{"value": 0.25}}') from None
     if any(math.isnan(item) for item in (found if isinstance(found, tuple) else (found,))):
         raise RequestError(f"{file} contains {value}, expected a number: did training diverge?")
     return found

@@ -157,7 +157,7 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
         if deadline is not None:  # the socket's timeout alone does not suffice: a server may send byte by byte
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             if time.monotonic() > deadline:
-                raise TimeoutError("no whole line in time")
+                raise TimeoutError("no complete line arrived in time")
         data = connection.recv(65_536)
         if not data:
             raise EOFError("the connection was closed")

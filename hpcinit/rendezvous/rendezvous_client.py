@@ -126,7 +126,7 @@ def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str) -
         return
     key_id, hello = answer.get("key_id"), answer.get("hello")
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
-        raise protocol.NotOurs("hpcinit of another job, start or version")
+        raise protocol.NotOurs("a rank 0 of another job, of another attempt, or with another version of hpcinit")
     if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
         raise protocol.NotOurs(f"a process of this job with another secret: {protocol.SAME_SECRET}")
     raise protocol.NotOurs("another program's server")

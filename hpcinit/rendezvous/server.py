@@ -302,7 +302,7 @@ class Connections:
         if not self._reported_out_of_files:
             self._reported_out_of_files = True
             say(
-                "rank 0 cannot accept more connections: too many open files; it needs two per rank: raise "
+                "rank 0 cannot accept more connections: too many open files; rank 0 needs two per rank: raise "
                 "the hard limit (ulimit -Hn) on its node"
             )
         time.sleep(0.05)  # select() would report the waiting connection again immediately
@@ -328,8 +328,9 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
                 return listener, int(program.getsockname()[1])
         tried, here = "; ".join(refused + others), protocol.identity()
         raise BringUpError(
-            f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: it needs "
-            f"two. Check that {address} is an address of this node, and stop what uses these ports",
+            f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: rank 0 "
+            f"needs two free ports. Check that {address} is an address of this node, and stop the programs that use "
+            "these ports",
             quoted=tried,
         )
     except BaseException:
@@ -436,8 +437,9 @@ class RendezvousServer(RendezvousEndpoint):
             return found
         tried = "; ".join(refused)
         raise BringUpError(
-            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} is "
-            f"that of rank 0, and {self.program_port} is MASTER_PORT): stop what listens there, or add ports",
+            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} "
+            f"is the port of rank 0, and {self.program_port} is MASTER_PORT): stop the program that listens there, or "
+            "add ports",
             quoted=tried,
         )
 

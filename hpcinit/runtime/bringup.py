@@ -155,7 +155,7 @@ def init(
     if state.runtime is not None:
         if different := state.runtime._session.request.differences(request):
             raise BringUpError(
-                f"init was called twice with different arguments: {different}; call it once, or shutdown() first"
+                f"init was called twice with different arguments: {different}; call it once, or call shutdown() first"
             )
         known: Runtime = state.runtime
         return known

@@ -218,7 +218,8 @@ def loader(name: str) -> Callable[[], Any]:
     if builder is None or builder.name != name:
         on = get_accelerator().device_name()
         raise RequestError(
-            f"op {name} does not exist for {on}, which DeepSpeed detects here: build it on a node where it runs"
+            f"op {name} does not exist for {on}, which DeepSpeed detects here: build the op on a node that has the "
+            "right accelerator"
         )
     return lambda: builder.load(verbose=False)
 

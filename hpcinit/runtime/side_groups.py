@@ -80,8 +80,8 @@ def side_group(
             raise
         reason = str(error).partition("\n")[0]
         raise BringUpError(
-            f"{where}: no group of {world_size} in {timeout.total_seconds():g} s: {reason}. Do all other ranks use "
-            f"{peers}'s functions with this address, port and number of processes?",
+            f"{where}: could not form a group of {world_size} processes within {timeout.total_seconds():g} s: "
+            f"{reason}. Do all other ranks use {peers}'s functions with this address, port and number of processes?",
             quoted=reason,
         ) from error
     names: Any = c10d._world.pg_names

@@ -134,7 +134,7 @@ class _Submission:
             if job_id:
                 return job_id
             if self._accepted >= MOST_ACCEPTED:
-                raise self._gave_up(f"{self._accepted} attempts may each have made a job, but Slurm shows none of them")
+                raise self._gave_up(f"{self._accepted} attempts may each have made a job, but Slurm shows no such job")
             self._pause("trying sbatch again")
 
     def _submit(self) -> str | None:

@@ -54,7 +54,7 @@ def render(
     if any(config.hetjob for config in configs):
         raise RequestError(
             "a sweep cannot use hetjob, because Slurm has no arrays of heterogeneous jobs: submit each combination "
-            "alone"
+            "as a separate run"
         )
     first, base = configs[0], numbers[0] // size * size
     cap = f"%{first.sweep.at_once}" if first.sweep.at_once else ""

@@ -1,9 +1,9 @@
 """Implements `hpcinit.Executor`, which submits Python functions as runs. It has the same interface as submitit.
 
-    executor = hpcinit.Executor("jobs", cluster="x")
-    executor.update_parameters(nodes=2, tasks_per_node=4, timeout_min=60)
-    job = executor.submit(train, 3e-4)
-    print(job.result())
+executor = hpcinit.Executor("jobs", cluster="x")
+executor.update_parameters(nodes=2, tasks_per_node=4, timeout_min=60)
+job = executor.submit(train, 3e-4)
+print(job.result())
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class FunctionExecutor(Executor):
         total_gb = number * pickle.stat().st_size / 2**30
         if total_gb > self.max_pickle_size_gb:
             raise RequestError(
-                f"the functions and their arguments are about {total_gb:.2g} GB of pickles, expected at most "
+                f"the functions and their arguments take about {total_gb:.2g} GB as pickles, expected at most "
                 f"{self.max_pickle_size_gb:g}: pass the names of files, or set executor.max_pickle_size_gb"
             )
 

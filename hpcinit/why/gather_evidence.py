@@ -1,5 +1,4 @@
-"""Collects the evidence about a run: error records, logs, hang reports, and what Slurm reports about the job and nodes.
-"""
+"""Collects the evidence about a run: error records, logs, hang reports, and Slurm's reports about job and nodes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Implements `hpcinit nodes`: shows and changes which nodes are excluded because they failed.
 
-    hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]
+hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Program:
             return frozenset()
         near = frozenset().union(*(self.search.concerned(operation) for operation in self.causes.values()))
         if not 0 < len(near) <= MOST_RANKS:
-            raise NotReplayable(f"{len(near) or size} ranks take part, and a replay has at most {MOST_RANKS}")
+            raise NotReplayable(f"{len(near) or size} ranks take part, but a replay can have at most {MOST_RANKS}")
         self.left[f"the other {size - len(near)} ranks, and calls that wait for an older one"] = 1
         return near
 
@@ -87,7 +87,7 @@ class Program:
         if self.near:
             operations = {one: None for one in operations if self.near.issuperset(self.search.concerned(one))}
         if (size := sum(len(self.search.concerned(one)) for one in operations)) > MOST_RECORDED:
-            raise NotReplayable(f"the dumps have {size} calls, and a replay reads at most {MOST_RECORDED}")
+            raise NotReplayable(f"the dumps contain {size} calls, but a replay reads at most {MOST_RECORDED}")
         joined = {operation[0] for operation in operations if self._lacks_a_member(operation)}
         for operation in operations:
             group, what = operation
@@ -102,7 +102,7 @@ class Program:
             elif isinstance(what, int) or not complete:
                 self.left["finished calls that the recorder of a rank has overwritten"] += 1
         if not any(map(is_open, found.values())):
-            raise NotReplayable("the dumps show no rank that waits in a call whose ranks they list")
+            raise NotReplayable("no rank in the dumps waits in a call whose members the dumps list")
         return found
 
     def _lacks_a_member(self, operation: Operation) -> bool:
@@ -158,7 +158,7 @@ class Program:
             (streams, MOST_STREAMS, "streams of calls"),
         ):
             if number > most:
-                raise NotReplayable(f"the dumps have {number} {what}, and a replay has at most {most}")
+                raise NotReplayable(f"the dumps contain {number} {what}, but a replay can have at most {most}")
 
     # In which order
 

@@ -1,5 +1,4 @@
-"""Implements `hpcinit why RUN [--replay] [--json]`: shows the first failure of a run, its cause, and what to do next.
-"""
+"""Implements `hpcinit why RUN [--replay] [--json]`: shows a run's first failure, its cause, and what to do next."""
 
 from __future__ import annotations
 

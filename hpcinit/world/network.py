@@ -64,8 +64,8 @@ def rename_host(host: str, template: str) -> str:
         name = host if _is_address(host) else f"{label}{template}{dot}{domain}"
     if not (_is_address(name) or (_NAME.fullmatch(name) and len(name) <= 255)):
         raise WorldError(
-            f"the host template {template!r} makes {name!r} of the node {host!r}, which is not a host name: expected "
-            "letters, digits, '-' and '.'"
+            f"the host template {template!r} makes {name!r} from the node name {host!r}, but that is not a host name: "
+            "expected letters, digits, '-' and '.'"
         )
     return name
 
@@ -136,9 +136,9 @@ def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
         usable = [ip for ip in parsed if ip.is_loopback]
     if not usable:
         raise WorldError(
-            f"{host} is {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address that the "
-            f"other {nodes - 1} nodes can connect to: a line of /etc/hosts on {socket.gethostname()} maps the name to "
-            "the machine itself; remove the name from that line"
+            f"{host} resolves to {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address "
+            f"that the other {nodes - 1} nodes can connect to: a line in /etc/hosts on {socket.gethostname()} maps the "
+            "name to the machine itself; remove the name from that line"
         )
     return str(min(usable, key=lambda ip: ip.version))
 

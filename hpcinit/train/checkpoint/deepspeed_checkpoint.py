@@ -56,7 +56,7 @@ def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
     finally:
         config.load_universal_checkpoint = before
     if found is None:
-        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}; its message is above")
+        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}. See the message of DeepSpeed above")
 
 
 def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> bool:

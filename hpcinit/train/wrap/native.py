@@ -273,7 +273,8 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
     if device.type == "cpu" or sharded:
         where = "on a CPU" if device.type == "cpu" else "with parallel.wrap=fsdp or tensor parallelism"
         raise RequestError(
-            f"precision.param=fp16 does not work {where}, where gradients are not scaled for its small range; use bf16"
+            f"precision.param=fp16 does not work {where}: nothing scales the gradients there, so small ones would "
+            "become 0; use bf16"
         )
 
 

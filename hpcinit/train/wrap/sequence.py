@@ -78,8 +78,8 @@ def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: 
         return Attention(forward=whole, again=whole)  # backward() would pop an outer TorchFunctionMode
     if device.type == "cpu":
         raise RequestError(
-            "parallel.cp_kind=ring does not work on a CPU, whose attention torch's context_parallel does not support; "
-            "use parallel.cp_kind=ulysses"
+            "parallel.cp_kind=ring does not work on a CPU, because torch's context_parallel does not support attention "
+            "there; use parallel.cp_kind=ulysses"
         )
     ring = partial(_ring, mesh["cp"], device)
     return Attention(forward=ring, backward=ring)

@@ -25,12 +25,14 @@ def checked(include: Collection[State] | None, device: str) -> frozenset[State]:
     Raise RequestError if a state is unknown, or if `device` is not cpu.
     """
     if device != "cpu":
-        raise RequestError(f"offload_states() got device={device!r}, expected 'cpu': DeepSpeed supports no other")
+        raise RequestError(
+            f"offload_states() got device={device!r}, expected 'cpu', the only one that DeepSpeed supports"
+        )
     chosen = STATES if include is None else include
     for name in chosen:
         if name not in STATES:
             raise RequestError(
-                f"offload_states() got the unknown state {name!r}, expected some of: {', '.join(STATES)}"
+                f"offload_states() does not know the state {name!r}; the states are: {', '.join(STATES)}"
             )
     return frozenset(chosen)
 

@@ -1,10 +1,10 @@
 """Defines Wrapped, which run.wrap() returns. The same training loop works with every wrapper:
 
-    for x, y in loader:
-        loss = F.cross_entropy(wrapped(x), y)
-        wrapped.backward(loss)
-        if wrapped.step():
-            schedule.step()
+for x, y in loader:
+    loss = F.cross_entropy(wrapped(x), y)
+    wrapped.backward(loss)
+    if wrapped.step():
+        schedule.step()
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Wrapped(abc.ABC):
         if isinstance(mode, Ulysses) and not mode.calls:
             raise RequestError(
                 f"{type(self.model).__name__} did not call F.scaled_dot_product_attention, but parallel.cp > 1: its "
-                "attention would see only parts of sequences. Use it (Hugging Face: attn_implementation='sdpa')"
+                "attention would see only parts of sequences. Call this function (Hugging Face: "
+                "attn_implementation='sdpa')"
             )
         return tree_map_only(Tensor, _in_float32, found)
 
@@ -90,8 +91,8 @@ class Wrapped(abc.ABC):
         self.refuse_offloaded("backward()")
         if self._to_step:
             raise RequestError(
-                "backward() was called twice without step(): call step() after every backward(), also during "
-                "accumulation"
+                "backward() was called twice without step(): call step() after every backward(), even during "
+                "gradient accumulation"
             )
         with self._attention.backward():
             self._backward(loss)
@@ -109,7 +110,8 @@ class Wrapped(abc.ABC):
         self.refuse_offloaded("step()")
         if not self._to_step:
             raise RequestError(
-                "step() was called without a backward() before it: call both in turn, also during accumulation"
+                "step() was called without a backward() before it: call backward() and step() in turn, even during "
+                "gradient accumulation"
             )
         complete = self._at_boundary()
         self._step(complete)
@@ -148,7 +150,8 @@ class Wrapped(abc.ABC):
         if self.optimizer is None:
             raise RequestError(
                 "offload_states() needs an optimizer, because DeepSpeed and torch move the optimizer's states: pass "
-                "run.wrap one, or use deepspeed.offload_param=cpu for a model that is only evaluated in ZeRO 3"
+                "an optimizer to run.wrap, or use deepspeed.offload_param=cpu for a model that is only evaluated in "
+                "ZeRO 3"
             )
         if not self.between_steps:
             raise RequestError(

@@ -198,8 +198,8 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
         return  # inherited from a rank of hpcinit, or set before srun
     if chosen is single:
         raise WorldError(
-            f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but LOCAL_RANK is not set, expected this "
-            "rank's number among those that share the node's devices (0 if the rank sees only its own device)"
+            f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but LOCAL_RANK is not set. Set it to "
+            "this rank's index among the ranks that share the node's devices (0 if the rank sees only its own device)"
         )
     raise WorldError(
         f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but {chosen.NAME} started only 1 rank: if your "

@@ -242,5 +242,5 @@ def check_horovod(world: World) -> None:
     if (hvd.rank(), hvd.size()) != (world.rank, world.world_size):
         raise WorldError(
             f"Horovod is initialized as rank {hvd.rank()} of {hvd.size()}, and {world.launcher} started this process "
-            f"as rank {world.rank} of {world.world_size}: start the ranks with one of them only"
+            f"as rank {world.rank} of {world.world_size}: start the ranks with only one of the two"
         )

@@ -416,8 +416,8 @@ def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNo
     tasks = number(env, "SLURM_STEP_NUM_TASKS", ONE_TASK)
     if tasks != nodes or env.get("SLURM_LOCALID") != "0":
         raise RequestError(
-            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this is number {env.get('SLURM_LOCALID')} of its "
-            f"node (SLURM_LOCALID), but the run has {nodes} node{'s' * (nodes != 1)} x {ranks_per_node} ranks: "
+            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this process is task {env.get('SLURM_LOCALID')} "
+            f"on its node (SLURM_LOCALID), but the run has {nodes} node{'s' * (nodes != 1)} x {ranks_per_node} ranks: "
             f"{ONE_TASK}"
         )
     return ForkNode(number(env, "SLURM_NODEID", ONE_TASK), nodes, ranks_per_node, env.get("SLURMD_NODENAME", ""))
