@@ -100,9 +100,9 @@ def submission(path: Path) -> dict[str, Any]:
 
 
 def last_submission(path: Path) -> dict[str, Any]:
-    """Return submission.json from this process's cache. Read the file if this process has not read it yet.
+    """Return the content of submission.json as this process last read it.
 
-    Raise RequestError if the file cannot be read.
+    If this process has not read the file yet, read it. Raise RequestError if that fails.
     """
     return _submissions.get(str(path)) or submission(path)
 

@@ -86,7 +86,7 @@ class Demand:
 
     @property
     def own(self) -> int:
-        """Return P, the number of parameters in a rank's part of the model, as if all layers had the same size."""
+        """Return P, the number of parameters in a rank's part of the model. All layers count as equally large."""
         return -(-self.parameters // (self.layout.tp * self.layout.pp))
 
     @property

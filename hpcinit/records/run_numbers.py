@@ -64,7 +64,7 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """Remove old marks after `run` was submitted: those of its name with a number more than KEPT below its own."""
+    """After `run` was submitted, remove the old marks of its name: those with numbers more than KEPT below its own."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):

@@ -52,17 +52,18 @@ def proof(key: str, side: str, challenge: str, about: str) -> str:
 
 
 def same(one: object, other: str) -> bool:
-    """Return whether `one`, which may have any type, is the proof `other`.
+    """Compare a value from a message with the expected proof, in constant time. Return whether they are equal.
 
-    The time taken does not depend on the difference.
+    one: the value, which may have any type.
+    other: the expected proof.
     """
     return isinstance(one, str) and one.isascii() and hmac.compare_digest(one, other)
 
 
 def key_id(key: str, job: str) -> str:
-    """Return a short identifier of the key that does not reveal it.
+    """Return a short identifier of the key that does not reveal the key.
 
-    Messages show it if processes have different keys.
+    Messages show it if two processes have different keys.
     """
     return proof(key, "key", "", job)[:8]
 

@@ -211,8 +211,8 @@ class Connections:
 
     The callbacks are called in that thread.
 
-    on_message: called with each message. An exception in it ends only that connection.
-    on_end: called after a connection's socket is closed, with the last error.
+    on_message: a function that is called with each message. An exception in it ends only that connection.
+    on_end: a function that is called after a connection's socket is closed, with the last error.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class RendezvousServer(RendezvousEndpoint):
     key: the secret of this submission.
     job: the name of this attempt.
     made_of: the fingerprint of this rank's environment.
-    on_connected: called in a thread when all ranks have connected, and also by close().
+    on_connected: a function that is called in a thread when all ranks have connected, and also by close().
     """
 
     def __init__(

@@ -104,7 +104,8 @@ class LoaderWorkers:
     rank_pid: the process that called install().
     numbers: the signals after which a rank saves and stops.
     terminated: the ids of protected processes that this rank ended itself.
-    on_death: called with torch's error when a worker dies. It returns True if the rank continues without the worker.
+    on_death: a function that is called with torch's error when a worker dies. It returns True if the rank continues
+        without the worker.
     """
 
     rank_pid: int | None = None

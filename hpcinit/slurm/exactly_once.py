@@ -59,10 +59,11 @@ def submit(
     patience_s: how long to wait for a controller that is down.
     confirm: whether to check after SAVED_S seconds that the controller still has the job. If anything went wrong
         before, this check is always made.
-    interrupted: returns whether the user pressed Ctrl-C.
-    show: prints why the submission is waiting.
-    started: returns the id of the job that has started `script`, according to the job's own record, or ''.
-    attempt: calls sbatch once.
+    interrupted: a function that returns whether the user pressed Ctrl-C.
+    show: a function that prints why the submission is waiting.
+    started: a function that returns the id of the job that has started `script`, according to the job's own record, or
+        ''.
+    attempt: a function that calls sbatch once.
 
     Raise SubmitError if there is no job, and KeyboardInterrupt if the user pressed Ctrl-C and there is no job. If there
     may be a job, raise MaybeSubmitted. Any unexpected error counts as that.

@@ -17,7 +17,8 @@ def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
     An example is 'task 3 on n2 used up to 481 MB; the job requested 500 MB per node ...'. Slurm measures each task only
     now and then, by default every 30 s, so it misses short peaks.
 
-    is_other: returns whether a command line in the accounting belongs to another job. Slurm may reuse a job id.
+    is_other: a function that returns whether a command line in the accounting belongs to another job. Slurm may reuse a
+        job id.
     """
     command = ["sacct", "--noheader", "--parsable2", f"--jobs={job_id}", FIELDS, "--units=M"]
     try:

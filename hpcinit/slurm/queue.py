@@ -143,7 +143,7 @@ class QueueQuery:
     def jobs(self, late: Callable[[], None] | None = None, at_most: timedelta | None = None) -> list[Job]:
         """Wait for squeue and return the jobs. Raise Unreachable if Slurm does not reply.
 
-        late: called if squeue takes longer than LATE_S seconds.
+        late: a function that is called if squeue takes longer than LATE_S seconds.
         at_most: the timeout.
         """
         if self._jobs is None:

@@ -71,7 +71,7 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
 def explain(message: str, script: str, key: Callable[[str], str]) -> str:
     """Return the #SBATCH lines of `script`, or the limit, that caused sbatch's error `message`. If unknown, return ''.
 
-    key: returns the config key that sets an sbatch option.
+    key: a function that returns the config key that sets an sbatch option.
     """
     for reason, (whose, shown) in COUNTS.items():
         if reason in message:

@@ -54,7 +54,8 @@ def find(
 
     known: the job ids that sbatch printed.
     alone: whether no other job runs `script`. Then a job that runs it matches even if the site changed its comment.
-    started: returns the id of the job that has started `script`, according to the job's own record, or ''.
+    started: a function that returns the id of the job that has started `script`, according to the job's own record, or
+        ''.
     """
     try:
         jobs = own_jobs(env, ended=True).jobs()

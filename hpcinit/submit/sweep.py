@@ -205,7 +205,7 @@ def submit_all(
     Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted. In these cases the
     folder is removed, but not after MaybeSubmitted.
 
-    write_more: writes additional files into the run folder of the request with this number.
+    write_more: a function that writes additional files into the run folder of the request with this number.
     """
     config = requests[0].config
     tasks = [request.combination for request in requests]

@@ -308,7 +308,7 @@ def submit(
     is no job and no folder, except after MaybeSubmitted.
 
     argv: the command line to record.
-    write_more: writes additional files into the run folder of the request with this number.
+    write_more: a function that writes additional files into the run folder of the request with this number.
     """
     config, document = asked.config, asked.document
     workdir = job_spec.workdir(config)

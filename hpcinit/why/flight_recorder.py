@@ -169,7 +169,7 @@ class Recording:
         return self._batches.keys()
 
     def collectives(self) -> list[tuple[int, Group]]:
-        """Return the group of each recorded collective, with the number of the collective among the rank's calls."""
+        """Return, for each recorded collective, its position among the rank's calls, and its group."""
         return [(_order(*batch[0]), group) for (group, what), batch in self._batches.items() if isinstance(what, int)]
 
     @property

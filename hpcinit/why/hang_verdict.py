@@ -258,7 +258,7 @@ class Search:
         return bool(group.members) or group.description == DEFAULT
 
     def concerned(self, operation: Operation) -> frozenset[int]:
-        """Return the global ranks that take part in an operation."""
+        """Return the ranks that take part in an operation, as global ranks."""
         group, what = operation
         if isinstance(what, Message):
             order = self.orders[group]
@@ -460,7 +460,7 @@ class Search:
         return calls, sized, typed
 
     def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
-        """Return, for each rank that has called the operation, the values that must be equal on all of them."""
+        """Return, for each rank that has called the operation, the values that must agree between the ranks."""
         return self._keys(operation, *self._compared(operation, ranks))
 
     def _keys(
@@ -714,7 +714,7 @@ class Search:
 
 
 class Clause(NamedTuple):
-    """The evidence against a culprit as a clause without a subject, in the singular and the plural."""
+    """The evidence against a rank, worded as a clause without a subject. It has a singular and a plural form."""
 
     one: str
     several: str

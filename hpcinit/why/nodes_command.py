@@ -35,7 +35,7 @@ class Limits:
 def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
     """Run the command and return its exit status.
 
-    configured: returns the limits that a submission with these overrides has.
+    configured: a function that returns the limits that a submission with these overrides has.
     """
     options = console.parse_arguments(nodes_parser(), list(argv))
     if odd := [one for one in options.overrides if "=" not in one]:

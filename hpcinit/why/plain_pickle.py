@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class Reader:
-    """Executes the opcodes of one pickle."""
+    """Reads one pickle by executing its opcodes."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Reader:
     ) -> None:
         """Prepare to read the dict in `data` and the last `most` items of its list `key`.
 
-        take: called with each complete item. It returns what to keep of the item.
-        check: called regularly. It raises ValueError to stop reading.
+        take: a function that is called with each complete item. It returns what to keep of the item.
+        check: a function that is called regularly. It raises ValueError to stop reading.
         skip: whether to skip all other items of the list. If a later value refers to part of a skipped item, it
             contains FORGOTTEN.
         unneeded: a key of items whose value may be FORGOTTEN too.

@@ -20,7 +20,10 @@ INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the errors that no other rank's failure caused, in the order of time. After these, yield an interrupt."""
+    """Yield the errors that no other rank's failure caused, in the order of time.
+
+    If a rank was interrupted, yield that last.
+    """
     ordered = evidence.ordered
     for one in ordered:
         if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:

@@ -89,7 +89,8 @@ def find_address(
     same result, unless some nodes cannot resolve names that others can. Raise WorldError if no address is found.
 
     nodes: the number of nodes in the job.
-    node_addr: returns the address that Slurm has for a node (NodeAddr). Called only if no name resolves.
+    node_addr: a function that returns the address that Slurm has for a node (NodeAddr). Called only if no name
+        resolves.
     """
     renamed = rename_host(host, template) if template else host
     made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""

@@ -71,7 +71,7 @@ def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
     in its main thread (for example an evaluation), or waits for a compiler. The function counts checks instead of
     seconds, because a suspended process makes no checks.
 
-    is_over: returns whether the rank has made progress since then, so that it is not stuck.
+    is_over: a function that returns whether the rank has made progress since then, so that it is not stuck.
     longest_s: how long the longest step took, in seconds.
     """
     turns, working, before = 0, 0, None

@@ -1,6 +1,6 @@
-"""Saves and loads DeepSpeed's checkpoints. To load one with another number of ranks, it is converted first.
+"""Saves and loads DeepSpeed's checkpoints.
 
-The converted checkpoint has DeepSpeed's universal format.
+If the number of ranks has changed, the checkpoint is first converted to DeepSpeed's universal format.
 """
 
 from __future__ import annotations
