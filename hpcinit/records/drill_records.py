@@ -1,8 +1,7 @@
-"""What each rank writes for `hpcinit drill`:
+"""Reads and writes what each rank records for `hpcinit drill`.
 
-one line per optimizer step, and one per file it creates outside its folder.
-
-The drill sets the variable ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes the lines, and
+A rank writes one line per optimizer step, and one per file that it creates outside of the drill's folder. The drill
+sets the variable ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes the lines, and
 hpcinit/drill reads them.
 """
 

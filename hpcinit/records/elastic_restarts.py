@@ -78,7 +78,7 @@ def from_json(line: str) -> Restart:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """Return the earliest restart whose error is not secondary, or the earliest of all if every error is secondary."""
+    """Return the earliest restart that no other rank's failure caused. If there is none, return the earliest of all."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 

@@ -99,7 +99,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failure:
-    """A message of srun that tasks failed, or of Slurm that it is ending the step. For the latter, host is ''.
+    """srun's message that tasks failed, or Slurm's message that it is ending the step. For the latter, host is ''.
 
     status: the exit status, as a shell reports it.
     how: how the tasks ended, in the wording of srun.
@@ -213,9 +213,9 @@ def failures(lines: Iterable[str]) -> Iterator[Failure]:
 
 
 def node_failed(lines: Iterable[str]) -> bool:
-    """Return whether Slurm reports a failed node, as in 'srun:
+    """Return whether Slurm reports a failed node.
 
-    error: Node failure on n2' or '... DUE TO NODE FAILURE ***'.
+    Examples are 'srun: error: Node failure on n2' and '... DUE TO NODE FAILURE ***'.
     """
     return any(_NODE_FAILURE.search(line) for line in lines if is_from_slurm(line))
 

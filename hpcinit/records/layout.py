@@ -155,9 +155,9 @@ class Layout:
         return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """Yield a text such as 'with tp 8:
+        """Yield a text for each degree that makes the layout fit if only this degree changes.
 
-        dp_replicate 3' for each degree that makes the layout fit if only it changes.
+        An example is 'with tp 8: dp_replicate 3'.
         """
         wanted = self._wanted()
         for name, degree in wanted.items():

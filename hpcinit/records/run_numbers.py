@@ -50,7 +50,7 @@ def take(run: Path) -> None:
 
 
 def mark(run: Path, flags: int = 0) -> None:
-    """Record the number of the folder `run` in a mark. Raise OSError if the file cannot be written.
+    """Create the mark that records the number of the folder `run`. Raise OSError if the file cannot be written.
 
     flags: additional flags for os.open.
     """

@@ -72,9 +72,9 @@ class SpanRecord:
         self._open = self._open._replace(first=step, last=step)
 
     def step(self, step: int, now: float) -> None:
-        """Record how many training steps are finished.
+        """Record that a training step is finished.
 
-        step: the number of finished steps, or -1 if the program only reports that one more step is finished.
+        step: how many steps are finished, or -1 if the program does not report a number.
         """
         mine = self._open
         if mine.what == STEPS:

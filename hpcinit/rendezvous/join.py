@@ -36,7 +36,7 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        """Return rank 0's addresses, likeliest first. notes: what to print about the likeliest one."""
+        """Return rank 0's addresses, likeliest first. Also set `notes` to what to print about the likeliest address."""
         best, *others = rank_0.addresses(world, spec.comm.host_template if spec else "")
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]

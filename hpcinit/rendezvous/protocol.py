@@ -273,9 +273,9 @@ class ClockOffset:
 
     @property
     def known(self) -> tuple[float, float] | None:
-        """Return (offset, uncertainty) in seconds, or None before any reply.
+        """Return how many seconds rank 0's clock is ahead of this node's, and the uncertainty.
 
-        This node's time plus the offset is rank 0's time.
+        Before any reply, return None.
         """
         if math.isinf(self._least) or math.isinf(self._most):
             return None

@@ -1,4 +1,7 @@
-"""Renders the lines of the batch script before the ranks start: modules, environment, variables, secrets, own lines."""
+"""Renders the lines that the batch script runs before the ranks start.
+
+These lines load modules, activate the environment, set variables, read secrets, and run the user's own lines.
+"""
 
 from __future__ import annotations
 

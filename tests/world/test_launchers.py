@@ -404,7 +404,7 @@ def test_initialized_horovod_must_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert launchers.read(HOROVOD[1]).rank == 1
     assert refusal(HOROVOD[0]) == (
         "Horovod is initialized as rank 1 of 2, and horovod started this process as rank 0 of 2: start the ranks with "
-        "one of them only"
+        "only one of the two"
     )
     assert "Horovod is initialized as rank 1 of 2, and slurm started this process as rank 2 of 4" in refusal(step())
 

@@ -43,7 +43,7 @@ PID = re.compile(r"\(pid (\d+)\)")
 
 
 def install(numbers: Collection[int]) -> None:
-    """Protect the workers that this rank will start from signals.
+    """Protect the DataLoader workers that this rank will start, so that certain signals do not end them.
 
     numbers: the signals after which a rank saves and stops. A second call replaces them.
     """

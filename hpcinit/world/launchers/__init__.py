@@ -1,6 +1,6 @@
 """Detects which launcher started the ranks, and reads the world from its variables.
 
-Also checks other launchers' variables.
+It also compares these with the variables of other launchers.
 """
 
 from __future__ import annotations
