@@ -1,7 +1,8 @@
-"""Computes the samples per step: global batch = micro batch x accumulation x data parallel size.
+"""Computes how many samples a training step uses: global batch = micro batch x accumulation x data parallel size.
 
-The formula is DeepSpeed's (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
-parallel size). The ranks of a pipeline, context or tensor parallel group work on the same samples and count once.
+DeepSpeed uses the same formula (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
+parallel size). All ranks of a pipeline, context or tensor parallel group work on the same samples, so such a group
+counts as one rank here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from hpcinit.base.errors import RequestError
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch sizes of one step.
+    """The batch sizes of one training step. Raise RequestError if a number is below 1.
 
-    micro: samples in one forward pass of a rank. accumulation: forward passes per step. data_parallel: groups of ranks
-    with different samples. Raise RequestError for a number below 1.
+    micro: how many samples a rank processes in one forward pass.
+    accumulation: how many forward passes a rank runs per step.
+    data_parallel: how many groups of ranks get different samples.
     """
 
     micro: int
@@ -29,20 +31,21 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """Return the global batch: samples per step over all ranks."""
+        """Return the global batch: how many samples all ranks together process in one step."""
         return self.micro * self.accumulation * self.data_parallel
 
     def equation(self) -> str:
-        """Return 'micro 4 x accumulation 2 x data parallel 8 = 64'."""
+        """Return the equation as text, such as 'micro 4 x accumulation 2 x data parallel 8 = 64'."""
         return (
             f"micro {self.micro} x accumulation {self.accumulation} x data parallel {self.data_parallel} = {self.total}"
         )
 
 
 def solve(micro: int | None, accumulation: int | None, total: int | None, data_parallel: int) -> Batch:
-    """Return the Batch from any two of the three numbers. With one number, accumulation (or else micro) is 1.
+    """Compute the missing batch size from the other two, and return the Batch.
 
-    Do not round: raise RequestError with the nearest values that work.
+    If only one of the three sizes is given, accumulation becomes 1; if that one is accumulation, micro becomes 1. If
+    the sizes don't divide evenly, raise RequestError with the nearest values that work.
     """
     for key, value in (("micro", micro), ("accumulation", accumulation), ("global", total)):
         if value is not None:
@@ -78,7 +81,10 @@ def _indivisible(key: str, given: int, total: int, data_parallel: int) -> str:
 
 
 def _divisors_around(number: int, near: int) -> tuple[int, int | None]:
-    """Return the divisors of `number` just below and above `near`. `near` itself is no divisor."""
+    """Return the largest divisor of `number` below `near` and the smallest one above it.
+
+    `near` itself must not be a divisor.
+    """
     below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)
     above = next((n for n in range(near + 1, number + 1) if number % n == 0), None)
     return below, above

@@ -1,8 +1,8 @@
-"""Recognizes messages of other programs: what each shows, which ranks it names, and what to do about it.
+"""Recognizes error messages of other programs: what each one means, which ranks it names, and what to do about it.
 
-Each question has one table. The patterns match messages of torch, NCCL, gloo, CUDA's driver, DeepSpeed, Megatron-LM,
-Python and Slurm. Errors that hpcinit raises have their kind in the error record. A secondary error is a consequence of
-another rank's failure.
+There is one table per question. The patterns match messages of torch, NCCL, gloo, the CUDA driver, DeepSpeed,
+Megatron-LM, Python and Slurm. Errors that hpcinit raises need no pattern, because their error record contains the kind.
+A secondary error is an error that another rank's failure caused.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ DIFFERENT_CALLS = "the ranks run different code or data at this point: compare w
 
 
 class Message(NamedTuple):
-    """A message of another program that `why` recognizes.
+    """An error message of another program that `hpcinit why` recognizes.
 
-    kind: what the message shows. pattern: its groups, if any, have the ranks at fault. advice: what to do.
+    kind: what the message means.
+    pattern: a regular expression. Its groups, if any, capture the ranks at fault.
+    advice: what the user should do.
     """
 
     kind: str
@@ -239,9 +241,11 @@ ADVICE = {
 
 
 def is_secondary_text(error: str, traceback: str = "") -> bool:
-    """Return whether another program's message is a consequence of another rank's failure.
+    """Return whether another program's error message is a secondary error, caused by another rank's failure.
 
-    A broken connection counts only if it was to another rank. traceback: the error's, '' if unknown.
+    A broken connection counts only if the connection was to another rank.
+
+    traceback: the traceback of the error, or '' if unknown.
     """
     unquoted = _QUOTED.sub("''", error)
     if not (found := SECONDARY.search(unquoted)) or NAMES_THE_CAUSE.search(error):
@@ -252,17 +256,17 @@ def is_secondary_text(error: str, traceback: str = "") -> bool:
 
 
 def is_secondary(record: ErrorRecord) -> bool:
-    """Return whether the error is a consequence of another rank's failure."""
+    """Return whether the recorded error was caused by another rank's failure."""
     return record.kind in failure_kinds.SECONDARY or is_secondary_text(record.foreign, record.traceback)
 
 
 def is_timeout(record: ErrorRecord) -> bool:
-    """Return whether a collective of the rank timed out, because another rank did not call it."""
+    """Return whether the rank's error is a collective that timed out because another rank did not call it."""
     return bool(TIMEOUT.search(record.foreign))
 
 
 def secondary_name(record: ErrorRecord) -> str:
-    """Return the name of the secondary error in the record, or '' if it is not secondary."""
+    """Return the name of the secondary error in the record, or '' if the recorded error is not a secondary one."""
     if record.kind in failure_kinds.SECONDARY:
         return failure_kinds.SECONDARY[record.kind]
     found = SECONDARY.search(record.foreign)
@@ -270,9 +274,10 @@ def secondary_name(record: ErrorRecord) -> str:
 
 
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
-    """Return the matching row of KINDS and the ranks at fault that the message names, or None if no row matches.
+    """Find the row of KINDS that matches an error message. Return it with the ranks at fault, or return None.
 
-    A text in quotes may be a value, as in KeyError: 'nan'. Only patterns with quotes match it.
+    The ranks at fault are those that the message names. A text in quotes may be a value, as in KeyError: 'nan', so only
+    patterns that contain quotes are compared with it.
     """
     unquoted = _QUOTED.sub("''", error)
     for row in KINDS:
@@ -284,16 +289,19 @@ def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
 
 
 def kind(error: str) -> tuple[str, str]:
-    """Return (kind, advice) of another program's message: ('cuda-memory', ...), or ('program', ...) if none matches."""
+    """Return the kind of another program's error message, such as 'cuda-memory', and advice.
+
+    If no pattern matches, the kind is 'program'.
+    """
     found = message(error)
     return (found[0].kind, found[0].advice) if found else (failure_kinds.PROGRAM, ADVICE[failure_kinds.PROGRAM])
 
 
 def of_record(record: ErrorRecord) -> tuple[str, str]:
-    """Return (kind, advice) of a record.
+    """Return (kind, advice) for an error record.
 
-    If an error of hpcinit quotes another program and a pattern matches the quoted text, return that kind, else its own.
-    A kind from a later version counts as 'program'.
+    If hpcinit raised the error and its message quotes another program, the quoted text is matched first. If no pattern
+    matches, return the kind in the record. Kinds that only a later version knows become 'program'.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:
@@ -307,7 +315,7 @@ _OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in furt
 
 
 def short(error: str) -> str:
-    """Return an error on one line, with the line of NCCL or torch that contains the reason."""
+    """Return an error message on one line. For an error of NCCL, the line contains NCCL's reason."""
     line = brief(error)
     if last := _LAST.search(error):
         return f"{line.partition(':')[0]}: NCCL error: {brief(last[1])}"

@@ -1,4 +1,7 @@
-"""Components of a heterogeneous job in one world. Ranks are numbered over them in order. Other jobs have one."""
+"""The components of a heterogeneous job whose ranks form one world. Any other job has exactly one component.
+
+Ranks are numbered across the components, in the order of the components.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes with the same number of ranks."""
+    """Nodes of a job that all have the same number of ranks."""
 
     nodes: int
     ranks_per_node: int
@@ -24,22 +27,25 @@ class Component:
 
 
 def ranks(parts: Sequence[Component]) -> int:
-    """Return the number of ranks of all components."""
+    """Return the total number of ranks in all components."""
     return sum(part.ranks for part in parts)
 
 
 def ranks_in_a_row(parts: Sequence[Component]) -> int:
-    """Return how many consecutive ranks are on one node, counted from any multiple of that number."""
+    """Return the largest number for which each aligned block of that many ranks is on one node.
+
+    For example, with 4, ranks 0 to 3 share a node, and so do ranks 4 to 7.
+    """
     return math.gcd(*(part.ranks_per_node for part in parts))
 
 
 def shape(parts: Sequence[Component]) -> str:
-    """Return '2 nodes x 4 ranks + 1 node x 1 rank'."""
+    """Describe the components, as in '2 nodes x 4 ranks + 1 node x 1 rank'."""
     return " + ".join(map(str, parts))
 
 
 def node_of(parts: Sequence[Component], rank: int) -> int:
-    """Return the index of a rank's node among the nodes of all components, in order."""
+    """Return the index of the node on which `rank` runs. Nodes are counted across all components, in order."""
     nodes = 0
     for part in parts:
         if rank < part.ranks:

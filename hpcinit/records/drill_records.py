@@ -1,6 +1,8 @@
-"""What a rank reports to `hpcinit drill`: a line for each optimizer step, and one for each file outside of its folder.
+"""Reads and writes what each rank records for `hpcinit drill`.
 
-The drill sets ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes, hpcinit/drill reads.
+A rank writes one line per optimizer step, and one per file that it creates outside of the drill's folder. The drill
+sets the variable ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes the lines, and
+hpcinit/drill reads them.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ PROGRESS = "progress.jsonl"  # {step, time, values} of each run.progress() of ra
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of a rank, as it was before the step.
+    """The state of a rank just before an optimizer step.
 
-    at: size of the rank's log. time: since 1970. lr: learning rate of each parameter group. weights, state_sum: sums of
-    absolute values of the parameters and of the optimizer's state, whose number of tensors is `states`. rng: checksums
-    of the random states by library. batch: checksum of the inputs since the step before, 0 without any.
+    at: the size of the rank's log, in bytes.
+    time: seconds since 1970.
+    lr: the learning rate of each parameter group.
+    weights, state_sum: the sums of the absolute values of the parameters and of the optimizer's state.
+    states: the number of tensors in the optimizer's state.
+    rng: a checksum of the random state of each library.
+    batch: a checksum of the inputs since the previous step, or 0 if there were none.
     """
 
     at: int
@@ -39,7 +45,10 @@ class Step:
 
 
 def append(path: Path, document: dict[str, Any]) -> None:
-    """Append a JSON line in one write, or nothing if the disk is full: that must not end the program."""
+    """Append a line of JSON to the file in one write.
+
+    If the disk is full, write nothing, because a full disk must not end the program.
+    """
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -49,7 +58,7 @@ def append(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete JSON lines of a file from byte `start` on, and the position of the next one."""
+    """Return the complete JSON lines of a file from byte `start` on, and the byte at which the next line starts."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(start)
         data = file.read()
@@ -63,11 +72,11 @@ def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
 
 
 def created_outside(root: Path) -> list[str]:
-    """Return what the ranks of all attempts have created outside of the drill's folder."""
+    """Return the files that the ranks created outside of the drill's folder, in all attempts."""
     reports = [one for path in root.glob(f"attempt-*/{OUTSIDE}") for one in read_lines(path)[0]]
     return [str(one["path"]) for one in reports if not one["refused"]]
 
 
 def steps(folder: Path, rank: int) -> list[Step]:
-    """Return the steps of a rank; [] if it made none, or not with an optimizer of torch."""
+    """Return the recorded optimizer steps of a rank. Without a step of a torch optimizer, the list is empty."""
     return [from_known_fields(Step, one) for one in read_lines(folder / f"rank-{rank}.jsonl")[0]]

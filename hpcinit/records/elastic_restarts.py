@@ -1,7 +1,7 @@
-"""Records restarts inside a job, with launch=torchrun or restart.warm: elastic.jsonl, one line per restart.
+"""Records restarts inside a job (launch=torchrun or restart.warm) in elastic.jsonl, one line per restart.
 
-Before each restart, the error records and hang reports of the failed start are moved to a folder `before-...`. So the
-run folder shows only those of the last start.
+Before each restart, hpcinit moves the error records and hang reports of the failed attempt to a folder `before-...`. So
+the run folder itself contains only those of the last attempt.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ PHASES = ("detect", "end", "fork", "rendezvous", "load", "first_step")
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart of all ranks. job: World.job of the start that failed. number: 1 for the first in this step.
+    """One restart of all ranks.
 
-    how: 'Killed', 'Exited with exit code 1'. error: one line of the rank's error, or ''. step: the last reported one,
-    or -1. time: seconds since 1970. secondary: whether the error is a consequence of another rank's failure.
-
-    furthest: with a warm restart, the last step of rank 0 or the last checkpoint that this start completed. phases:
-    seconds of each of PHASES, as far as known.
+    job: World.job of the attempt that failed.
+    number: counts the restarts within this Slurm step, from 1.
+    how: how the failed process ended, such as 'Killed' or 'Exited with exit code 1'.
+    error: the rank's error on one line, or ''.
+    step: the last reported training step, or -1.
+    time: seconds since 1970.
+    secondary: whether another rank's failure caused this error.
+    furthest: after a warm restart, the last step of rank 0, or of the last checkpoint that the attempt completed.
+    phases: the duration in seconds of each phase in PHASES, as far as it was measured.
     """
 
     job: str
@@ -63,7 +67,10 @@ class Restart:
 
 
 def from_json(line: str) -> Restart:
-    """Return the Restart in a line. Raise ValueError, TypeError or AttributeError if there is none."""
+    """Parse one line of elastic.jsonl as a Restart.
+
+    Raise ValueError, TypeError or AttributeError if that is not possible.
+    """
     try:
         return run_folder.from_known_fields(Restart, json.loads(line))
     except RecursionError:
@@ -71,26 +78,29 @@ def from_json(line: str) -> Restart:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """Return the earliest restart that is not secondary. If all are secondary, return the earliest."""
+    """Return the earliest restart that no other rank's failure caused. If there is none, return the earliest of all."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 
 def round_folder(step: str, number: int) -> str:
-    """Return World.job of restart round `number` in the step '43.0.1' (job, step, restart): '43.0e2.1'."""
+    """Return World.job of a restart round. For step '43.0.1' (job, step, restart) and round 2, it is '43.0e2.1'."""
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step
 
 
 def agents_folder(step: str) -> str:
-    """Return World.job of the agents' rendezvous in the step '43.0.1': '43.0a.1'."""
+    """Return World.job of the rendezvous of torchrun's agents.
+
+    For step '43.0.1' (job, step, restart), it is '43.0a.1'.
+    """
     head, _, restart = step.rpartition(".")
     return f"{head}a.{restart}"
 
 
 def read(folder: Path) -> Iterator[Restart]:
-    """Yield the recorded restarts of the run folder. Skip lines that cannot be read.
+    """Yield the restarts that the run folder records. Unreadable lines are skipped.
 
-    A warm restart has a second line when its phases are complete, which replaces the first.
+    A warm restart gets a second line when all its phases are complete. That line replaces the first.
     """
     found: dict[tuple[str, int], Restart] = {}
     for one in run_folder.read_lines(Restart, folder / run_folder.ELASTIC):
@@ -99,9 +109,10 @@ def read(folder: Path) -> Iterator[Restart]:
 
 
 def of_failure(folder: Path, job: str, number: int, rank: int, host: str, status: int, step: int) -> Restart:
-    """Return the restart that the failure of a rank causes, with the error that it recorded in the start `job`.
+    """Return the Restart to record after a rank failed, with the error that the rank recorded in the attempt `job`.
 
-    status: its exit status, -9 for SIGKILL. step: the last that it reported, -1 if unknown.
+    status: the exit status of the rank, such as -9 for SIGKILL.
+    step: the last training step that the rank reported, or -1 if unknown.
     """
     from hpcinit.records import causes, error_records, job_log  # noqa: PLC0415 - as in set_aside()
 
@@ -121,19 +132,19 @@ def of_failure(folder: Path, job: str, number: int, rank: int, host: str, status
 
 
 def furthest(folder: Path) -> int:
-    """Return the last step that rank 0 reported, or -1 if it has not reported any."""
+    """Return the last training step that rank 0 reported, or -1 if it has not reported any."""
     step = safe_files.json_or_empty(folder / run_folder.PROGRESS).get("step")
     return step if isinstance(step, int) else -1
 
 
 def record(folder: Path, restart: Restart) -> None:
-    """Append a restart to the record. Raise OSError if the file cannot be written."""
+    """Append a restart to elastic.jsonl. Raise OSError if the file cannot be written."""
     with (folder / run_folder.ELASTIC).open("a") as file:
         file.write(restart.to_json() + "\n")
 
 
 def set_aside(folder: Path, job: str) -> None:
-    """Move the error records and hang reports of the start `job` to folders `before-JOB`.
+    """Move the error records and hang reports of the attempt `job` to folders named `before-JOB`.
 
     Raise OSError if a file cannot be moved.
     """

@@ -1,6 +1,6 @@
 """The record of a rank's error: errors/rank-N.json in the run folder.
 
-The job writes it, and the login node reads it.
+The job writes the record on a compute node. Commands such as `hpcinit why` read it on the login node.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from hpcinit.records import run_folder
 class ErrorRecord:
     """The error of one rank.
 
-    time: seconds since 1970, by the node's clock. monotonic: seconds since the node booted, which do not change when
-    the clock is set. phase: 'start-up', 'training', 'saving', ... step: the last reported step, or -1. job: World.job,
-    which is unique to this start.
-
-    kind: one of base/failure_kinds.py if hpcinit raised the error, '' if another program did. rank_at_fault,
-    host_at_fault: the rank whose failure caused this one; None and '' if unknown. quoted: another program's output in
-    hpcinit's message. hang: the fields of hang_report.HangReport; None for other errors.
+    time: seconds since 1970, by the node's clock.
+    monotonic: seconds since the node booted. Unlike `time`, this doesn't jump when someone sets the clock.
+    phase: what the rank was doing: 'start-up', 'training', 'saving', ...
+    step: the last reported training step, or -1.
+    job: World.job, which is unique to this attempt.
+    kind: one of base/failure_kinds.py if hpcinit raised the error, or '' if another program did.
+    rank_at_fault, host_at_fault: the rank whose failure caused this error, or None and '' if unknown.
+    quoted: the output of another program that hpcinit's message quotes.
+    hang: the fields of hang_report.HangReport, or None if the error is not a hang.
     """
 
     time: float
@@ -45,7 +47,10 @@ class ErrorRecord:
 
     @property
     def foreign(self) -> str:
-        """Return the message of another program: `error`, or `quoted` if hpcinit raised the error."""
+        """Return the other program's message in this record.
+
+        That is `quoted` if hpcinit raised the error, and otherwise `error`.
+        """
         return self.quoted if self.kind else self.error
 
     @property
@@ -58,16 +63,16 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Found:
-    """A record, and the time when its file was written, by the clock of the file system (with NFS: the server's)."""
+    """An error record, and when its file was written by the clock of the file system (for NFS, the server's clock)."""
 
     record: ErrorRecord
     written: float
 
 
 def read(folder: Path, name: str = "rank-*.json") -> Iterator[Found]:
-    """Yield the records in `folder` (errors/ of a run) that match `name`.
+    """Yield the error records in `folder` (errors/ of a run) whose file names match `name`.
 
-    Skip files that are unreadable, incomplete or from another version.
+    Files that are unreadable, incomplete or from another version are skipped.
     """
     for path in _named(folder, name):
         with suppress(OSError):
@@ -83,9 +88,12 @@ def _named(folder: Path, name: str) -> list[Path]:
 
 
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:
-    """Return the records of the attempt with this job and restart. job_id: '' if unknown.
+    """Return the error records that belong to one attempt of a job, given by its job id and restart number.
 
-    A record names its attempt 'JOB.STEP.RESTART'. Records with names of another form (torchrun's) are all kept.
+    An error record names its attempt as 'JOB.STEP.RESTART'. If the name has another form, as torchrun's have, the
+    record is always included.
+
+    job_id: Slurm's id of the job, or '' if unknown.
     """
     kept = []
     for one in found:

@@ -1,6 +1,7 @@
-"""The hang report: which rank the others wait for, judging by the stacks of all ranks and the heartbeats.
+"""The hang report: which rank the others are waiting for, according to all ranks' stacks and heartbeats.
 
-hang/JOB/rank-N.txt is the output of faulthandler after a first line 'main thread 0x...'. Each attempt has one folder.
+Each attempt has a folder hang/JOB. Its file rank-N.txt contains 'main thread 0x...' on the first line, and then the
+stacks that Python's faulthandler wrote.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PA
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank's main thread.
+    """Where the main thread of a rank is.
 
-    waits_in: 'all_reduce', 'backward' or ''. at: 'train.py:57 in step', '' if unknown. outside: whether hpcinit has not
-    started the program yet, or waits for other ranks after its end. loader: 'its DataLoader worker (pid 4242, ...)' if
-    the thread waits for one, else ''. worker: the process of that worker, 0 if unknown. host, pid: the rank's process.
+    waits_in: the collective in which it waits, 'backward', or '' if it waits in none.
+    at: the line of the program, such as 'train.py:57 in step', or '' if unknown.
+    outside: whether the thread is not in the program, because hpcinit hasn't started the program yet, or is waiting for
+        other ranks after its end.
+    loader: the DataLoader worker for which the thread waits, such as 'its DataLoader worker (pid 4242, ...)', or ''.
+    worker: the process id of that worker, or 0 if unknown.
+    host, pid: the node and the process id of the rank.
     """
 
     waits_in: str
@@ -71,21 +76,21 @@ class Place:
 
 @functools.cache  # the same files are on the stacks of all ranks
 def is_of_hpcinit(file: str) -> bool:
-    """Return whether a file in a stack is part of the package hpcinit, wherever the rank's copy of it is.
+    """Return whether a file in a stack belongs to the package hpcinit, wherever the rank has its copy of the package.
 
-    Programs that ship with hpcinit, such as hpcinit/jobs/smoke.py, do not count: they run as a user's program does.
+    Programs that ship with hpcinit, such as hpcinit/jobs/smoke.py, don't count, because they run like a user's program.
     """
     _, found, inside = file.rpartition(f"/{PACKAGE.name}/")
     return bool(found) and not PROGRAMS.match(inside) and (PACKAGE / inside).is_file()
 
 
 def is_user_code(file: str) -> bool:
-    """Return whether a file in a stack belongs neither to an installed package, the standard library nor hpcinit."""
+    """Return whether a file in a stack is the user's: not in an installed package, the standard library or hpcinit."""
     return not (INSTALLED.search(file) or STANDARD_LIBRARY.search(file) or is_of_hpcinit(file))
 
 
 def place(text: str) -> Place:
-    """Return the position of the main thread from the text of a stack file."""
+    """Read a rank's stack file and return where its main thread is."""
     found, notes = _place_of(list(_main_frames(text))), text.partition("Thread")[0]
     if noted := NOTED.search(notes):
         worker = f"{found.loader} ({noted[3]})" if noted[3] and found.loader else found.loader
@@ -107,7 +112,10 @@ def _place_of(frames: Sequence[re.Match[str]]) -> Place:
 
 
 def _collective(frames: Sequence[re.Match[str]]) -> str:
-    """Return the outermost torch function that waits: all_gather_object, not the all_gather that it calls."""
+    """Return the outermost torch function that waits.
+
+    For example, all_gather_object calls all_gather; return all_gather_object.
+    """
     names = [frame["name"] for frame in frames if frame["file"].endswith(COLLECTIVES)]
     public = [name for name in names if not name.startswith("_") and name != "wrapper"]
     if public:
@@ -132,13 +140,13 @@ _TRACED = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.+
 
 
 def place_of_error(traceback: str) -> Place:
-    """Return the position where an error was raised, from Python's traceback."""
+    """Return where in the program an error was raised, according to Python's traceback."""
     frames = [found for line in traceback.splitlines() if (found := _TRACED.match(line))]
     return _place_of(frames[::-1])
 
 
 def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
-    """Return the position of every rank whose stack is in `folder` (hang/JOB of a run).
+    """Return, for every rank whose stack is in `folder` (hang/JOB of a run), where its main thread is.
 
     since: skip stacks written before this time, by the clock of the file system.
     """
@@ -153,7 +161,7 @@ def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks that wait in the same collective, called at the same line of the program."""
+    """Ranks that are waiting in the same collective, called from the same line of the program."""
 
     ranks: tuple[int, ...] = ()
     collective: str = ""
@@ -165,9 +173,9 @@ class Waiting:
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
-    """Return the ranks that wait in a different call than the majority.
+    """Return the ranks that wait in a different call than the majority does.
 
-    Return None if all wait in the same call, or in more than two.
+    If all ranks wait in the same call, or if there are more than two calls, return None.
     """
     if len(calls) != 2:
         return None
@@ -177,7 +185,7 @@ def different_call(calls: Sequence[Waiting]) -> Waiting | None:
 
 @dataclass(frozen=True)
 class SilentNode:
-    """A node without a heartbeat for silent_s seconds, and its ranks."""
+    """A node that hasn't sent a heartbeat for `silent_s` seconds, and the ranks that it runs."""
 
     host: str = ""
     silent_s: float = 0.0
@@ -189,11 +197,12 @@ class SilentNode:
 
 @dataclass(frozen=True)
 class StuckRank:
-    """A rank that does not wait in a collective.
+    """A rank that is not waiting in a collective.
 
-    state: ELSEWHERE for a rank with a stack, whose line is `at`; ENDED; else the state of its process, as in
-    RankHeartbeat.state. Then `at` is the line that called C code which holds the GIL, or ''. loader, worker: as in
-    Place.
+    state: ELSEWHERE if the rank wrote a stack, ENDED if its program has ended or has not started, or else the state of
+        its process as in RankHeartbeat.state.
+    at: the line of the program. For a process without a stack: the line that called C code which holds the GIL, or ''.
+    loader, worker: as in Place.
     """
 
     rank: int = -1
@@ -217,15 +226,23 @@ class StuckRank:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Which ranks hang, and which rank or node they wait for. report.json has these fields, report.txt sentences.
+    """Which ranks hang, and which rank or node they are waiting for.
 
-    rank, host, state: the rank at fault. rank is None if a whole node is at fault; all are empty if the culprit is
-    unknown. silent_s: seconds since any rank took a step, or None if none has. last_steps: (step, the ranks that last
-    reported it). unheard: ranks without heartbeat and stack. text: the lines of a report whose fields cannot be read.
+    Written as fields (report.json) and text (report.txt).
 
-    For a program that reports no steps, output_silent_s: seconds since any rank printed something. cpu: (percent of a
-    core, ranks). certain: some ranks wait in a collective and others do not; each was seen in one function for half of
-    the silence, and called no collective meanwhile.
+    rank, host, state: the rank at fault. If a whole node is at fault, rank is None. If the culprit is unknown, all
+        three are empty.
+    silent_s: seconds since any rank took a step, or None if no rank has taken one.
+    last_steps: pairs of a step and the ranks that reported it as their last.
+    unheard: ranks that sent no heartbeat and wrote no stack.
+    text: the lines of a report whose fields cannot be read.
+
+    For a program that reports no steps, the report also has these fields:
+
+    output_silent_s: seconds since any rank printed something.
+    cpu: pairs of a CPU use, in percent of one core, and the ranks that use that much.
+    certain: whether the report is reliable: some ranks wait in a collective while others don't, and every rank stayed
+        in one function for half of the silence, without calling a collective.
     """
 
     rank: int | None = None
@@ -244,27 +261,32 @@ class HangReport:
 
     @property
     def nobody_waits(self) -> bool:
-        """Return whether all ranks run the program and none waits in a collective: they may be working on data.
+        """Return whether all ranks are running the program and none is waiting in a collective.
 
-        A wait for a GPU looks like this too; only the flight recorder's dumps show it.
+        They may be busy with data.
+
+        Ranks that are waiting for a GPU look the same. Only the dumps of the flight recorder can show such a wait.
         """
         shown = self.waiting or self.silent_nodes or self.unheard or self.text
         return not shown and all(one.state == ELSEWHERE and not one.loader for one in self.stuck)
 
     @property
     def shows_who_is_late(self) -> bool:
-        """Return whether some ranks wait in a collective, and the report names a rank or node for which they wait."""
+        """Return whether ranks are waiting in a collective and the report names a rank or node for which they wait."""
         late = self.rank is not None or self.silent_nodes or self.unheard or different_call(self.waiting)
         return bool(self.waiting and late)
 
     @property
     def headline(self) -> str:
-        """Return the sentence about the rank or node at fault, or else the first sentence."""
+        """Return the sentence about the rank or node at fault.
+
+        If there is none, return the first sentence of the report.
+        """
         blamed = () if self.nobody_waits else (*self.silent_nodes, *self.stuck)
         return next(map(str, blamed), "") or self.lines()[0]
 
     def lines(self) -> tuple[str, ...]:
-        """Return the report as text, at least one line."""
+        """Return the report as lines of text. There is always at least one line."""
         if self.text:
             return self.text
         silence = _silence(self.silent_s, self.last_steps)
@@ -283,7 +305,7 @@ class HangReport:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the report as plain values that JSON can store."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -291,9 +313,9 @@ class HangReport:
 
 
 def from_document(document: Mapping[str, Any]) -> HangReport:
-    """Return the report from the result of document(). Missing keys count as empty; ignore unknown keys.
+    """Return the HangReport from the plain values that document() returned. Missing keys count as empty.
 
-    Raise ValueError, TypeError or AttributeError for values of other types.
+    Unknown keys are ignored. Raise ValueError, TypeError or AttributeError for values of the wrong type.
     """
     report = run_folder.from_known_fields(HangReport, document)
     report.lines()  # raises if a field does not fit its sentence
@@ -301,7 +323,7 @@ def from_document(document: Mapping[str, Any]) -> HangReport:
 
 
 def of_record(record: ErrorRecord | None) -> HangReport:
-    """Return the report in the error record of the rank that wrote it, or its message if it has no report."""
+    """Return the hang report in a rank's error record. If there is none, return a report with the text of the error."""
     if record is None:
         return HangReport(text=("no report",))
     try:
@@ -313,10 +335,11 @@ def of_record(record: ErrorRecord | None) -> HangReport:
 def report(
     nodes: Sequence[NodeHeartbeats], stacks: Mapping[int, Place], now_s: float, size: int, fresh_s: float = DEAD_S
 ) -> HangReport:
-    """Make the report: how long there was no step, which ranks wait in which collective, and which do not.
+    """Return the hang report: how long no rank took a step, which ranks wait in which collective, and which don't wait.
 
-    now_s: seconds since 1970, compared with each node's last heartbeat. size: the world size. fresh_s: the maximum age
-    of a node's heartbeat while one of its ranks runs.
+    now_s: the current time in seconds since 1970. It is compared with the last heartbeat of each node.
+    size: the world size.
+    fresh_s: how old the last heartbeat of a node may be while one of its ranks runs.
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
     silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])
@@ -362,9 +385,10 @@ def report(
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
-    """Return the positions in the program. For a stack outside of it, use the position where the error was raised.
+    """Return where each rank was in the program before its error, if an error ended its program.
 
-    Such a stack was written after the error had ended the program.
+    Such a rank wrote its stack later, outside of the program. So for a stack outside of the program, the place where
+    the error was raised replaces the place in the stack.
     """
     return {rank: raised.get(rank, where) if where.outside else where for rank, where in stacks.items()}
 
@@ -372,9 +396,10 @@ def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> d
 def without_output(
     run: Path, job_id: str, restart: object, now_s: float | None = None, raised: Mapping[int, Place] | None = None
 ) -> HangReport | None:
-    """Return what ranks that report no steps do while none prints, or None if one prints.
+    """Return a hang report about ranks that report no steps, or None unless all ranks have stopped printing.
 
-    now_s: seconds since 1970 while the job runs. raised: where collectives have timed out since, by rank.
+    now_s: the current time in seconds since 1970, or None if the job no longer runs.
+    raised: for each rank whose collective has timed out since then, where it raised the error.
     """
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -434,19 +459,19 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 
 
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
-    """Return the ranks for which others may wait.
+    """Return the stuck ranks for which other ranks may be waiting.
 
-    A rank whose program has ended waits for others itself, unless these wait in a collective and no other rank is
-    stuck.
+    A rank whose program has ended is included only if other ranks wait in a collective and no other rank is stuck.
+    Otherwise it is waiting for other ranks itself.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
 
 
 def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangReport:
-    """Return the report with the current state of each rank that wrote no stack.
+    """Return the report, with the current process state filled in for each rank that wrote no stack.
 
-    now: (state, at) by rank, as in StuckRank.
+    now: for each rank, its state and line, as in StuckRank.
     """
     stuck = []
     for one in report.stuck:
@@ -457,10 +482,11 @@ def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangR
 
 
 def left(run: Path, job_id: str, restart: object) -> HangReport | None:
-    """Return the report of an attempt, from hang/JOB.STEP.RESTART in the run folder, or None if there is none.
+    """Return the hang report that an attempt left in hang/JOB.STEP.RESTART of the run folder, or None if it left none.
 
-    restart: a number, or None for any. job_id: for a task of an array ('18_1') any job counts: Slurm names its steps
-    after another id, and no other job uses its folder.
+    restart: the number of the restart, or None for any.
+    job_id: the id of the job. For an array task such as '18_1', folders of any job id match: Slurm names the steps of a
+        task after another id, and no other job uses the run folder.
     """
     return next((_read(folder) for folder in _folders(run, (RECORD, REPORT), job_id, restart)), None)
 
@@ -486,9 +512,9 @@ def _read(folder: Path) -> HangReport | None:
 
 
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Return the seconds since any rank took a step, and (step, ranks) of the last reported steps.
+    """Return the seconds since any rank took a step, and pairs of a last reported step and its ranks.
 
-    The step of a process whose thread does not run may be outdated.
+    If the thread of a process doesn't run, its last step may be outdated, so that step is not included.
     """
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}
@@ -507,7 +533,7 @@ def _silence(silent_s: float | None, last_steps: Sequence[tuple[int, Sequence[in
 
 
 def duration(seconds: float) -> str:
-    """Return '45 s' or '4 min'."""
+    """Return a duration as text, such as '45 s' or '4 min'."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 

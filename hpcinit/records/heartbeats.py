@@ -1,4 +1,4 @@
-"""The heartbeats of a node's ranks during training: heartbeats/JOB/HOST.json in the run folder."""
+"""The heartbeats that a node's ranks send during training: heartbeats/JOB/HOST.json in the run folder."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ FRESH_PERIODS = 3  # a heartbeat thread that is late by this many periods does n
 class RankHeartbeat:
     """The heartbeat of one rank.
 
-    step: the last reported one, or -1. silent_s: seconds since then, or None if there is none. state: '' while its
-    thread runs; else the state of its process: 'stopped', 'in the kernel', 'gone', 'mute' (in C code).
+    step: the last training step that the rank reported, or -1.
+    silent_s: seconds since that step, or None if the rank has not reported any.
+    state: '' while the thread runs that reports, or else the state of the process: 'stopped', 'in the kernel', 'gone',
+        or 'mute' if it is in C code.
     """
 
     rank: int
@@ -30,7 +32,10 @@ class RankHeartbeat:
 
 @dataclass(frozen=True)
 class NodeHeartbeats:
-    """The heartbeats of one node. time: when they were written, in seconds since 1970 by the node's clock."""
+    """The heartbeats of all ranks on one node.
+
+    time: when they were written, in seconds since 1970, by the node's clock.
+    """
 
     host: str
     time: float
@@ -41,9 +46,9 @@ class NodeHeartbeats:
 
 
 def read(folder: Path) -> list[NodeHeartbeats]:
-    """Return the last heartbeats of all nodes in `folder` (heartbeats/JOB of a run), sorted by host.
+    """Return the last heartbeats of every node in `folder` (heartbeats/JOB of a run), sorted by host.
 
-    Skip unreadable files.
+    Unreadable files are skipped.
     """
     try:
         paths = sorted(folder.glob("*.json"))

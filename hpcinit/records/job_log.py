@@ -1,7 +1,7 @@
-"""Parses what Slurm prints to logs/job.log: how tasks ended, in the order in which srun received it.
+"""Parses Slurm's messages in logs/job.log: how the tasks of a job ended, in the order in which srun learned of it.
 
-tests/records/test_job_log.py has lines recorded with Slurm 22.05. slurmstepd prints its messages about a step to the
-log of a node's first rank instead.
+tests/records/test_job_log.py contains lines that Slurm 22.05 printed. slurmstepd prints its messages about a step to
+another log, that of the first rank on the node.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ SUCCEEDED = "Exited with exit code 0"
 
 
 def how(code: int) -> str:
-    """Return how a process ended, as srun prints it. code: -9 for signal 9, as in subprocess."""
+    """Return how a process ended, in the wording of srun.
+
+    code: the exit status, or a negative signal number, such as -9 for SIGKILL.
+    """
     if code >= 0:
         return f"Exited with exit code {code}"
     with contextlib.suppress(ValueError):  # there is no such signal
@@ -74,7 +77,11 @@ _STATUSES = {how(-number): 128 + number for number in signal.valid_signals()}
 
 @dataclass(frozen=True)
 class End:
-    """How tasks ended: 'Exited with exit code 7', 'Killed'. after_abort: Slurm had aborted the step before."""
+    """How tasks ended.
+
+    how: in the wording of srun, such as 'Exited with exit code 7' or 'Killed'.
+    after_abort: whether Slurm had already aborted the step.
+    """
 
     host: str
     ranks: tuple[int, ...]
@@ -83,18 +90,19 @@ class End:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether the tasks succeeded.
+        """Return whether these tasks succeeded.
 
-        Only hpcinit's supervisors print this, for ranks that ended before a failure.
+        Only hpcinit's supervisors print such a line, for ranks that finished before another rank failed.
         """
         return self.how == SUCCEEDED
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A message of srun that tasks failed, or of Slurm that it ends the step (host '').
+    """srun's message that tasks failed, or Slurm's message that it is ending the step. For the latter, host is ''.
 
-    status: as a shell reports it. how: as srun prints it.
+    status: the exit status, as a shell reports it.
+    how: how the tasks ended, in the wording of srun.
     """
 
     host: str
@@ -114,7 +122,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The end of a job by Slurm. why: '', 'TIME LIMIT', 'PREEMPTION' or 'NODE FAILURE'. at: seconds since 1970."""
+    """Slurm's message that it ended the job.
+
+    why: 'TIME LIMIT', 'PREEMPTION', 'NODE FAILURE', or '' for any other reason.
+    at: when Slurm ended the job, in seconds since 1970.
+    """
 
     why: str
     host: str
@@ -123,8 +135,11 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class JobLog:
-    """Slurm's messages in a log. output: the last lines of other programs. unreachable: nodes where srun could not
-    start a task. refused: why Slurm did not start the program, or ''.
+    """What Slurm printed in a job's log.
+
+    output: the last lines of other programs.
+    unreachable: the nodes on which srun could not start a task.
+    refused: why Slurm did not start the program, or ''.
     """
 
     ends: tuple[End, ...] = ()
@@ -137,10 +152,12 @@ class JobLog:
 
 
 def read(text: str, ranks_per_task: int = 1) -> JobLog:
-    """Return the messages of the last attempt. All attempts and all jobs of a chain write to the same log.
+    """Return Slurm's messages about the last attempt from the text of logs/job.log.
 
-    ranks_per_task: 1, or the ranks of a node if one task starts them all. The messages of such a task about its ranks
-    replace srun's message about the task.
+    All attempts, and all jobs of a chain, write to the same log.
+
+    ranks_per_task: 1, or the number of ranks on a node if one task starts all of them. Such a task prints how its ranks
+        ended. Those messages then replace srun's message about the task.
     """
     lines = text.splitlines()
     starts = [number + 1 for number, line in enumerate(lines) if line.startswith(f"hpcinit: {NEW_ATTEMPT}")]
@@ -181,9 +198,10 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 
 
 def failures(lines: Iterable[str]) -> Iterator[Failure]:
-    """Yield the failures in messages of srun and Slurm, in the order in which srun received them.
+    """Yield the failures that srun and Slurm reported, in the order in which srun learned of them.
 
-    After a failure srun terminates the other tasks, which then return 143 or 137. So the first failure is the cause.
+    After the first failure, srun terminates the other tasks, which then report 143 or 137. So the first failure is the
+    cause.
     """
     for line in filter(is_from_slurm, lines):
         if found := _TASKS.match(line):
@@ -195,14 +213,19 @@ def failures(lines: Iterable[str]) -> Iterator[Failure]:
 
 
 def node_failed(lines: Iterable[str]) -> bool:
-    """Return whether Slurm reports a failed node: 'srun: error: Node failure on n2', '... DUE TO NODE FAILURE ***'."""
+    """Return whether Slurm reports a failed node.
+
+    Examples are 'srun: error: Node failure on n2' and '... DUE TO NODE FAILURE ***'.
+    """
     return any(_NODE_FAILURE.search(line) for line in lines if is_from_slurm(line))
 
 
 def with_preemption(log: JobLog, at: str) -> JobLog:
-    """Return the log with the preemption that scontrol reports, unless the log shows how the job ended.
+    """Add the preemption that scontrol reports to the log, unless the log already shows how the job ended.
 
-    at: '2026-11-21T14:02:00' or ''. With a grace time, ranks die of SIGTERM before Slurm prints the end.
+    With a grace time, SIGTERM ends the ranks before Slurm prints that it ended the job.
+
+    at: the time of the preemption, such as '2026-11-21T14:02:00', or ''.
     """
     return replace(log, cancelled=Cancelled("PREEMPTION", "", _time(at))) if at and not log.cancelled else log
 
@@ -213,12 +236,15 @@ def is_from_slurm(line: str) -> bool:
 
 
 def oom(lines: Iterable[str]) -> str:
-    """Return the first line in which Slurm reports the kernel's OOM killer, or ''."""
+    """Return the first line in which Slurm reports that the kernel killed a process for its memory, or ''."""
     return next((line.strip() for line in lines if _OOM.search(line)), "")
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
-    """Return the ranks in '0-3,8', () for more than MOST_RANKS, or None if it is no list: any program can print one."""
+    """Return the ranks in a text such as '0-3,8', or () if there are more than MOST_RANKS.
+
+    Return None if the text is no list of ranks, because any program can print such a line.
+    """
     found: list[int] = []
     for part in text.strip("[]").split(","):
         first, _, last = part.partition("-")

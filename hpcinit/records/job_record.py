@@ -1,4 +1,4 @@
-"""What a run folder records of its jobs: submission.json, and exit.json of the last attempt."""
+"""What a run folder records about its jobs: submission.json, and exit.json for the last attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _submissions: dict[str, dict[str, Any]] = {}  # submission.json as last read, wh
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The jobs of a run. submission: submission.json. attempt: exit.json, or {} before the first start."""
+    """The jobs of a run.
+
+    submission: the content of submission.json.
+    attempt: the content of exit.json, or {} before the first start.
+    """
 
     path: Path
     submission: Mapping[str, Any]
@@ -24,13 +28,15 @@ class JobRecord:
 
     @property
     def submitted(self) -> str:
-        """Return the id of the submitted job, the first one of a chain."""
+        """Return the id of the job that was submitted. For a chain, that is the first job."""
         return str(self.submission["job_id"])
 
     @property
     def last(self) -> str:
-        """Return the id of the job that last ran the script, or ''. It differs from the submitted one after a manual
-        start."""
+        """Return the id of the job that last ran the batch script, or ''.
+
+        If the user started the script manually, this is not the job that hpcinit submitted.
+        """
         return str(self.attempt.get("job", ""))
 
     @property
@@ -47,29 +53,38 @@ class JobRecord:
 
     @property
     def exit_status(self) -> int | None:
-        """Return the exit status that the batch script of the last attempt recorded, or None before its end."""
+        """Return the exit status that the batch script of the last attempt recorded, or None if it has not ended."""
         status = self.attempt.get("exit_status")
         return status if isinstance(status, int) else None
 
     @property
     def restart(self) -> int | None:
-        """Return the number of the last attempt, 0 for the first, or None before it."""
+        """Return the number of the last attempt (0 for the first), or None if the job has not started."""
         number = self.attempt.get("restart")
         return number if isinstance(number, int) else None
 
     @property
     def clusters(self) -> str:
-        """Return cluster.clusters: the cluster of the jobs, or '' for that of SLURM_CONF, and without Slurm."""
+        """Return the Slurm cluster of the jobs (cluster.clusters).
+
+        Without Slurm, and for the cluster that SLURM_CONF defines, return ''.
+        """
         return str(self.submission.get("clusters", ""))
 
 
 def read(path: Path) -> JobRecord:
-    """Return the record of the run in `path`. Raise RequestError as submission()."""
+    """Return what is recorded about the jobs of the run in `path`.
+
+    Raise RequestError if submission.json is not usable.
+    """
     return JobRecord(path, submission(path), safe_files.json_or_empty(f"{path}/{run_folder.EXIT}"))
 
 
 def submission(path: Path) -> dict[str, Any]:
-    """Return submission.json. Raise RequestError that describes the folder's actual content if it is not usable."""
+    """Return the content of submission.json.
+
+    If it is not usable, raise RequestError that describes what the folder contains.
+    """
     try:
         document = safe_files.read_json(f"{path}/{run_folder.SUBMISSION}")
     except FileNotFoundError:
@@ -85,31 +100,34 @@ def submission(path: Path) -> dict[str, Any]:
 
 
 def last_submission(path: Path) -> dict[str, Any]:
-    """Return submission.json as this process last read it; read it if it has not yet.
+    """Return the content of submission.json as this process last read it.
 
-    Raise RequestError if the file cannot be read.
+    If this process has not read the file yet, read it. Raise RequestError if that fails.
     """
     return _submissions.get(str(path)) or submission(path)
 
 
 def jobs(record: Mapping[str, Any]) -> list[str]:
-    """Return the ids of all jobs in a submission.json: one, or those of a chain."""
+    """Return the ids of the jobs in the content of submission.json: one id, or those of a whole chain."""
     return [str(job) for job in record.get("jobs", [record["job_id"]])]
 
 
 def last_job(path: Path) -> str:
-    """Return the id of the job that last ran the script, or ''. After a manual start it is not the submitted one."""
+    """Return the id of the job that last ran the batch script, or ''.
+
+    If the user started the script manually, this is not the job that hpcinit submitted.
+    """
     return str(safe_files.json_or_empty(path / run_folder.EXIT).get("job", ""))
 
 
 def exit_status(path: Path) -> int | None:
-    """Return the exit status that the batch script of the last attempt recorded, or None before its end."""
+    """Return the exit status that the batch script of the last attempt recorded, or None if it has not ended."""
     status = safe_files.json_or_empty(path / run_folder.EXIT).get("exit_status")
     return status if isinstance(status, int) else None
 
 
 def clusters(path: Path) -> str:
-    """Return the run's cluster.clusters: the cluster of its jobs, or '' if that is SLURM_CONF's."""
+    """Return the Slurm cluster of the run's jobs (cluster.clusters), or '' for the cluster that SLURM_CONF defines."""
     try:
         return str(last_submission(path).get("clusters", ""))
     except RequestError:
@@ -117,7 +135,7 @@ def clusters(path: Path) -> str:
 
 
 def _unsubmitted(path: Path) -> str:
-    """Return a message about a run folder whose submission was not confirmed (MaybeSubmitted)."""
+    """Return an error message about a run folder whose submission was never confirmed (MaybeSubmitted)."""
     script, job = path.absolute() / run_folder.SCRIPT, last_job(path)
     if job:
         ended = exit_status(path)

@@ -1,4 +1,4 @@
-"""Computes how many ranks each kind of parallelism uses. It needs no torch, so it runs on a login node."""
+"""Computes how many ranks each kind of parallelism uses. This module doesn't need torch, so it runs on login nodes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CP_KINDS = ("ulysses", "ring")
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of pipeline, replicated and sharded data, context and tensor parallelism.
+    """How many ranks each kind of parallelism uses. Each number is called a degree.
 
-    At most one degree may be -1; over(world_size) replaces it with the remaining ranks. Raise RequestError if two are
-    -1, or if a degree is 0 or below -1.
+    At most one degree may be -1. over(world_size) replaces it with the number of ranks that remain. Raise RequestError
+    if two degrees are -1, or if a degree is 0 or below -1.
 
     Attributes:
         pp: pipeline parallel degree.
@@ -30,7 +30,7 @@ class Layout:
         dp_shard: data parallel degree with sharded parameters.
         cp: context (sequence) parallel degree.
         tp: tensor parallel degree.
-        ep: expert parallel ranks, taken from dp_shard if that is more than 1, else from dp_replicate.
+        ep: expert parallel degree. These ranks are taken from dp_shard if dp_shard is above 1, else from dp_replicate.
         cp_kind: 'ulysses' (all-to-all over the heads) or 'ring'.
         tp_across_nodes: whether tensor parallel groups may span nodes.
     """
@@ -54,7 +54,7 @@ class Layout:
                 raise RequestError(f"parallel.{name} is {degree}, expected 1 or more, or -1 for the remaining ranks")
         self._check_experts()
         if len(self._open()) > 1:
-            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, expected at most one")
+            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, but at most one of them may be")
 
     def _check_experts(self) -> None:
         name = "dp_replicate" if self.dp_shard == 1 else "dp_shard"
@@ -64,28 +64,26 @@ class Layout:
             raise RequestError(f"ep {self.ep} does not divide {name} {degree}, whose ranks share the experts: {near}")
 
     def degrees(self) -> dict[str, int]:
-        """Return the degree of each dimension, outermost first."""
+        """Return the degree of each dimension, outermost dimension first."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
     def data_parallel(self) -> int:
-        """Return the number of groups of ranks with different samples: dp_replicate x dp_shard.
-
-        No degree may be -1.
-        """
+        """Return how many groups of ranks get different samples: dp_replicate x dp_shard. No degree may be -1."""
         return self.dp_replicate * self.dp_shard
 
     def _open(self) -> list[str]:
         return [name for name, degree in self.degrees().items() if degree == -1]
 
     def over(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """Return the layout with every degree filled in. Their product is world_size.
+        """Replace the degree that is -1, so that the product of all degrees is world_size, and return the new layout.
 
-        Raise RequestError with the equation that is wrong and the nearest layout that fits.
+        If no value fits, raise RequestError with the equation that is wrong and the nearest layout that fits.
 
         Args:
             world_size: the number of ranks.
-            ranks_per_node: tensor parallel groups are checked against it. None if unknown or not the same on all nodes.
+            ranks_per_node: the number of ranks on each node, or None if unknown or not the same on all nodes. If given,
+                over() checks whether each tensor parallel group fits into a node.
         """
         full = self._filled(world_size)
         if full is None:
@@ -99,9 +97,9 @@ class Layout:
         return full
 
     def _filled(self, world_size: int) -> Layout | None:
-        """Return the filled layout, or None if no value fits.
+        """Return the layout with every degree filled in, or None if no value fits.
 
-        Raise RequestError if expert parallel ranks do not fit.
+        Raise RequestError if the expert parallel ranks do not fit.
         """
         rest, remainder = divmod(world_size, math.prod(degree for degree in self.degrees().values() if degree != -1))
         if remainder or not rest or (rest > 1 and not self._open()):
@@ -110,7 +108,9 @@ class Layout:
         return replace(self, **known)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the rank's index in each dimension. The last one varies fastest, as in torch's init_device_mesh.
+        """Return the index of a rank in each dimension.
+
+        The last dimension varies fastest, as in torch's init_device_mesh.
 
         Raise RequestError if a degree is -1, or if the rank does not exist.
 
@@ -131,10 +131,10 @@ class Layout:
         return dict(reversed(found.items()))
 
     def data_rank(self, rank: int) -> int:
-        """Return the rank's share of the data, out of dp_replicate x dp_shard shares.
+        """Return which share of the data a rank processes. There are dp_replicate x dp_shard shares.
 
-        All ranks of a pipeline, context or tensor parallel group have the same share. Raise RequestError as
-        coordinate() does.
+        All ranks of a pipeline, context or tensor parallel group have the same share. Raise RequestError if a degree is
+        -1, or if the rank does not exist.
 
         Args:
             rank: 0 to world_size - 1.
@@ -155,7 +155,10 @@ class Layout:
         return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """Yield 'with tp 8: dp_replicate 3' for each degree that makes the layout fit if it alone changes."""
+        """Yield a text for each degree that makes the layout fit if only this degree changes.
+
+        An example is 'with tp 8: dp_replicate 3'.
+        """
         wanted = self._wanted()
         for name, degree in wanted.items():
             rest, remainder = divmod(world_size, math.prod(d for n, d in wanted.items() if n != name))
@@ -180,7 +183,7 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Return the nearest layout that fits if all degrees may change, without ep if none fits with it."""
+        """Return the nearest layout that fits if all degrees may change. If none fits with ep, try without ep."""
         wanted = self._wanted()
         made = [
             dict(zip(wanted, each, strict=False)) for each in _factors(world_size, len(wanted) + bool(self._open()))
@@ -193,7 +196,7 @@ class Layout:
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """Return the degrees above 1. If none is -1 and there is no data parallelism, add dp_replicate."""
+        """Return the degrees above 1. If no degree is -1 and there is no data parallelism, also return dp_replicate."""
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 
@@ -206,7 +209,7 @@ class Layout:
 
 
 def divisors_around(number: int, near: int) -> list[int]:
-    """Return the divisors of `number` just below and above `near`, or only `near` if it is a divisor."""
+    """Return the divisors of `number` just below and just above `near`. If `near` is a divisor, return only `near`."""
     if number % near == 0:
         return [near]
     below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)

@@ -1,17 +1,19 @@
-"""Computes the GPU memory per rank: parameters, gradients, optimizer states and buffers, in bytes.
+"""Computes how much GPU memory each rank needs for parameters, gradients, optimizer states and buffers, in bytes.
 
-P is the number of parameters divided by tp and pp; N is the number of ranks that shard them. States and gradients were
-measured on real ranks (tests/records/test_memory.py). NVMe, temporaries, autocast's copies and the parameters that ZeRO
-3 gathers were not; they follow from the sources (docs/reference/memory.md). Sources:
+P is the number of parameters divided by tp and pp. N is the number of ranks that shard these parameters. The sizes of
+states and gradients were measured on real ranks (tests/records/test_memory.py). These were not measured, but follow
+from the sources (docs/reference/memory.md): NVMe, temporaries, autocast's copies and the parameters that ZeRO 3
+gathers. Sources:
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
     section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4
-    each); section 5: stage 1 2P + 2P + KP/N, stage 2 2P + (2P + KP)/N, stage 3 (2P + 2P + KP)/N.
-DeepSpeed's estimate_zero2_model_states_mem_needs and the same for stage 3 (runtime/zero/stage_1_and_2.py, stage3.py)
-    have 18 for 16: at the step the gradients of the shard are copied to fp32, 4P/N. Its bucket sizes: runtime/zero/
-    config.py.
-torch: fully_shard's page (parameters are sharded in their own dtype, gathered in param_dtype, reduced in reduce_dtype),
-    DistributedDataParallel's (gradient_as_bucket_view), torch.optim's (foreach takes about sizeof(params) more).
+    each); section 5: stage 1 needs 2P + 2P + KP/N, stage 2 2P + (2P + KP)/N, stage 3 (2P + 2P + KP)/N.
+DeepSpeed's estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs in runtime/zero.
+    They compute 18 instead of 16 bytes per parameter. The optimizer step copies the gradients of the shard to fp32,
+    4P/N. The bucket sizes are from runtime/zero/config.py.
+torch: the pages of fully_shard (parameters are sharded in their own dtype, gathered in param_dtype, reduced in
+    reduce_dtype), DistributedDataParallel (gradient_as_bucket_view) and torch.optim (foreach takes about sizeof(params)
+    more).
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ ALWAYS, PASS, STEP = "always", "pass", "step"  # pass: forward and backward. ste
 
 @dataclass(frozen=True)
 class Zero:
-    """DeepSpeed's options that affect memory.
+    """The DeepSpeed options that affect memory. The defaults are DeepSpeed's.
 
-    Buckets, live and sub-group are in elements, with DeepSpeed's defaults.
+    The sizes of buckets, live parameters and sub-groups are numbers of elements.
     """
 
     stage: int = 0
@@ -47,17 +49,22 @@ class Zero:
 
     @property
     def buffers(self) -> int:
-        """Return 2 in stages 1 and 2 if communication overlaps with computation, else 1."""
+        """Return the number of communication buffers: 2 in stages 1 and 2 with overlapping communication, else 1."""
         overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
         return 2 if overlap and self.stage in {1, 2} else 1
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The model and how it is trained. layout: without a -1. layers: None if unknown.
+    """A model and the settings with which it is trained. memory.py computes the memory from them.
 
-    wrap: a name in wrappers.WRAPPERS. optimizer: a name in STATES. fused: its step needs no temporaries. Raise
-    RequestError for a number below 1 or another optimizer.
+    layout: the parallelism. No degree may be -1.
+    wrap: a name in wrappers.WRAPPERS.
+    optimizer: a name in STATES.
+    fused: whether the optimizer step is fused, so that it needs no temporaries.
+    layers: the number of layers, or None if unknown.
+
+    Raise RequestError if a number is below 1 or the optimizer is unknown.
     """
 
     parameters: int
@@ -79,27 +86,31 @@ class Demand:
 
     @property
     def own(self) -> int:
-        """Return P: the parameters of a rank's part of the model, as if all layers had the same size."""
+        """Return P, the number of parameters in a rank's part of the model. All layers count as equally large."""
         return -(-self.parameters // (self.layout.tp * self.layout.pp))
 
     @property
     def block(self) -> int:
-        """Return the parameters of a layer, which FSDP gathers together, or 0 if the number of layers is unknown."""
+        """Return the number of parameters in a layer, which FSDP gathers together. If `layers` is unknown, return 0."""
         return -(-self.parameters // (self.layout.tp * self.layers)) if self.layers else 0
 
     @property
     def copies(self) -> int:
-        """Return the number of ranks over which ZeRO shards the same part of the model.
+        """Return over how many ranks ZeRO shards one part of the model.
 
-        Parts of a sequence count as data.
+        These are all data parallel ranks. Ranks with different parts of a sequence count as data parallel here.
         """
         return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the memory. bytes: on one rank. place: gpu, cpu or nvme. during: always, pass or step. how: the
-    formula.
+    """A part of the memory that a rank needs.
+
+    bytes: its size on one rank.
+    place: where it is: gpu, cpu or nvme.
+    during: when it is needed: always, pass (forward and backward) or step (of the optimizer).
+    how: the formula for its size.
     """
 
     name: str
@@ -110,7 +121,7 @@ class Part:
 
 
 def total(parts: Sequence[Part], place: str) -> int:
-    """Return the largest sum at any time: the permanent parts plus the larger of pass and step."""
+    """Return the most memory needed at any time in `place`: the permanent parts, plus the larger of pass and step."""
     sums = {
         during: sum(part.bytes for part in parts if part.place == place and part.during == during)
         for during in (ALWAYS, PASS, STEP)
@@ -135,9 +146,9 @@ def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
 
 
 def ddp(demand: Demand) -> Iterator[Part]:
-    """Yield the parts with DDP: 4P + 4P + states, all in fp32, even under autocast.
+    """Yield the parts of the memory with DDP: 4P + 4P + states, all in fp32, even under autocast.
 
-    The gradients are views of the buckets (gradient_as_bucket_view).
+    The gradients need no extra memory for buckets, because they are views of the buckets (gradient_as_bucket_view).
     """
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
@@ -148,10 +159,10 @@ def ddp(demand: Demand) -> Iterator[Part]:
 
 
 def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
-    """Yield the parts with FSDP: (4P + 4P + states)/N.
+    """Yield the parts of the memory with FSDP: (4P + 4P + states)/N.
 
-    During the pass there are also two unsharded blocks (one is prefetched), the gradients of one block, and their copy
-    for the reduction.
+    During forward and backward, FSDP also needs two unsharded blocks (one is prefetched), the gradients of one block,
+    and a copy of them for the reduction.
     """
     yield _per("parameters", 4, demand.own, shards)
     yield _per("gradients", 4, demand.own, shards)
@@ -162,13 +173,14 @@ def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
 
 
 def zero(demand: Demand) -> Iterator[Part]:
-    """Return the parts with DeepSpeed's engine for the ZeRO stage of `demand`."""
+    """Yield the parts of the memory with DeepSpeed, for the ZeRO stage of `demand`."""
     return _zero_0(demand) if demand.zero.stage == 0 else _zero_1_to_3(demand)
 
 
 def _zero_0(demand: Demand) -> Iterator[Part]:
-    """Yield the parts of stage 0: (2 + 2 + 4 + states)P, and 4P of fp32 gradients at the step. fp32 needs no master
-    copy.
+    """Yield the parts of ZeRO stage 0: (2 + 2 + 4 + states)P, and 4P of fp32 gradients during the optimizer step.
+
+    In fp32, the parameters need no master copy.
     """
     each, mixed = BYTES[demand.param], demand.param != "fp32"
     yield _per("parameters", each, demand.own)

@@ -1,4 +1,4 @@
-"""The facts that node/node_probe.py reads about a node: folders, interfaces, GPUs, NCCL's interface, leftovers."""
+"""The facts about a node that node/node_probe.py collects: folders, interfaces, GPUs, NCCL's interface, leftovers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """A folder to which jobs write. what: 'shared memory'. error: why it cannot be written, or ''."""
+    """A folder to which jobs write.
+
+    what: its purpose, such as 'shared memory'.
+    error: why the node cannot write to it, or ''.
+    """
 
     what: str
     path: str
@@ -19,7 +23,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface or an InfiniBand port. gbit: as the driver reports it, else 0."""
+    """A network interface or an InfiniBand port.
+
+    gbit: its speed in Gbit/s, as the driver reports it, or 0.
+    """
 
     name: str
     up: bool
@@ -29,7 +36,11 @@ class Interface:
 
 @dataclass(frozen=True)
 class Name:
-    """How a node resolves another node's name. back: the name of the first address. error: why it cannot, or ''."""
+    """How a node resolves the name of another node.
+
+    back: the name to which the first address resolves.
+    error: why the name or the address could not be resolved, or ''.
+    """
 
     host: str
     addresses: tuple[str, ...] = ()
@@ -39,9 +50,11 @@ class Name:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that uses a GPU. used_mb: MiB of the GPU's memory, or None if the driver does not report it.
+    """A process that uses a GPU.
 
-    job: the Slurm job in its environment, or ''. user: its user, if the job is unknown.
+    used_mb: how many MiB of the GPU's memory it uses, or None if the driver does not report that.
+    job: the Slurm job according to the environment of the process, or ''.
+    user: the process's user, if the job is unknown.
     """
 
     pid: int
@@ -53,12 +66,16 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it before the job uses it. Values that it does not report are None or ''.
+    """A GPU as nvidia-smi reports it before the job uses it. Values that nvidia-smi doesn't report are None or ''.
 
-    used_mb, total_mb: MiB. ecc: 'Enabled', 'Disabled' or ''. ecc_errors: uncorrected ones since the driver was loaded.
-    Clocks are in MHz. pcie_gen, pcie_width: those of the link now; an idle link may have a lower generation than its
-    maximum. slowed: NVML's bits for why the clocks are reduced. recovery: what the driver needs to repair the GPU,
-    'Reset'.
+    used_mb, total_mb: memory in MiB.
+    ecc: 'Enabled', 'Disabled' or ''.
+    ecc_errors: the number of uncorrected errors since the driver was loaded.
+    pcie_gen, pcie_width: the PCIe link as it is now. An idle link may use a lower generation than it supports.
+    slowed: the bits with which NVML explains why the clocks are reduced.
+    recovery: what the GPU needs to work again, such as 'Reset'.
+
+    All clocks are in MHz.
     """
 
     uuid: str
@@ -83,7 +100,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Xid:
-    """An error that NVIDIA's driver wrote to the kernel's log. pci: of the GPU, '0000:ae:00'. age_s: how long ago."""
+    """An error that NVIDIA's driver wrote to the kernel's log.
+
+    pci: the PCI address of the GPU, such as '0000:ae:00'.
+    age_s: how many seconds ago the driver wrote it.
+    """
 
     number: int
     pci: str
@@ -93,7 +114,7 @@ class Xid:
 
 @dataclass(frozen=True)
 class Address:
-    """An address of an interface, with the bits of its network: '10.1.0.7', 16."""
+    """An IP address of a network interface and the length of its network prefix, such as '10.1.0.7' and 16."""
 
     interface: str
     address: str
@@ -102,9 +123,11 @@ class Address:
 
 @dataclass(frozen=True)
 class Nccl:
-    """The interface and address that NCCL uses on a node, or its error. wanted: NCCL_SOCKET_IFNAME.
+    """The interface and address that NCCL uses on a node, or why NCCL found none.
 
-    addresses: all of the node. seconds: how long the query took.
+    wanted: the value of NCCL_SOCKET_IFNAME.
+    addresses: all addresses of the node.
+    seconds: how long NCCL took to answer.
     """
 
     host: str
@@ -119,7 +142,10 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A process of a job that has ended, or that Slurm no longer reports (known: False)."""
+    """A process that an ended job left on the node.
+
+    known: False if Slurm no longer has the job, so that nothing shows whether it has ended.
+    """
 
     pid: int
     name: str
@@ -129,7 +155,11 @@ class Leftover:
 
 @dataclass(frozen=True)
 class OldFiles:
-    """Files in /dev/shm that no process uses. first: one of them. gb: their total size."""
+    """Files in /dev/shm that no process uses.
+
+    first: the path of one of them.
+    gb: their total size.
+    """
 
     first: str
     count: int
@@ -138,10 +168,12 @@ class OldFiles:
 
 @dataclass(frozen=True)
 class Node:
-    """The facts about one node, as the probe found them.
+    """What the probe found on one node.
 
-    assigned: the GPUs that Slurm gave the job, '0'. shares_gpus: whether the site shares a GPU between jobs.
-    gpu_error: why nvidia-smi failed, or ''. nccl: None if NCCL is not installed or not used.
+    assigned: the GPUs that Slurm gave the job, such as '0'.
+    shares_gpus: whether the site lets several jobs share a GPU.
+    gpu_error: why nvidia-smi failed, or ''.
+    nccl: NCCL's interface, or None if NCCL is not installed or not used.
     """
 
     memory_gb: float = 0.0

@@ -1,7 +1,8 @@
-"""The failures of each node: one file per cluster, with one line of JSON per failure.
+"""Records the failures of each node. There is one file per cluster, with one line of JSON per failure.
 
-Lines are only appended, so two submissions at the same time need no lock. If they damage a line (O_APPEND over NFS), it
-is ignored. Clearing the history of a node also appends a line: earlier failures then no longer count.
+hpcinit only appends lines, so two submissions can write at the same time without a lock. If they damage a line
+(O_APPEND over NFS), that line is ignored. Clearing the history of a node also appends a line, and failures before that
+line no longer count.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ DEVICE_XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
 class NodeFailure:
     """One failure of a node.
 
-    time: seconds since 1970, by the clock of the file system. kind: NODE_FAIL, 'Xid 79', 'ECC', ... run: the run's
-    folder. about: Slurm's reason, the first line of the error, or the reason given with --why.
+    time: seconds since 1970, by the clock of the file system.
+    kind: 'NODE_FAIL', 'Xid 79', 'ECC', ...
+    run: the folder of the run in which the node failed.
+    about: Slurm's reason, the first line of the error, or the reason that the user gave with --why.
     """
 
     time: float
@@ -45,13 +48,13 @@ class NodeFailure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Return what identifies the failure: each kind counts once per node and job."""
+        """Return what identifies this failure. Failures with the same node, job and kind count as one."""
         return (self.host, self.kind, self.job)
 
 
 @dataclass(frozen=True)
 class NodeHistory:
-    """A node and its failures that count, oldest first."""
+    """A node and those of its failures that still count, oldest first."""
 
     host: str
     failures: tuple[NodeFailure, ...]
@@ -60,14 +63,17 @@ class NodeHistory:
         return self.until(limit, 0) is not None
 
     def until(self, limit: int, expiry_h: float) -> float | None:
-        """Return when the exclusion expires, in seconds since 1970, or None if the node is not excluded."""
+        """Return until when the node is excluded, in seconds since 1970, or None if it is not excluded."""
         times = [one.time for one in self.failures if one.kind in AT_ONCE]
         if len(self.failures) >= limit:
             times.append(self.failures[-limit].time)  # when this one expires, fewer than the limit remain
         return max(times) + expiry_h * 3600 if times else None
 
     def summary(self, expiry_h: float, why: bool = True) -> str:
-        """Return '2 failures in 24 h: NODE_FAIL, Xid 79'. why: add the reason given with --add or by the doctor."""
+        """Return the failures in one line, such as '2 failures in 24 h: NODE_FAIL, Xid 79'.
+
+        why: whether to add the reason that the user gave with --add, or that the doctor found.
+        """
         seen = [one for one in self.failures if one.kind not in AT_ONCE]
         kinds = list(dict.fromkeys(one.kind for one in seen))
         more = [f"and {len(kinds) - KINDS_SHOWN} more"] * (len(kinds) > KINDS_SHOWN)
@@ -80,7 +86,10 @@ class NodeHistory:
 
 
 def folder(env: Mapping[str, str]) -> Path:
-    """Return the folder of all files. A relative XDG_STATE_HOME is ignored, as its standard requires."""
+    """Return the folder that contains the record files of all clusters.
+
+    If XDG_STATE_HOME is a relative path, it is ignored, as its specification requires.
+    """
     own = env.get("XDG_STATE_HOME", "")
     return (Path(own) if own.startswith("/") else home() / ".local/state") / FOLDER
 
@@ -90,12 +99,12 @@ def file(env: Mapping[str, str], cluster: str) -> Path:
 
 
 def read(path: Path) -> list[NodeFailure]:
-    """Return the failures in the file, or none if it does not exist. Skip other lines."""
+    """Return the failures in the file, or an empty list if the file does not exist. Unreadable lines are skipped."""
     return [one for one in run_folder.read_lines(NodeFailure, path) if one.time >= 0]
 
 
 def append(path: Path, found: Iterable[NodeFailure]) -> None:
-    """Append the failures to the file, which may not exist yet. Raise OSError if the file cannot be written."""
+    """Append the failures to the file, and create it if necessary. Raise OSError if that is not possible."""
     lines = "".join(json.dumps(asdict(one)) + "\n" for one in found)
     if not lines:
         return
@@ -108,14 +117,17 @@ def append(path: Path, found: Iterable[NodeFailure]) -> None:
 
 
 def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> list[NodeFailure]:
-    """Return those failures of `found` that are not in the file, not even as cleared ones."""
+    """Return the failures in `found` that the file has never contained, not even before its history was cleared.
+
+    known: the failures in the file.
+    """
     keys = {one.key for one in known}
     fresh = {one.key: one for one in found if one.key not in keys}
     return list(fresh.values())
 
 
 def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[NodeHistory]:
-    """Return each node with failures that count at the time `now`, worst first."""
+    """Return each node that has failures which count at the time `now`, worst node first."""
     known = list(known)
     since = {one.host: now - expiry_h * 3600 for one in known}
     for one in known:

@@ -1,7 +1,7 @@
-"""Records how much of hpcinit a run's program uses, and which options have no effect because of that.
+"""Records how much of hpcinit's API a program uses, and which options have no effect because it doesn't use more.
 
 Rank 0 writes program_use.json before the program starts, and again in hpcinit.init() and in run.wrap(). So the record
-is right even if the program is killed or replaces its process.
+is correct even if the program is killed or replaces its process.
 """
 
 from __future__ import annotations
@@ -29,35 +29,42 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class ProgramUse:
-    """The content of program_use.json. uses: NOTHING, INIT or WRAP. no_effect: options without effect."""
+    """The content of program_use.json.
+
+    uses: NOTHING, INIT or WRAP: which of hpcinit's functions the program has called.
+    no_effect: the options that have no effect.
+    """
 
     uses: str
     no_effect: tuple[str, ...] = ()
 
     @property
     def note(self) -> str:
-        """Return which options had no effect and why, or ''."""
+        """Return a sentence about the options that had no effect and why, or '' if there are none."""
         return f"{_MISSING[self.uses]}: {', '.join(self.no_effect)} had no effect" if self.no_effect else ""
 
     @property
     def advice(self) -> str:
-        """Return what to change, or ''."""
+        """Return what the user should change so that the options have an effect, or ''."""
         return _ADVICE[self.uses] if self.no_effect else ""
 
 
 def of_spec(spec: Spec, uses: str) -> ProgramUse:
-    """Return the record for a program that has reached this step. Options with their default values do not count."""
+    """Return the record for a program that has called these functions so far (`uses`).
+
+    An option that has its default value is not listed.
+    """
     found = {NOTHING: _of_init, INIT: _of_wrap}.get(uses)
     return ProgramUse(uses, tuple(found(spec)) if found else ())
 
 
 def start(folder: Path, spec: Spec) -> None:
-    """Write the record of a program that is about to start."""
+    """Write the first record, just before the program starts."""
     _write(folder, of_spec(spec, NOTHING))
 
 
 def advance(folder: Path, use: ProgramUse) -> None:
-    """Replace the record of the same program, unless the program has already reached a later step."""
+    """Replace the record after the program called init() or wrap(). A record of a later call is kept."""
     found = read(folder)
     if found and STEPS.index(found.uses) < STEPS.index(use.uses):
         _write(folder, use)
@@ -74,7 +81,7 @@ def _write(folder: Path, use: ProgramUse) -> None:
 
 
 def read(folder: Path) -> ProgramUse | None:
-    """Return the record, or None if it is missing or invalid."""
+    """Return the record of the run in `folder`, or None if it is missing or invalid."""
     found = run_folder.read_record(ProgramUse, folder / run_folder.PROGRAM_USE)
     return found if found and found.uses in STEPS else None
 

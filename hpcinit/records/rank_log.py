@@ -1,7 +1,7 @@
-"""The log of a rank that prints to a file. A full disk loses lines of it, but does not end the rank.
+"""Writes the log of a rank whose output goes to a file. If the disk is full, lines are lost, but the rank continues.
 
-With launch=srun a rank prints to a pipe, and Slurm writes the log. With launch=fork, torchrun and cluster=local the
-file is the rank's stdout, where print() would raise OSError in the user's program.
+With launch=srun, a rank prints to a pipe and Slurm writes the log. With launch=fork, launch=torchrun and cluster=local,
+the log file is the rank's stdout, so print() in the user's program would raise OSError when the disk is full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from hpcinit.base.console import say
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
-    """Yield the log, open for appending, or None after a warning if its disk fails. Raise OSError for a wrong path."""
+    """Yield the log file, open for appending. If its disk fails, print a warning and yield None.
+
+    Raise OSError if the path is wrong.
+    """
     log = None
     try:
         log = path.open("ab", buffering=0)  # the umask is the user's
@@ -56,7 +59,7 @@ class _Log(io.FileIO):
 
 
 def protect() -> None:
-    """Make print() in this process ignore disk errors if stdout and stderr are regular files."""
+    """If stdout and stderr of this process are regular files, make print() ignore disk errors."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # missing, closed, or without a file descriptor

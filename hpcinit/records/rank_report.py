@@ -1,6 +1,7 @@
-"""The report of a rank of the doctor's job: doctor/rank-N.json, with the links that it measured.
+"""What one rank of a `hpcinit doctor` job found, including the links it measured: doctor/rank-N.json.
 
-The rank writes the report again at each stage. If it hangs or its node fails, the earlier stages remain.
+The rank writes its report again after each stage. If it hangs or its node fails, the results of the earlier stages
+remain.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: started, in the pro
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks, measured by the first. It has one value per round: the best of several tries.
+    """A link between two ranks, as the first rank measured it.
 
-    round_trip_s: time for 8 bytes. gb_s: 10^9 bytes per second in one direction. ahead_s: how far the second rank's
-    clock is ahead, with an error of at most within_s; measured only between nodes.
+    Each list has one value per round, the best of several tries.
+
+    round_trip_s: the time for 8 bytes to the other rank and back.
+    gb_s: the bandwidth in one direction, in 10^9 bytes per second.
+    ahead_s: how many seconds the second rank's clock is ahead. Measured only between nodes.
+    within_s: the maximum error of ahead_s.
     """
 
     a: int
@@ -39,9 +44,11 @@ class Link:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """A measured all-reduce.
+    """The measurement of an all-reduce.
 
-    size: bytes. seconds: the time of the slowest rank, best of several tries. ranks: how many took part.
+    size: how many bytes were reduced.
+    seconds: the time of the slowest rank, in the best of several tries.
+    ranks: how many ranks took part.
     """
 
     size: int
@@ -50,8 +57,9 @@ class AllReduce:
 
     @property
     def bus_gb_s(self) -> float:
-        """Return 2 (n - 1) / n x size / time, which is comparable with a link's bandwidth for any number of ranks.
+        """Return the bus bandwidth, 2 (n - 1) / n x size / time for n ranks.
 
+        Unlike size / time, it can be compared with the bandwidth of a link for any number of ranks:
         https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """
         return 2 * (self.ranks - 1) / self.ranks * self.size / self.seconds / 1e9 if self.seconds > 0 else 0.0
@@ -59,7 +67,10 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bandwidth of copies in 10^9 bytes per second: from pinned host memory, to it, and on the device (one way)."""
+    """How fast a GPU copies data: from pinned host memory, to it, and within the GPU's own memory (one way).
+
+    The numbers are in 10^9 bytes per second.
+    """
 
     to_device_gb_s: float
     from_device_gb_s: float
@@ -68,11 +79,15 @@ class Copies:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank of the doctor found.
+    """What one rank of a doctor job found.
 
-    device: torch's name for it, with name, uuid and pci where known. cpus: cores on which it may run. driver: the
-    GPU's. pid: the rank's process. copies: only for a GPU. Only local rank 0 reports node, hosts (those of the world)
-    and on_node (the all-reduce within the node).
+    device: torch's name of the device. name, uuid and pci identify the device further, if torch reports them.
+    cpus: the cores on which the rank may run.
+    driver: the version of the GPU driver.
+    pid: the process id of the rank.
+    copies: the copy bandwidths. None without a GPU.
+    node, hosts, on_node: the facts about the node, the hosts of all ranks, and the all-reduce within the node. Only
+        local rank 0 reports these.
     """
 
     rank: int
@@ -108,7 +123,7 @@ def write(folder: Path, report: Report) -> None:
 
 
 def read(folder: Path) -> list[Report]:
-    """Return the reports in `folder`, sorted by rank. Skip files that cannot be read."""
+    """Return the reports in `folder`, sorted by rank. Unreadable files are skipped."""
     return sorted(_reports(folder / FOLDER), key=lambda one: one.rank)
 
 
@@ -133,7 +148,10 @@ class Pair(NamedTuple):
 
 
 def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
-    """Return the links to measure, each once, starting with those inside nodes. nodes: the ranks of each node."""
+    """Return the pairs of ranks whose link is to be measured, each once. Links inside nodes are first.
+
+    nodes: the ranks of each node.
+    """
     found = [Pair(a, b, False) for ranks in nodes for a, b in _ring(ranks)]
     for here, there in _ring(range(len(nodes))):
         found += [Pair(a, b, True) for a, b in zip(nodes[here], nodes[there], strict=False)]
@@ -149,9 +167,9 @@ def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
-    """Return phases in which each rank measures one link.
+    """Divide the links into phases so that each rank measures at most one link at a time.
 
-    A phase has only links inside nodes, or only between nodes.
+    A phase contains only links inside nodes, or only links between nodes.
     """
     found: list[tuple[bool, set[int], list[Pair]]] = []
     for pair in wanted:
@@ -166,8 +184,13 @@ def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
 
 
 class Rule(NamedTuple):
-    """The definition of slow: in every round, a time more than `factor` times the median of all, more than `mads`
-    median absolute deviations above it, and more than `least` above it.
+    """Defines when a measured thing, such as a link, is slow: only if its time is too long in every round.
+
+    A time is too long if all of these are true:
+
+    factor: it is more than `factor` times the median of all times.
+    mads: it is more than `mads` median absolute deviations above the median.
+    least: it is more than `least` above the median.
 
     One round is not enough, because another job may use the network for a moment.
     """
@@ -178,9 +201,11 @@ class Rule(NamedTuple):
 
 
 def slow_links(times: Mapping[K, Sequence[float]], rule: Rule) -> list[K]:
-    """Return the slow keys, or none if there are fewer than three keys.
+    """Return the keys of `times`, such as links, that are slow according to `rule`.
 
-    times: key -> its times in each round; larger is slower.
+    With fewer than three keys, nothing counts as slow.
+
+    times: for each key, its time in each round. A larger time is slower.
     """
     rounds = min((len(values) for values in times.values()), default=0)
     if len(times) < 3 or not rounds:

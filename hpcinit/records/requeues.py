@@ -1,4 +1,4 @@
-"""Records the restarts of a run by requeue: restarts.jsonl in the run folder, one line per restart."""
+"""Records each restart of a run by a requeue in restarts.jsonl in the run folder, one line per restart."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from hpcinit.records import run_folder
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart. reason: why the attempt before `restart` ended. step: the furthest step before it, if any.
+    """One restart.
 
-    without_progress: how many consecutive restarts, this one included, did not get beyond that step. max_restarts: how
-    many restarts the job may have, or None for no limit.
+    restart: the number of the attempt that starts.
+    reason: why the previous attempt ended.
+    step: the furthest training step of all previous attempts, or None.
+    without_progress: how many consecutive restarts, including this one, did not get beyond that step.
+    max_restarts: how many restarts the job may have, or None for no limit.
     """
 
     job: str
@@ -28,14 +31,14 @@ class Restart:
 
 
 def read(path: Path) -> list[Restart]:
-    """Return the restarts of a run, oldest first. Skip unreadable lines."""
+    """Return the restarts of the run in `path`, oldest first. Unreadable lines are skipped."""
     return list(run_folder.read_lines(Restart, f"{path}/{run_folder.RESTARTS}"))
 
 
 def append(path: Path, restart: Restart) -> None:
-    """Append the restart to the record of the run in `path`. A full disk leaves the record unchanged.
+    """Append the restart to the record of the run in `path`. Raise OSError if the file cannot be written.
 
-    Raise OSError if the file cannot be written.
+    If the disk is full, the record is unchanged.
     """
     file = path / run_folder.RESTARTS
     before = safe_files.read_text(file) if file.exists() else ""

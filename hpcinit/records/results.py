@@ -1,6 +1,7 @@
-"""The result of a run: result.json, `{"value": 0.25}`, `{"value": [0.25, 3]}` or another JSON value.
+"""The result of a run: result.json, such as `{"value": 0.25}`, `{"value": [0.25, 3]}` or any other JSON value.
 
-A search needs one or more numbers. Reporting a result never fails a training run: any other value gives a warning.
+A hyperparameter search needs one or more numbers. Reporting a result never fails a training run: if JSON cannot contain
+the value, hpcinit prints a warning.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ Value = float | tuple[float, ...]
 
 
 def reported(value: object) -> Any:
-    """Return `value` as a JSON value: numbers as floats, a tensor or array with one element as that element.
+    """Convert `value` to a JSON value.
 
-    Raise RequestError for anything else.
+    Numbers become floats, and a tensor or array with one element becomes that element.
+
+    Raise RequestError if JSON cannot contain the value.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -57,14 +60,14 @@ _unwritten: dict[Path, str] = {}  # the text of each result.json that is not wri
 
 
 def write(folder: Path, value: Any) -> None:
-    """Write the result atomically. Raise OSError if the file cannot be written."""
+    """Write the result to result.json atomically. Raise OSError if that is not possible."""
     safe_files.write_atomically(folder / run_folder.RESULT, json.dumps({"value": value}) + "\n")
 
 
 def write_or_print(folder: Path, value: Any) -> None:
-    """Write the result. If that fails, retry until the process ends, then print it. Never raise OSError.
+    """Write the result. If that fails, retry until the process ends, and then print the result. Never raise OSError.
 
-    An error here would fail a training run that has finished and saved, and would end the other ranks.
+    An error here would fail a training run that has finished and saved, and would also end the other ranks.
     """
     path, text = folder / run_folder.RESULT, json.dumps({"value": value})
     if not _unwritten:
@@ -89,18 +92,21 @@ def _print() -> None:
 
 
 def read(folder: Path) -> Any:
-    """Return the result, or None if the run wrote none. Raise RequestError if the file does not contain a result."""
+    """Return the result of a run, or None if the run wrote none. Raise RequestError if the file contains no result."""
     file = folder / run_folder.RESULT
     try:
         return safe_files.read_json(file)["value"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f'{file} cannot be used: {error!r}; expected {{"value": 0.25}} in it') from None
+        raise RequestError(f'{file} cannot be used: {error!r}; expected content such as {{"value": 0.25}}') from None
 
 
 def read_numbers(folder: Path) -> Value | None:
-    """Return the result as floats, or None if the run wrote none. Raise RequestError for anything else, and for NaN."""
+    """Return the result of a run as floats, or None if the run wrote none.
+
+    Raise RequestError if the result is not a number or a list of numbers, or contains NaN.
+    """
     file = folder / run_folder.RESULT
     value = read(folder)
     if value is None and not file.exists():
@@ -108,7 +114,7 @@ def read_numbers(folder: Path) -> Value | None:
     try:
         found = numbers(value)
     except RequestError as error:
-        raise RequestError(f'{file} cannot be used: {error}; expected {{"value": 0.25}} in it') from None
+        raise RequestError(f'{file} cannot be used: {error}; expected content such as {{"value": 0.25}}') from None
     if any(math.isnan(item) for item in (found if isinstance(found, tuple) else (found,))):
         raise RequestError(f"{file} contains {value}, expected a number: did training diverge?")
     return found

@@ -1,4 +1,4 @@
-"""Names of the files in a run folder, reasons for a restart, and functions that read records of other versions."""
+"""Defines the names of the files in a run folder and the reasons for a restart, and reads records of other versions."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a dataclass `kind` from its asdict() or its JSON, where a list may be a tuple, and a dict a dataclass.
+    """Return a dataclass of type `kind` from the values of its fields: the result of asdict(), or JSON.
 
-    Keys of later versions are ignored. Raise TypeError if a field without a default is missing, ValueError if a value
-    does not have the type of its field, AttributeError if `document` is not a mapping.
+    In JSON, tuples are lists and dataclasses are objects. Keys that only a later version knows are ignored. Raise
+    TypeError if a field without a default is missing, ValueError if a value does not have the type of its field, and
+    AttributeError if `document` is not a mapping.
     """
     types = _types(kind)  # type: ignore[arg-type]
     return kind(**{name: _typed(name, types[name], value) for name, value in document.items() if name in types})
@@ -103,8 +104,10 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
 
 
 def read_lines(kind: type[T], path: str | Path) -> Iterator[T]:
-    """Yield the records of a file with one in each line. Skip lines that a full disk cut off or another version wrote,
-    and a file that cannot be read."""
+    """Yield the records in a file that contains one per line. If the file cannot be read, yield none.
+
+    Lines that a full disk cut short or that another version wrote are skipped.
+    """
     with suppress(OSError):
         for line in safe_files.read_text(path).splitlines():
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
@@ -112,7 +115,7 @@ def read_lines(kind: type[T], path: str | Path) -> Iterator[T]:
 
 
 def read_record(kind: type[T], path: str | Path) -> T | None:
-    """Return the record in a file, or None if it is missing, unreadable, or written by another version."""
+    """Return the record in a file, or None if the file is missing, unreadable, or from another version."""
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         return from_known_fields(kind, safe_files.read_json(path))
     return None

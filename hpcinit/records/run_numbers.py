@@ -1,11 +1,13 @@
-"""Numbers the runs: NAME-0042 in a runs_dir. A number is never reused, even after its folder was removed.
+"""Numbers the runs in a runs_dir: NAME-0042. A number is never reused, even after its folder was removed.
 
-The highest numbers of a name are in the names of empty files, `.NAME-0042.number`, because a file name is never
-half-written, not even over NFS. A file is removed only after runs with higher numbers were submitted. So the highest
-one remains, whatever several login nodes do at the same time. If all are missing, the folders alone decide.
+For each name, empty files `.NAME-0042.number` (called marks here) record the highest numbers. The number is in the
+file's name because a name is never half-written, not even over NFS. hpcinit removes a mark only after it has submitted
+runs with higher numbers. So the highest mark remains, whatever several login nodes do at the same time. If all marks
+are missing, only the folders count.
 
-A submission may be slow, or see an old list of the folder over NFS. Meanwhile another run may have used its number, and
-may even have been removed. So the last KEPT files remain as well, and take() refuses the number.
+A submission may be slow, or may see an old list of the folder over NFS. Meanwhile, another run may have used its
+number, and may even have been removed again. So the last KEPT marks remain as well, and take() refuses a number that
+has a mark.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ KEPT = 20  # files of a name that remain below the highest one
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
-    """Return the number after the highest one in this user's folders and marks. No entry has it.
+    """Return the next free number: one more than the highest number of this user's folders and marks with this name.
 
-    promised: names of more folders that count.
+    promised: the names of folders that do not exist yet but count too.
     """
     names = {*_names(runs_dir), *promised}
     found = sorted(((number, one) for one in names for number in _numbers(one, name)), reverse=True)
@@ -37,9 +39,9 @@ def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> in
 
 
 def take(run: Path) -> None:
-    """Record the number of the new folder `run`.
+    """Record that the new folder `run` uses its number.
 
-    Raise FileExistsError if another run may have used it, and OSError if the record cannot be written.
+    Raise FileExistsError if another run may have used the number, and OSError if the mark cannot be written.
     """
     mark(run, os.O_EXCL)
     if (found := _RUN.fullmatch(run.name)) and next_number(run.parent, found["name"]) - int(found["number"]) > KEPT:
@@ -48,21 +50,21 @@ def take(run: Path) -> None:
 
 
 def mark(run: Path, flags: int = 0) -> None:
-    """Record the number of the folder `run`. flags: more flags for os.open.
+    """Create the mark that records the number of the folder `run`. Raise OSError if the file cannot be written.
 
-    Raise OSError if the file cannot be written.
+    flags: additional flags for os.open.
     """
     os.close(os.open(_mark(run), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600))
 
 
 def unmark(run: Path) -> None:
-    """Remove the record of a number whose run was never submitted."""
+    """Remove the mark of a number whose run was never submitted."""
     with suppress(OSError):
         _mark(run).unlink()
 
 
 def remove_lower(run: Path) -> None:
-    """Remove the marks of this name whose numbers are more than KEPT below that of `run`, which was submitted."""
+    """After `run` was submitted, remove the old marks of its name: those with numbers more than KEPT below its own."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):
@@ -72,9 +74,9 @@ def remove_lower(run: Path) -> None:
 
 
 def keep(runs: Iterable[Path]) -> None:
-    """Record the highest number of each name before these folders are removed.
+    """Record the highest number of each name before these run folders are removed.
 
-    Raise OSError if a record cannot be written.
+    Raise OSError if a mark cannot be written.
     """
     highest: dict[tuple[Path, str], tuple[int, Path]] = {}
     for run in runs:
@@ -86,7 +88,7 @@ def keep(runs: Iterable[Path]) -> None:
 
 
 def is_mark(path: str) -> bool:
-    """Return whether the file is a mark of this module."""
+    """Return whether the file is one of the marks that record run numbers."""
     return bool(re.fullmatch(r"\..+-\d{4,9}\.number", path.rpartition("/")[2]))
 
 

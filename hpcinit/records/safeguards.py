@@ -1,6 +1,7 @@
-"""Sets environment variables that protect a run: a flight recorder for hangs, and kernel caches on the node's disk.
+"""Sets environment variables that protect a run: a flight recorder for hangs, and kernel caches on the node's own disk.
 
-They are set before torch reads them, unless the user has set them, and are listed in the run folder.
+The variables are set before torch reads them. Variables that the user has set stay unchanged. The run folder contains a
+list of what was set.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ CACHES = tuple(variable.name for variable in _caches(Path()))
 
 
 def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: str) -> dict[str, str]:
-    """Return the variables to add to `env`: those that it does not have under any of their names.
+    """Return the variables to add to `env`. A variable is omitted if `env` already has it under any of its names.
 
-    caches: two private folders on this node's disk, of this job and of all jobs, or None if there are none. dumps: the
-    path of the flight recorder's files without the rank at the end, or '' if no folder can be written.
+    caches: two private folders on this node's disk, one for this job and one for all jobs, or None if there are none.
+    dumps: the path of the flight recorder's files without the rank at the end, or '' if no folder is writable.
     """
     found = {}
     for variable in _recorder(dumps) + ([*_caches(caches[1]), _pipe(caches[0])] if caches else []):
@@ -94,14 +95,15 @@ _applied = False
 
 
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
-    """Add the safeguards to `environ` and return their names; () if this process or this job has already done so.
+    """Add the safeguards to `environ` and return their names, or () if this process or job already has them.
 
-    Call it before a process group is created and before anything is compiled, because torch reads each variable at its
-    first use. Values set for a surrounding job are replaced. If a disk is full or not private, the variables that need
-    it are skipped, and describe() reports it.
+    Call this before a process group is created and before anything is compiled, because torch reads each variable when
+    it first needs it. Values that hpcinit set for a surrounding job are replaced. If a disk is full or not private, the
+    variables that need the disk are skipped, and describe() reports that.
 
-    folder: the run folder, or None without a submission. job: World.job, unique to this start, so that a restart does
-    not find the locks and incomplete files of the previous start.
+    folder: the run folder, or None for a program that was not submitted.
+    job: World.job, which is unique to this attempt, so that a restart doesn't find locks and incomplete files of the
+        attempt before.
     """
     global _applied  # noqa: PLW0603 - once per process, for both callers: hpcinit.run and init
     before, *names = environ.get(ENV_SET, "").split(" ")
@@ -142,7 +144,10 @@ def _dumps(environ: Mapping[str, str], folder: Path | None, job: str) -> str:
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """Return lines that list what was set, or '' if nothing was. Variables that the user set are not listed."""
+    """Return text that lists the variables that hpcinit set, or '' if it set none.
+
+    The user's variables are not listed.
+    """
     if not names:
         return ""
     lines = ["defaults applied (set the variable yourself to override):", *(f"  {n}={environ[n]}" for n in names)]

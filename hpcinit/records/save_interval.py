@@ -1,4 +1,7 @@
-"""The time between two checkpoints that loses the least, after Young (1974) and Daly (2006)."""
+"""Computes the best time between two checkpoints: the one that wastes the least time.
+
+After Young (1974) and Daly (2006).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import math
 
 
 def best_interval_s(save_s: float, between_failures_s: float) -> float:
-    """Return the training time between two saves at which saving and repeated steps together cost the least.
+    """Return how long to train between two saves so that saving and repeating lost steps together cost the least time.
 
-    save_s: how long a save blocks the training. between_failures_s: the mean time between two failures. Both are in
-    seconds and more than 0. Daly, 'A higher order estimate of the optimum checkpoint interval', equation 37.
+    The formula is equation 37 in Daly, 'A higher order estimate of the optimum checkpoint interval'. Both arguments
+    must be more than 0.
+
+    save_s: for how many seconds a save blocks training.
+    between_failures_s: the mean time between two failures, in seconds.
     """
     if save_s >= 2 * between_failures_s:
         return between_failures_s

@@ -1,11 +1,12 @@
-"""A private folder on this node's disk, removed when the last process of the job ends.
+"""A private folder on this node's disk, which is removed when the last process of the job ends.
 
-Slurm does not clean /tmp after a job. So every process that uses a folder holds a shared lock in it, which the kernel
-releases however the process ends. The last process removes the folder; the next start on the node removes the folders
-of killed jobs. Compiled kernels are in another folder, which stays. Its users hold a lock in it too.
+Slurm does not clean /tmp after a job. So every process that uses such a folder has a shared lock on a file in it. The
+kernel releases the lock however the process ends. The last process removes the folder. If a job was killed, the next
+start on the node removes its folders. Compiled kernels are in a different folder, which stays. Processes lock that
+folder too while they use it.
 
-TMPDIR may be on a disk that several nodes share, where other nodes often cannot see a lock. So only folders whose names
-end in this host's name are removed.
+TMPDIR may be on a disk that several nodes share, and often a node cannot see another node's locks there. So a node
+removes only folders whose names end in its own host name.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # the local disk of the nodes, from the c
 
 
 def folder_name(job: str) -> str:
-    """Return World.job ('43.0.1') as a file name, with other characters replaced by '-'."""
+    """Return World.job, such as '43.0.1', in a form that can be a file name: other characters become '-'."""
     return re.sub(r"[^\w.+-]", "-", job) or "job"
 
 
 def base(env: Mapping[str, str], room: int = 0) -> Path | None:
-    """Return this user's folder on the site's local disk, in TMPDIR, /tmp or /var/tmp; None if none is suitable.
+    """Return this user's folder on the node's disk, in the first suitable place, or None if no place is suitable.
 
-    The first suitable folder counts. Compiled extensions are loaded from it, so a mount with noexec is not suitable.
-    Code that another user writes there would run as this user, so a folder that another user created or can enter is
-    not suitable either. room: bytes that must be free on the disk.
+    The places are the site's local disk, TMPDIR, /tmp and /var/tmp. Compiled extensions are loaded from the folder, so
+    a file system that is mounted with noexec is not suitable. If another user created the folder or can enter it, it is
+    not suitable either, because code that this user writes there would run as you.
+
+    room: how many bytes must be free on the disk.
     """
     for parent in parents(env):
         folder = of_user(parent)
@@ -56,17 +59,17 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
 
 
 def parents(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders in which base() looks, in this order, or '' for a variable that is not set."""
+    """Return the places in which base() looks, in this order. A variable that is not set counts as ''."""
     return (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp")
 
 
 def of_user(parent: str) -> Path:
-    """Return the path of this user's folder in `parent`."""
+    """Return the path of this user's own folder in `parent`."""
     return Path(parent) / f"hpcinit-{os.geteuid()}"
 
 
 def in_use(folder: Path) -> bool:
-    """Return whether a process has locked, or may have locked, the job's folder `folder`."""
+    """Return whether a process is using the job's folder `folder`. If that cannot be determined, return True."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):  # kernels, and what was never a job's folder
@@ -83,9 +86,11 @@ def in_use(folder: Path) -> bool:
 
 
 def take(parent: Path, job: str) -> Path:
-    """Return the folder of `job` on this node, below base(). It exists until the last process that took it ends.
+    """Return the folder of `job` on this node. It exists until the last process that called take() for it ends.
 
-    Raise OSError if it cannot be created.
+    Raise OSError if the folder cannot be created.
+
+    parent: the folder that base() returned.
     """
     # The name of the host is part of it because TMPDIR may be on a shared disk.
     folder = parent / f"{folder_name(job)}-{os.uname().nodename}"
@@ -96,10 +101,12 @@ def take(parent: Path, job: str) -> Path:
 
 
 def kept(parent: Path) -> Path:
-    """Return the folder for compiled kernels of all this user's jobs on this node, below base().
+    """Return the folder on this node for the compiled kernels of all this user's jobs.
 
-    It stays after a job, so that a requeued job need not compile again. sweep() removes it if no job has started on the
-    node for KEPT_S. Raise OSError if it cannot be created.
+    The folder stays after a job, so that a requeued job need not compile again. If no job has started on the node for
+    KEPT_S seconds, sweep() removes it. Raise OSError if the folder cannot be created.
+
+    parent: the folder that base() returned.
     """
     folder = parent / f"{KEPT}-{os.uname().nodename}"
     os.set_inheritable(_hold(folder), True)
@@ -126,9 +133,9 @@ def _hold(folder: Path) -> int:
 
 
 def sweep(parent: Path, *, kernels: bool = False) -> None:
-    """Remove this host's folders that no process uses: those of killed jobs.
+    """Remove the folders that killed jobs left on this host, and old compiled kernels, if no process uses them.
 
-    kernels: also remove recent folders for kernels.
+    kernels: whether to also remove recent compiled kernels.
     """
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():

@@ -1,4 +1,4 @@
-"""Detects secrets, first by the form of the value, then by parts of the name. The user can overrule both."""
+"""Detects secrets: first by what the value looks like, then by parts of the name. The user can overrule both."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ HIDDEN = "***"
 
 
 def named(name: str, patterns: Sequence[str] = ()) -> bool:
-    """Return whether a variable, key or option of this name contains a secret.
+    """Return whether a variable, key or option with this name contains a secret.
 
-    patterns: more names (MY_*), or exceptions that start with '-'. The last match counts.
+    patterns: the user's list: additional names (MY_*), and exceptions that start with '-'. If several match, the last
+        one counts.
     """
     plain = _plain(name)
     secret = bool(SECRET.search(plain)) and not ONLY_WHERE.search(plain) and not OF_TEXT.search(plain)
@@ -56,9 +57,9 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 
 
 def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
-    """Return why `value` under this name is a secret, as in 'a URL with a password', or '' if it is not.
+    """Return why `value` under this name is a secret, such as 'a URL with a password', or '' if it is not a secret.
 
-    patterns: see named(). An exception counts whatever the value is.
+    patterns: the user's list, as in named(). For a name that is an exception, the value is not examined.
     """
     plain = _plain(name)
     if any(p.startswith("-") and fnmatchcase(plain, _plain(p)) for p in patterns):
@@ -80,7 +81,7 @@ def is_secret(name: str, value: str, patterns: Sequence[str] = ()) -> bool:
 
 
 def unless(name: str) -> str:
-    """Return the part of a message that shows how to overrule reason()."""
+    """Return the part of an error message that shows what to type if the value is not a secret."""
     return f"if it is not a secret: 'secret_names=[-{name}]'"
 
 
@@ -92,9 +93,10 @@ def in_shell(line: str, patterns: Sequence[str] = ()) -> Iterator[tuple[str, str
 
 
 def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iterator[tuple[int, str, str]]:
-    """Yield (index, name, reason) for each argument with a secret, as in --api-key X, --api-key=X, job.env.HF_TOKEN=X.
+    """Yield (index, name, reason) for each command-line argument that contains a secret.
 
-    The name of an argument without an option is ARGUMENT.
+    It finds arguments such as --api-key X, --api-key=X and job.env.HF_TOKEN=X. For an argument without an option, the
+    name is ARGUMENT.
     """
     for at, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
@@ -118,7 +120,7 @@ def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iter
 
 
 def masked(arguments: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
-    """Return the command line with *** in place of each secret."""
+    """Return the command line with *** instead of each secret."""
     shown = list(arguments)
     for at, _, _ in in_arguments(arguments, patterns):
         option, equals, _ = arguments[at].partition("=")

@@ -1,7 +1,7 @@
-"""The part of a request that the job reads: the JSON file `spec.json` in the run folder.
+"""The settings of a submission that the job reads, stored as JSON in `spec.json` in the run folder.
 
-It is not a pickle. Another Python on another machine reads it hours later, and anyone who can write a pickle in a
-shared folder could run code as you.
+The file is not a pickle. Another Python on another machine reads it hours later, and anyone who can write a pickle into
+a shared folder could run code as you.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """The program that the ranks run. kind: script (a .py file), module (as `python -m`) or command (any argv)."""
+    """The program that the ranks run.
+
+    kind: script (a .py file), module (as in `python -m`) or command (any command line).
+    """
 
     kind: str
     target: str
@@ -57,8 +60,11 @@ class Program:
 class Comm:
     """How the process group is created.
 
-    backend: 'auto' chooses by the device. collective_timeout_s: None means torch's own. host_template: see
-    rename_host(). device_id: whether torch gets the device ('never', 'auto', 'always'); then NCCL starts at once.
+    backend: torch's backend. With 'auto', hpcinit chooses the backend that fits the device.
+    collective_timeout_s: the timeout of collectives. None: torch's default.
+    host_template: how to rename hosts, see rename_host().
+    device_id: whether torch gets the rank's device: 'never', 'auto' or 'always'. If torch gets it, NCCL connects at
+        once.
     checkpoint_timeout_s: how long ranks wait for each other in run.save and run.load.
     """
 
@@ -76,7 +82,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class Samples:
-    """The requested batch sizes; None if not set.
+    """The batch sizes that the user requested. A size is None if the user did not set it.
 
     Attributes:
         micro: samples per forward pass of a rank.
@@ -89,7 +95,7 @@ class Samples:
     total: int | None = None
 
     def over(self, data_parallel: int) -> Batch:
-        """Return the Batch. Raise RequestError if the sizes do not fit.
+        """Compute the missing sizes and return the Batch. Raise RequestError if the sizes do not fit.
 
         Args:
             data_parallel: the number of data parallel ranks.
@@ -99,11 +105,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats: 'fp32', 'bf16' or 'fp16'.
+    """The number formats that training uses: 'fp32', 'bf16' or 'fp16'.
 
     Attributes:
         param: format of the parameters in forward and backward.
-        reduce: format of gradients while they are summed over ranks: 'fp32' or 'bf16'.
+        reduce: format of the gradients while they are summed over ranks: 'fp32' or 'bf16'.
     """
 
     param: str = "fp32"
@@ -140,13 +146,17 @@ class Training:
 
     @property
     def wrapper(self) -> Wrapper:
-        """Return the object that `wrap` names."""
+        """Return the Wrapper object for the name in `wrap`."""
         return wrappers.get(self.wrap)
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Hang detection. after_s: seconds without a step; 0: disabled. action: 'report', or 'end': also end the ranks."""
+    """The settings of hang detection.
+
+    after_s: how many seconds without a training step count as a hang. 0: disabled.
+    action: 'report' the hang, or 'end': report it and end the ranks.
+    """
 
     after_s: float = 240.0  # less than torch's 600 s of collectives, whose error does not name the missing rank
     action: str = "report"
@@ -157,9 +167,10 @@ class Hang:
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """The check of each node before its ranks start.
+    """The settings of the check that runs on each node before its ranks start.
 
-    action: 'off', 'report', or 'replace' to also replace the node. timeout_s: the ranks wait no longer than this.
+    action: 'off', 'report', or 'replace', which reports and replaces a faulty node.
+    timeout_s: the maximum time that the ranks wait for the check.
     """
 
     action: str = REPORT
@@ -173,11 +184,14 @@ class NodeCheck:
 class Launch:
     """How the ranks are started.
 
-    kind: 'srun' starts each rank. With 'fork' and 'torchrun', srun starts one process per node, which starts the node's
-    ranks. preload: modules to import before the fork. max_restarts: how often torchrun's agents restart the ranks.
-    wait_s: how long ranks may run after the first has exited; None or 0: forever. cpus: per rank, if set. cpu_bind,
-    gpu_bind: srun's options for one task per rank, or None for the site's default. warm, without_progress: restart.warm
-    and restart.without_progress.
+    kind: 'srun', 'fork' or 'torchrun'. With 'srun', srun starts each rank. Otherwise, srun starts one process per node,
+        and that process starts the node's ranks.
+    preload: modules to import before the fork.
+    max_restarts: how often torchrun's agents may restart the ranks.
+    wait_s: how long the other ranks may run after the first rank exits. None or 0: forever.
+    cpus: the number of CPUs per rank, if set.
+    cpu_bind, gpu_bind: options for srun if each rank is a task of srun. None: the site's default.
+    warm, without_progress: the settings restart.warm and restart.without_progress.
     """
 
     kind: str = "srun"
@@ -197,12 +211,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Spec:
-    """The part of a submission that the job needs.
+    """The settings of a submission that the job needs.
 
-    nonce: random, the same on every rank, and secret from other jobs. workdir: where the user's code runs. seed_by:
-    'same' on all ranks, different for each 'rank', or different for ranks with different 'data'. components: those of a
-    heterogeneous job with one world, else (). Then `nodes` counts the nodes of all, and ranks_per_node is that of the
-    first.
+    nonce: a random secret, the same on every rank. Other jobs can't know it.
+    workdir: the folder in which the user's code runs.
+    seed_by: 'same' (all ranks get the same seed), 'rank' (each rank gets its own), or 'data' (ranks with different data
+        get different seeds).
+    components: the components of a heterogeneous job whose ranks form one world, else (). If there are components,
+        `nodes` is the total number of nodes, and ranks_per_node is that of the first component.
     """
 
     name: str
@@ -235,7 +251,7 @@ class Spec:
 
     @property
     def parts(self) -> tuple[Component, ...]:
-        """Return the components. An ordinary job has one."""
+        """Return the components of the job. An ordinary job has exactly one."""
         return self.components or (Component(self.nodes, self.ranks_per_node),)
 
     @property
@@ -246,19 +262,22 @@ class Spec:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def shown(self) -> str:
-        """Return to_json() for a run that does not exist yet. The real nonce is made at submission."""
+        """Return the JSON for a run that does not exist yet.
+
+        Its nonce is a placeholder; the real one is made at submission.
+        """
         return replace(self, nonce="random").to_json()
 
     def command(self) -> list[str]:
-        """Return the program with its arguments, as in submission.json."""
+        """Return the program with its arguments as a command line, in the form that submission.json contains."""
         return [self.program.target, *self.program.args]
 
 
 def load(path: Path, to_run: bool = True) -> Spec:
-    """Return the Spec in `path`. Raise SpecError if this version cannot use it.
+    """Read the Spec in `path`. Raise SpecError if this version of hpcinit cannot use it.
 
-    to_run: this process will run the program of the spec, so no other user may have written it. False to read a
-    colleague's run.
+    to_run: True if this process will run the program in the spec. Then the file must not be one that another user could
+        have written. False to read a colleague's run.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -284,7 +303,7 @@ def load(path: Path, to_run: bool = True) -> Spec:
 
 
 def ranks_per_task(folder: Path) -> int:
-    """Return how many ranks each of this run's srun tasks starts, or 1 if its spec cannot be read."""
+    """Return how many ranks each srun task of this run starts, or 1 if the run's spec cannot be read."""
     try:
         spec = load(folder / run_folder.SPEC, to_run=False)
     except SpecError:
@@ -293,10 +312,11 @@ def ranks_per_task(folder: Path) -> int:
 
 
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
-    """Return the spec and folder of the run of this process, or (None, None) if the world sizes differ.
+    """Return the spec and the folder of the run to which this process belongs, or (None, None) if there is none.
 
-    The user's own srun inside the job, or a rank started manually, may have another world size. Then the sizes, the
-    layout and the nonce of the submission do not apply to it.
+    If the world size differs from the spec's, this process is no rank of the submission: the user ran srun inside the
+    job, or started the rank manually. Then the sizes, the layout and the nonce of the submission do not apply, so
+    return (None, None).
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder:

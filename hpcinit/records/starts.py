@@ -1,4 +1,4 @@
-"""The values of launch=: how the ranks of a node are started. To add one, add a line here and its module."""
+"""The values of `launch=`: the ways to start the ranks of a node. To add one, add a line here and a module."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Start:
-    """One way to start ranks.
+    """One way to start the ranks of a node.
 
-    module: what each task of srun runs, as python -m. task_per_rank: each rank is a task of srun, with its own output
-    and exit status. Otherwise one task per node starts and ends the ranks of its node, and binds them to cores and
-    GPUs. restarts_ranks: agents restart all ranks inside the job (launch.max_restarts), which needs more ports.
+    module: the Python module that each srun task runs (python -m).
+    task_per_rank: True if each rank is a separate srun task, with its own output and exit status. False if one task per
+        node starts and ends the node's ranks, and binds them to cores and GPUs.
+    restarts_ranks: whether agents can restart all ranks inside the job (launch.max_restarts). That needs more ports.
     """
 
     module: str
@@ -19,7 +20,7 @@ class Start:
     restarts_ranks: bool = False
 
     def tasks_per_node(self, ranks: int) -> int:
-        """Return how many tasks srun starts on a node with `ranks` ranks."""
+        """Return how many tasks srun starts on a node that has `ranks` ranks."""
         return ranks if self.task_per_rank else 1
 
     def ranks_per_task(self, ranks: int) -> int:

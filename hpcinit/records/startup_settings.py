@@ -1,7 +1,7 @@
-"""Records what hpcinit set at each start of the ranks: variables, timeouts, devices, layout.
+"""Records what hpcinit set at each start of the ranks: variables, timeouts, devices and the layout.
 
-Rank 0 appends it to a file in the run folder, to keep the lines of the log short. A process without a run folder prints
-it with HPCINIT_VERBOSE=1.
+Rank 0 appends these lines to a file in the run folder, so that they don't fill the log. A process without a run folder
+prints them if HPCINIT_VERBOSE=1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ENV_VERBOSE = "HPCINIT_VERBOSE"
 
 
 def record(folder: Path | None, job: str, lines: Sequence[str]) -> None:
-    """Append `lines` to the file in `folder`.
+    """Append `lines` to the settings file in `folder`. Without a folder, print them if HPCINIT_VERBOSE=1.
 
-    Without a folder, print them if requested. job: World.job, for the heading.
+    job: World.job, for the heading above the lines.
     """
     if folder is None:
         for line in lines if os.environ.get(ENV_VERBOSE, "") not in ("", "0") else ():

@@ -1,4 +1,4 @@
-"""Computes the start-up timeout from the number of nodes and the remaining time of the job.
+"""Computes the start-up timeout from the number of nodes and the time that the job has left.
 
     start_up = min(max, base + per_node x nodes, remaining time of the job - 30)
 
@@ -29,7 +29,7 @@ CLOCK_SLACK_S = 120.0  # Slurm rounds a limit up to minutes, and clocks of healt
 
 @dataclass(frozen=True)
 class StartupTimeout:
-    """The coefficients of the formula, in seconds. Raise RequestError if the result could be 0 or less."""
+    """The coefficients of the timeout formula, in seconds. Raise RequestError if the result could be 0 or less."""
 
     base_s: float = 300.0
     per_node_s: float = 3.5
@@ -43,10 +43,11 @@ class StartupTimeout:
             )
 
     def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
-        """Return the time limit for all ranks of `nodes` nodes to join, in whole seconds.
+        """Return how long the ranks of `nodes` nodes may take until all of them have joined, in whole seconds.
 
-        left: the remaining time of the job, see left_of_job(), or None if unknown. Raise RequestError if it is too
-        short.
+        Raise RequestError if the job has too little time left.
+
+        left: the time that the job has left, as left_of_job() returns it, or None if unknown.
         """
         seconds = min(self.max_s, self.base_s + math.ceil(self.per_node_s * nodes))
         if left is None:
@@ -61,9 +62,9 @@ class StartupTimeout:
         return timedelta(seconds=min(seconds, usable))
 
     def text(self, nodes: int, left: timedelta | None = None) -> str:
-        """Return the timeout formula with its numbers: 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
+        """Return the timeout formula with its numbers, such as 'min(3600, 300 + 3.5 x 8 nodes) = 328 s'.
 
-        With `left`, add the third term: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
+        With `left`, a third term is added: 'min(3600, 300 + 3.5 x 8 nodes, 200 left of the job - 30) = 170 s'.
         """
         seconds = self.start_up(nodes, left).total_seconds()
         terms = f"{self.base_s:g} + {self.per_node_s:g} x {nodes} node{'s' if nodes != 1 else ''}"
@@ -73,9 +74,11 @@ class StartupTimeout:
 
 
 def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
-    """Return the remaining time of the job, negative after its end, or None if it is not in the environment.
+    """Return how much time the job has left. After the job's end, the result is negative.
 
-    now_s: seconds since 1970.
+    If the environment does not contain the job's end, return None.
+
+    now_s: the current time in seconds since 1970.
     """
     for name in JOB_END:
         text = env.get(name, "")
@@ -85,11 +88,13 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
 
 
 def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
-    """Correct the end of the job if it is impossible by this node's clock. Then return a warning, else ''.
+    """Correct the job's end in `environ` if, by this node's clock, it cannot be right. Return a warning, or ''.
 
-    The end is a time by the controller's clock. If it is in the past when the job starts, or later than the job's limit
-    allows, this node's clock is wrong or the limit was changed. Then the end becomes now plus the limit; if the limit
-    is unknown too, the end is removed. now_s: seconds since 1970, by this node's clock.
+    The job's end is a time by the clock of Slurm's controller. If the end is in the past when the job starts, or later
+    than the job's time limit allows, then this node's clock is wrong or the limit was changed. In that case the end
+    becomes now plus the time limit. If the limit is unknown too, the end is removed.
+
+    now_s: the current time in seconds since 1970, by this node's clock.
     """
     left = left_of_job(environ, now_s)
     limit_s = _limit_s(environ)

@@ -1,4 +1,4 @@
-"""Why training stops before its end, and how much time it reserves for the last checkpoint."""
+"""The reasons for which training stops early, and how much time is reserved for the last checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_SHARE = 0.2  # of the time at start-up: a short job would otherwise stop
 
 
 class Reason(IntEnum):
-    """A reason to stop. If ranks see several reasons, the largest is reported."""
+    """A reason to stop training early. If ranks have different reasons, the one with the largest value is reported."""
 
     ENDED = 1  # SIGTERM of unknown origin
     TIME_LIMIT = 2
@@ -28,7 +28,7 @@ class Reason(IntEnum):
 
     @property
     def token(self) -> str:
-        """Return the name of the reason in stopped.json, as hpcinit.after compares it."""
+        """Return the name of the reason as stopped.json contains it. hpcinit.after compares this name."""
         return self.name.lower()
 
 
@@ -42,14 +42,17 @@ _TEXTS = {
 
 
 def sentence(token: str) -> str:
-    """Return the text for a reason in stopped.json. Return a token of another version unchanged."""
+    """Return the text for a reason in stopped.json. A reason that only another version knows is returned unchanged."""
     known = {reason.token: str(reason) for reason in Reason}
     return {**known, NOT_RECORDED: "the reason was not recorded"}.get(token, token)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The agreement of all ranks to stop at this step. rank: the lowest rank with the reason."""
+    """All ranks agreed to stop at this step.
+
+    rank: the lowest rank that had the reason to stop.
+    """
 
     reason: Reason
     rank: int
@@ -60,11 +63,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class Stopping:
-    """How ranks stop.
+    """The settings that control how ranks stop early.
 
-    margin_s: reserved for the last checkpoint. every_steps: how often the ranks agree, or None for an interval that
-    costs less than 1 % of the time. signal: sent by sbatch's --signal, as in 'USR1', or '' for none. continues: whether
-    a job of a chain or a restart continues the run.
+    margin_s: the time reserved for the last checkpoint.
+    every_steps: after how many steps the ranks agree whether to stop. None: hpcinit chooses an interval that costs less
+        than 1 % of the time.
+    signal: the signal that sbatch's --signal sends, such as 'USR1', or '' for none.
+    continues: whether another job of a chain, or a restart, continues the run.
     """
 
     margin_s: float = 60.0
@@ -85,6 +90,12 @@ class Stopping:
         return {SIGTERM, *({Signals[f"SIG{self.signal}"]} if self.signal else ())}
 
     def margin(self, had: timedelta, longest_save: timedelta) -> timedelta:
-        """Return the time to reserve: enough to write a checkpoint twice. had: the remaining time at start-up."""
+        """Return how much time to reserve for the last checkpoint: margin_s plus the time of two saves.
+
+        In a short job it is less, so that most of the job's time remains for training.
+
+        had: how much time the job had left at start-up.
+        longest_save: how long the longest save took.
+        """
         wanted = timedelta(seconds=self.margin_s) + 2 * longest_save
         return min(wanted, max(LARGEST_SHARE * had, longest_save))

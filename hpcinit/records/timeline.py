@@ -1,9 +1,9 @@
-"""The start-up events of every rank: timeline/JOB/HOST.jsonl in the run folder. JOB is one attempt (World.job).
+"""The start-up events of every rank, in timeline/JOB/HOST.jsonl in the run folder. JOB is one attempt (World.job).
 
-Each node has one file. One per rank would be too many, and over NFS several nodes that append to one file would
-overwrite each other's lines. A rank writes each line with one write(2) with O_APPEND, and only its new events. So the
-events of a rank are on disk if it hangs or is killed. Times are seconds since 1970 by the node's clock;
-report/startup_phases.py corrects them.
+Each node has one file. One file per rank would be too many, and if several nodes appended to the same file over NFS,
+they would overwrite each other's lines. A rank appends each new event at once, as one line, with one write(2) to a file
+opened with O_APPEND. So the events of a rank are on disk even if it hangs or is killed. Times are seconds since 1970 by
+the node's clock. report/startup_phases.py corrects them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ RETURNED = "returned"  # not of the start: the program ended with status 0, whic
 
 @dataclass(frozen=True)
 class Rank:
-    """The start-up of one rank. events: a key of EVENTS to seconds since 1970. pid, local_rank: on its node.
+    """The start-up of one rank.
 
-    clock: (offset, error): rank 0's clock minus this node's, in seconds, and its maximum error, measured in the
-    rendezvous, or None if not measured. returned: when the program ended with status 0, or None if it did not.
+    events: for each event in EVENTS that occurred, its time in seconds since 1970.
+    pid, local_rank: the process id and the rank's number on its node.
+    clock: (offset, error): how many seconds rank 0's clock is ahead of this node's, and the maximum error, as the
+        rendezvous measured them. None if not measured.
+    returned: when the program ended with status 0, or None if it did not.
     """
 
     rank: int
@@ -65,23 +68,27 @@ class Rank:
     returned: float | None = None
 
     def between(self, first: str, second: str) -> float | None:
-        """Return the seconds from one event to another, or None if one is missing."""
+        """Return the seconds between two events, or None if the rank did not record both."""
         if first in self.events and second in self.events:
             return self.events[second] - self.events[first]
         return None
 
     @property
     def furthest(self) -> str:
-        """Return the last event that this rank recorded, or '' if there is none."""
+        """Return the last event that this rank recorded, or '' if it recorded none."""
         return next((name for name in reversed(EVENTS) if name in self.events), "")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks. job: World.job, Slurm's 'JOB.STEP.RESTART'. ranks: those with a line, by rank.
+    """One attempt: one start of all ranks.
 
-    nodes, world_size: the expected numbers. hosts: the step's, in Slurm's order, () if unknown. timeout_s, formula:
-    those of init() on rank 0, or 0 and '' if it did not get there. spans: what rank 0 did after the start-up.
+    job: World.job, for Slurm 'JOB.STEP.RESTART'.
+    ranks: the ranks that recorded an event, sorted by rank.
+    nodes, world_size: the number of nodes and ranks that should have started.
+    hosts: the hosts of the step in Slurm's order, or () if unknown.
+    timeout_s, formula: the start-up timeout in init() on rank 0, or 0 and '' if rank 0 did not get there.
+    spans: what rank 0 did after the start-up.
     """
 
     job: str
@@ -96,26 +103,26 @@ class Attempt:
 
     @property
     def complete(self) -> bool:
-        """Return whether all ranks completed the start-up."""
+        """Return whether all ranks completed their start-up."""
         return len(self.ranks) == self.world_size and all(LAST in rank.events for rank in self.ranks)
 
     @property
     def absent(self) -> list[int]:
-        """Return the ranks without any line."""
+        """Return the ranks that recorded no event."""
         return sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks})
 
     @property
     def restart(self) -> int:
-        """Return Slurm's restart count in the job's name, or 0 for the names of other launchers."""
+        """Return how often Slurm had restarted the job, which is part of `job`. Return 0 for other launchers."""
         last = self.job.rpartition(".")[2]
         return int(last) if last.isdecimal() else 0
 
     @property
     def waited_s(self) -> float | None:
-        """Return the longest wait of any rank that the start-up timeout limits, or None if no rank has finished one.
+        """Return the longest time that a rank waited for others at start-up, or None if no rank has finished waiting.
 
-        There are two such waits: for the rendezvous, and for the process group in init(). Clocks of different nodes are
-        not compared.
+        A rank waits twice, first in the rendezvous and then for the process group in init(). The start-up timeout
+        limits both. Clocks of different nodes are not compared.
         """
         found = []
         for rank in self.ranks:
@@ -125,14 +132,19 @@ class Attempt:
 
 
 def path(run: Path, job: str, host: str) -> Path:
-    """Return the file of one node in one attempt. run: the run folder."""
+    """Return the path of the file in which one node records its events in one attempt.
+
+    run: the run folder.
+    """
     return run / run_folder.TIMELINE / scratch.folder_name(job) / f"{host}.jsonl"
 
 
 class Writer:
-    """Appends to the file of this node. It never raises, because a start-up must not fail because of its record.
+    """Appends start-up events to the file of this node.
 
-    Events that could not be written are written before the next line.
+    It never raises, because a failed record must not fail the start-up.
+
+    An event that could not be written is written before the next one.
     """
 
     def __init__(self, file: Path) -> None:
@@ -155,7 +167,7 @@ class Writer:
         return self._fd
 
     def close(self) -> None:
-        """Close the file, or in a forked child its copy of the descriptor."""
+        """Close the file. In a forked child, this closes only the child's copy of the descriptor."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):  # over NFS this is when the lines reach the server
@@ -163,9 +175,9 @@ class Writer:
 
 
 def read(run: Path) -> list[Attempt]:
-    """Return all attempts of the run in the folder `run`, in the order of their starts.
+    """Return all attempts of the run in the folder `run`, in the order in which they started.
 
-    Skip files that cannot be read.
+    Unreadable files are skipped.
     """
     folders = (run / run_folder.TIMELINE).glob("*/")
     found = [attempt for folder in folders if (attempt := read_attempt(folder)) is not None]
@@ -173,13 +185,13 @@ def read(run: Path) -> list[Attempt]:
 
 
 def begun(attempt: Attempt) -> float | None:
-    """Return when the first rank's process started, in seconds since 1970, or None if unknown."""
+    """Return when the first process of a rank started, in seconds since 1970, or None if unknown."""
     seen = (rank.events.get("started", rank.events.get("interpreter")) for rank in attempt.ranks)
     return min((event for event in seen if event is not None), default=None)
 
 
 def read_attempt(folder: Path) -> Attempt | None:
-    """Return the attempt in one folder timeline/JOB, or None if it has no readable line."""
+    """Return the attempt in the folder timeline/JOB, or None if no line of it can be read."""
     ranks: dict[int, dict[str, Any]] = {}
     hosts = 0
     for file in sorted(folder.glob("*.jsonl")):

@@ -1,6 +1,7 @@
-"""What rank 0 did after its start-up, and when: timeline/JOB/training.json, beside the start-up events of all ranks.
+"""What rank 0 did after its start-up, and when: timeline/JOB/training.json, next to the start-up events of all ranks.
 
-The spans follow each other without gaps. The file is small however long the run is: SpanRecord merges old spans.
+The spans follow each other without gaps. The file stays small however long the run is, because SpanRecord merges old
+spans.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ BLOCK = 10  # old spans that become one of each kind
 
 
 class Span(NamedTuple):
-    """A span of time, in seconds since 1970. Its end is 0 if it had not ended when the file was written.
+    """A period of time in which rank 0 did one thing. Times are in seconds since 1970.
 
-    first, last: of steps, the number of finished steps at its start and at its end; of saving and loading, the step; -1
-    if unknown. number: how many steps were reported, or how many saves the span consists of.
+    The end is 0 if the span had not ended when the file was written.
+
+    first, last: for training steps, how many steps were finished at the start and at the end of the span. For saving
+        and loading, the step of the checkpoint. -1 if unknown.
+    number: how many steps were reported in the span, or how many saves it consists of.
     """
 
     what: str
@@ -35,7 +39,7 @@ class Span(NamedTuple):
 
 
 class SpanRecord:
-    """The spans of one rank. `now` is always the time of the call, in seconds since 1970."""
+    """Collects the spans of one rank. In all its methods, `now` is the current time in seconds since 1970."""
 
     def __init__(self, now: float) -> None:
         self.spans: list[Span] = []
@@ -43,11 +47,14 @@ class SpanRecord:
 
     @property
     def what(self) -> str:
-        """What the rank does now."""
+        """What the rank is doing now."""
         return self._open.what
 
     def switch(self, what: str, now: float, step: int = -1) -> None:
-        """End the current span, and start another one. step: known only for a save or a load."""
+        """End the current span and start a new one.
+
+        step: the step of the checkpoint for a save or a load, else -1.
+        """
         if now > self._open.begin:
             self.spans.append(self._open._replace(end=now))
         before = self._open
@@ -61,11 +68,14 @@ class SpanRecord:
         return next((span.last for span in reversed(self.spans) if span.what == STEPS), -1)
 
     def loaded(self, step: int) -> None:
-        """Note the step of the checkpoint that the current span loads."""
+        """Record the step of the checkpoint that was loaded in the current span."""
         self._open = self._open._replace(first=step, last=step)
 
     def step(self, step: int, now: float) -> None:
-        """Note that `step` steps are finished, or that an uncounted step is if it is -1."""
+        """Record that a training step is finished.
+
+        step: how many steps are finished, or -1 if the program does not report a number.
+        """
         mine = self._open
         if mine.what == STEPS:
             self._open = mine._replace(end=now, last=step, number=mine.number + 1)
@@ -92,7 +102,7 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def read(folder: Path) -> tuple[Span, ...]:
-    """Return the spans of the start whose timeline is in `folder`; () if there is no readable file."""
+    """Return the spans of the attempt whose timeline is in `folder`, or () if there is no readable file."""
     try:
         found = [Span(*one) for one in safe_files.read_json(folder / FILE)["spans"]]
         return tuple(one for one in found if isinstance(one.what, str) and one.begin + one.end + one.last >= 0)

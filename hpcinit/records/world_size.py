@@ -1,7 +1,7 @@
-"""A process group whose world size differs from the job's: world-size.json in the run folder.
+"""Records a process group whose world size differs from the job's: world-size.json in the run folder.
 
-A program that starts ranks itself, inside ranks that hpcinit has started, makes several small process groups. Each
-group trains alone, often with the same checkpoint, and the job still ends COMPLETED.
+This happens if a program starts ranks itself, inside ranks that hpcinit started. Then there are several small process
+groups. Each group trains separately, often from the same checkpoint, and the job still ends as COMPLETED.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrongWorldSize:
-    """The record of a process group that differs from the job's.
+    """A process group whose size differs from the job's.
 
-    launcher: what started the group. world_size: the group's. host, pid: of its rank 0. ranks: the number in the job.
-
-    shape: '2 nodes x 4 ranks', or for a heterogeneous job '2 nodes x 4 ranks + 1 node x 1 rank'.
+    launcher: what started the ranks of the group.
+    world_size: the number of ranks in the group.
+    host, pid: where rank 0 of the group runs.
+    ranks: the number of ranks in the job.
+    shape: the nodes and ranks of the job, such as '2 nodes x 4 ranks', or '2 nodes x 4 ranks + 1 node x 1 rank' for a
+        heterogeneous job.
     """
 
     launcher: str
@@ -42,7 +45,7 @@ class WrongWorldSize:
         )
 
     def summary(self) -> str:
-        """Return 'a process group of 2 ranks in a job of 4 ranks'."""
+        """Return a short description, such as 'a process group of 2 ranks in a job of 4 ranks'."""
         return f"a process group of {_ranks(self.world_size)} in a job of {_ranks(self.ranks)}"
 
 
@@ -51,9 +54,10 @@ def _ranks(count: int) -> str:
 
 
 def differs(spec: Spec, size: int, nodes: int) -> bool:
-    """Return whether a group of `size` ranks on `nodes` nodes differs from what the submission describes.
+    """Return whether a group of `size` ranks on `nodes` nodes differs from the submission.
 
-    With one rank per node, the rank may be a launcher that starts more ranks on its node, if the group spans all nodes.
+    If the submission has one rank per node, that rank may be a launcher that starts more ranks on its node. So a larger
+    group that spans all nodes is accepted.
     """
     if nodes == spec.nodes and all(part.ranks_per_node == 1 for part in spec.parts):
         return False
@@ -61,7 +65,7 @@ def differs(spec: Spec, size: int, nodes: int) -> bool:
 
 
 def record(folder: Path, found: WrongWorldSize) -> None:
-    """Write the first finding of a run. Raise OSError if the file cannot be written."""
+    """Write the first such finding of a run to world-size.json. Raise OSError if the file cannot be written."""
     path = folder / run_folder.WORLD_SIZE
     new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
@@ -74,5 +78,5 @@ def record(folder: Path, found: WrongWorldSize) -> None:
 
 
 def read(folder: Path) -> WrongWorldSize | None:
-    """Return the finding of the run, or None if there is none or it cannot be read."""
+    """Return the finding of the run in `folder`, or None if there is none or it cannot be read."""
     return run_folder.read_record(WrongWorldSize, folder / run_folder.WORLD_SIZE)

@@ -1,6 +1,6 @@
-"""The values of `parallel.wrap`: DDP, FSDP2, DeepSpeed or none. Each is an object that describes the wrapper.
+"""The values of `parallel.wrap`: DDP, FSDP2, DeepSpeed or none, with an object that describes each.
 
-This is the part that needs no torch. To add a wrapper, change three files:
+This module doesn't need torch. To add a wrapper, change three files:
 
 1. this one: a subclass of Wrapper, and its line in WRAPPERS;
 2. a module in `train/wrap/`: a Strategy, which wraps the model, and a Wrapped, which steps, saves and loads;
@@ -22,12 +22,14 @@ TORCH_FORMAT, DEEPSPEED_FORMAT = "torch", "deepspeed"
 
 
 class Wrapper(abc.ABC):
-    """Facts about one value of `parallel.wrap`.
+    """The facts about one value of `parallel.wrap`.
 
-    name: the value. note: an addition for the help text. needs_deepspeed: the ranks start DeepSpeed, and the options
-    `deepspeed.` apply. checkpoint_format: wrappers with the same format load each other's checkpoints. for_many_ranks:
-    it combines the gradients of several ranks. whole_model: every rank has all parameters, unless tensor parallelism
-    divides them.
+    name: the value.
+    note: a remark that the help text shows after the name.
+    needs_deepspeed: whether the ranks start DeepSpeed and the `deepspeed.` options apply.
+    checkpoint_format: wrappers with the same format can load each other's checkpoints.
+    for_many_ranks: whether the wrapper combines the gradients of several ranks.
+    whole_model: whether every rank has all parameters, unless tensor parallelism divides them.
     """
 
     name: ClassVar[str]
@@ -38,23 +40,26 @@ class Wrapper(abc.ABC):
     whole_model: ClassVar[bool] = False
 
     def problems(self, layout: Layout) -> Iterator[str]:
-        """Yield a message for each part of `layout` that contradicts this wrapper. layout: without a -1."""
+        """Yield a message for each part of `layout` that this wrapper does not support.
+
+        layout: the degrees of parallelism. None may be -1.
+        """
         yield from ()
 
     def memory(self, demand: Demand) -> tuple[Part, ...]:
-        """Return the parts of one rank's memory, except activations and parts of 0 bytes."""
+        """Return the parts of one rank's memory, without activations. Parts of 0 bytes are omitted."""
         return tuple(part for part in self._parts(demand) if part.bytes)
 
     @abc.abstractmethod
     def _parts(self, demand: Demand) -> Iterator[Part]: ...
 
     def not_counted(self, demand: Demand) -> Sequence[str]:
-        """Return what memory() cannot compute without more keys, one line each."""
+        """Return one line for each part of the memory that memory() could compute only with more config keys."""
         return ()
 
 
 class DDP(Wrapper):
-    """torch's DistributedDataParallel."""
+    """Wraps the model in torch's DistributedDataParallel."""
 
     name = "ddp"
     whole_model = True
@@ -72,7 +77,7 @@ class DDP(Wrapper):
 
 
 class FSDP(Wrapper):
-    """torch's fully_shard (FSDP2)."""
+    """Shards the model with torch's fully_shard (FSDP2)."""
 
     name = "fsdp"
     note = "HSDP with dp_replicate"
@@ -93,7 +98,7 @@ class FSDP(Wrapper):
 
 
 class DeepSpeed(Wrapper):
-    """DeepSpeed's engine, with ZeRO 0 to 3."""
+    """Trains with DeepSpeed's engine, with ZeRO stage 0 to 3."""
 
     name = "deepspeed"
     needs_deepspeed = True
@@ -113,7 +118,7 @@ class DeepSpeed(Wrapper):
 
 
 class Unwrapped(Wrapper):
-    """The unchanged model: one rank trains, or the program implements the parallelism."""
+    """Leaves the model unchanged. For training on one rank, or if the program implements the parallelism itself."""
 
     name = "none"
     for_many_ranks = False
@@ -126,19 +131,19 @@ WRAPPERS: dict[str, Wrapper] = {wrapper.name: wrapper for wrapper in (DDP(), FSD
 
 
 def get(name: str) -> Wrapper:
-    """Return the wrapper of `parallel.wrap` = `name`. Raise SpecError for a name that is not in WRAPPERS."""
+    """Return the wrapper for a value of `parallel.wrap`. Raise SpecError if WRAPPERS does not contain `name`."""
     if name not in WRAPPERS:
         raise SpecError(f"parallel.wrap is {name!r}, expected one of: {', '.join(WRAPPERS)}")
     return WRAPPERS[name]
 
 
 def of_format(checkpoint_format: str) -> str:
-    """Return 'ddp or fsdp': the wrappers for several ranks that use this checkpoint format."""
+    """Return the names of the wrappers for several ranks that use this checkpoint format, such as 'ddp or fsdp'."""
     found = [each for each in WRAPPERS.values() if each.checkpoint_format == checkpoint_format and each.for_many_ranks]
     return " or ".join(each.name for each in found)
 
 
 def described() -> str:
-    """Return 'ddp, fsdp (HSDP with dp_replicate), deepspeed or none', for the help text."""
+    """Return all values for the help text: 'ddp, fsdp (HSDP with dp_replicate), deepspeed or none'."""
     *others, last = (f"{each.name} ({each.note})" if each.note else each.name for each in WRAPPERS.values())
     return f"{', '.join(others)} or {last}"

@@ -1,4 +1,4 @@
-"""Joins the ranks: rank 0 starts its server, and the other ranks connect to it."""
+"""Connects this rank to the other ranks: rank 0 starts a server, and the other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hpcinit.world import World, fingerprint, ports, rank_0
 
 
 def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -> RendezvousEndpoint:
-    """Find the other ranks of this start, and return the rendezvous.
+    """Find the other ranks of this attempt, and return this process's end of the rendezvous.
 
-    Raise BringUpError if a rank is missing or refused.
+    Raise BringUpError if a rank is missing or was refused.
 
-    generation: the number of earlier rendezvous of this process, so that ranks of different ones never mix.
+    generation: how many rendezvous this process has had before. Ranks with different numbers never connect.
     """
     world = _with_candidate_ports(world)
     job = f"{world.job}#{generation}"
@@ -36,7 +36,7 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        """Return rank 0's addresses, likeliest first. notes: what to print about the likeliest one."""
+        """Return rank 0's addresses, likeliest first. Also set `notes` to what to print about the likeliest address."""
         best, *others = rank_0.addresses(world, spec.comm.host_template if spec else "")
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]
@@ -81,5 +81,5 @@ def _open_server(places: list[str], open_at: Callable[[str], RendezvousServer]) 
 
 
 def report_interval_s(world: World) -> float:
-    """Return the seconds between two messages about missing ranks: like torch, 10 and one more per thousand ranks."""
+    """Return the seconds between two messages about missing ranks: as in torch, 10 s plus 1 s per thousand ranks."""
     return 10 + world.world_size / 1000

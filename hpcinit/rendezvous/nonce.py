@@ -1,9 +1,9 @@
-"""The secret that the ranks of one start share: from the submission, HPCINIT_NONCE, or a file of mode 0600.
+"""Finds the secret that the ranks of one attempt share: from the submission, HPCINIT_NONCE, or a file of mode 0600.
 
-The file is for ranks that no script of hpcinit started (a plain `srun python -m hpcinit.run ...`, mpirun). The first
-rank to look for it creates it in the working folder, or else in ~/.cache/hpcinit. The other ranks read it, and rank 0
-removes it when all have connected. If SIGKILL prevents that, the next start in the folder removes it. Without a secret,
-anyone who knows the job's id can act as a rank.
+The file is for ranks that were started without `hpcinit submit`, for example with `srun python -m hpcinit.run ...` or
+mpirun. The first rank that looks for the file creates it, in the working folder or else in ~/.cache/hpcinit. The other
+ranks read it, and rank 0 removes it after all ranks have connected. If SIGKILL prevents that, the next start in the
+folder removes it. Without a secret, anyone who knows the job's id could act as a rank.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ WARNING = (
 class Secret(NamedTuple):
     """The secret that the ranks share.
 
-    text: '' if they share none. file: the file that this process read or created.
+    text: the secret, or '' if the ranks share none.
+    file: the file that this process read or created, or None.
     """
 
     text: str
     file: Path | None = None
 
     def remove(self) -> None:
-        """Remove the file. Rank 0 calls this after all ranks have connected."""
+        """Remove the file that contains the secret. Rank 0 calls this after all ranks have connected."""
         if self.file is not None:
             with suppress(OSError):
                 self.file.unlink()
 
 
 def find(world: World, spec: Spec | None) -> Secret:
-    """Return the secret of this start. If there is none, rank 0 prints a warning.
+    """Return the secret that the ranks share. If there is none, rank 0 prints a warning.
 
-    Set it in HPCINIT_NONCE too, for child processes. Other users cannot read a process's environment.
+    Also set HPCINIT_NONCE to the secret, for child processes. Other users cannot read the environment of a process.
     """
     if spec is not None:
         return Secret(spec.nonce)

@@ -1,7 +1,7 @@
-"""The messages of the rendezvous: JSON objects, one per line, with proofs, fingerprints and time stamps.
+"""Defines the messages of the rendezvous: one JSON object per line, with proofs, fingerprints and time stamps.
 
-A message may be from any process until its proof is checked, and after that from another version of hpcinit. So read
-its fields with text(), integer() and choice(), which raise NotOurs for an unusable value.
+Until its proof is checked, a message may be from any process. Even after that, it may be from another version of
+hpcinit. So always read its fields with text(), integer() and choice(), which raise NotOurs if a value is not usable.
 """
 
 from __future__ import annotations
@@ -37,27 +37,42 @@ SAME_SECRET = (
 
 
 class NotOurs(Exception):
-    """The other side does not speak this protocol, or does not have our key."""
+    """The process at the other end does not speak this protocol, or does not have the key of our ranks."""
 
 
 def proof(key: str, side: str, challenge: str, about: str) -> str:
-    """Return a proof that `side` has the key, for one challenge. about: what else the proof covers, as the rank."""
+    """Return a proof that this side has the key. It is valid for one challenge only.
+
+    side: which side gives the proof, so that the other side cannot send it back.
+    challenge: random text that the other side chose.
+    about: what else the proof confirms, such as the rank.
+    """
     signed = f"{side}|{challenge}|{about}".encode("utf-8", "surrogatepass")  # an unknown process may send any text
     return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
 
 
 def same(one: object, other: str) -> bool:
-    """Return whether `one`, of any type, equals the proof `other`. The time does not depend on where they differ."""
+    """Compare a value from a message with the expected proof, in constant time. Return whether they are equal.
+
+    one: the value, which may have any type.
+    other: the expected proof.
+    """
     return isinstance(one, str) and one.isascii() and hmac.compare_digest(one, other)
 
 
 def key_id(key: str, job: str) -> str:
-    """Return a name for the key that does not reveal it, for messages about processes with different keys."""
+    """Return a short identifier of the key that does not reveal the key.
+
+    Messages show it if two processes have different keys.
+    """
     return proof(key, "key", "", job)[:8]
 
 
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
-    """Return a text field, cut to `longest` characters and safe for a file. Raise NotOurs if it is not a text."""
+    """Return a text field of a message, cut to `longest` characters. Raise NotOurs if the field is not a text.
+
+    The text can be written to a file.
+    """
     value = message.get(name)
     if not isinstance(value, str):
         raise NotOurs(f"{name} is {_brief(value)}, expected a text")
@@ -65,7 +80,7 @@ def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str
 
 
 def cut(value: str, longest: int) -> str:
-    """Return at most `longest` characters of a peer's text.
+    """Return at most `longest` characters of a text that another process sent.
 
     Halves of surrogate pairs become '?', because no file accepts them.
     """
@@ -73,7 +88,7 @@ def cut(value: str, longest: int) -> str:
 
 
 def integer(message: dict[str, Any], name: str, least: int, most: int) -> int:
-    """Return an integer field. Raise NotOurs unless it is from `least` to `most`."""
+    """Return a whole number from a message. Raise NotOurs unless it is from `least` to `most`."""
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise NotOurs(f"{name} is {_brief(value)}, expected a number from {least} to {most}")
@@ -85,7 +100,7 @@ def port(message: dict[str, Any], name: str) -> int:
 
 
 def choice(message: dict[str, Any], name: str, known: Sequence[str]) -> str:
-    """Return a field that has one of the `known` values. Raise NotOurs for any other value."""
+    """Return a field of a message whose value must be one of `known`. Raise NotOurs for any other value."""
     value = message.get(name)
     if value not in known:
         raise NotOurs(f"{name} is {_brief(value)}, expected one of {', '.join(known)}")
@@ -105,13 +120,13 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Lines:
-    """Splits a stream of bytes into messages."""
+    """Splits a stream of bytes into messages, one per line."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that are now complete. Raise NotOurs for anything that is not a JSON object."""
+        """Add `data`, and return the messages that are now complete. Raise NotOurs if a line is not a JSON object."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE or any(len(line) > LONGEST_LINE for line in lines):
             raise NotOurs("a line without an end")
@@ -133,12 +148,17 @@ def _integer(digits: str) -> int | str:
 
 
 def receive(connection: socket.socket, lines: Lines, deadline: float | None = None) -> list[dict[str, Any]]:
-    """Return at least one message, waiting until `deadline` (time.monotonic()). Raise NotOurs, OSError or EOFError."""
+    """Wait until `deadline` for at least one message, and return what has arrived.
+
+    Raise NotOurs for an unusable message, EOFError if the other side closed the connection, or OSError.
+
+    deadline: a time of time.monotonic(), or None to wait forever.
+    """
     while True:
         if deadline is not None:  # the socket's timeout alone does not suffice: a server may send byte by byte
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             if time.monotonic() > deadline:
-                raise TimeoutError("no whole line in time")
+                raise TimeoutError("no complete line arrived in time")
         data = connection.recv(65_536)
         if not data:
             raise EOFError("the connection was closed")
@@ -152,14 +172,17 @@ LONGEST_SHOWN = 400  # characters shown of another rank's value
 
 
 def identity() -> dict[str, Any]:
-    """Return {host, pid} of this process."""
+    """Return the host name and the process id of this process."""
     return {"host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(), "pid": os.getpid()}
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """Return 'torch 2.12.0 (rank 0 has 2.13.0)' for each key whose value in `theirs` differs from rank 0's, `mine`.
+    """Compare another rank's fingerprint with rank 0's. Return one text per difference.
 
-    theirs: from another rank, so values may have any type and length.
+    An example is 'torch 2.12.0 (rank 0 has 2.13.0)'.
+
+    mine: rank 0's fingerprint.
+    theirs: the other rank's fingerprint. It was sent over the network, so values may have any type and length.
     """
     return [
         f"{cut(key, LONGEST_SHOWN)} {cut(str(theirs.get(key, 'none')), LONGEST_SHOWN)} "
@@ -176,9 +199,10 @@ KINDS = (failure_kinds.PROGRAM, failure_kinds.START_UP, failure_kinds.PEER_LOST)
 
 @dataclass(frozen=True)
 class StartupFailure:
-    """Why a start failed.
+    """Why the start-up failed.
 
-    kind: one of KINDS. rank, host: those at fault; None and '' if unknown.
+    kind: one of KINDS.
+    rank, host: the rank at fault and its host, or None and '' if unknown.
     """
 
     message: str
@@ -190,14 +214,20 @@ class StartupFailure:
         return BringUpError(self.message, kind=self.kind, rank_at_fault=self.rank, host_at_fault=self.host)
 
     def fields(self, name: str) -> dict[str, Any]:
-        """Return the fields of a message. name: the name of the field for the text."""
+        """Return the failure as fields of a message.
+
+        name: the name of the field that contains the text.
+        """
         return {name: self.message, "kind": self.kind, "rank": self.rank, "host": self.host}
 
     @classmethod
     def from_message(cls, message: dict[str, Any], name: str) -> StartupFailure:
-        """Return the failure in a message that fields(name) made.
+        """Return the failure in a message that was made from fields().
 
-        Other fields than the text count as unknown if unusable: another version of hpcinit may have sent them.
+        If a field other than the text is not usable, it counts as unknown, because another version of hpcinit may have
+        sent the message.
+
+        name: the name of the field that contains the text.
         """
         kind, rank, host = message.get("kind"), message.get("rank"), message.get("host")
         return cls(
@@ -220,16 +250,19 @@ LATEST = 1e11  # seconds since 1970: the year 5138
 
 
 class ClockOffset:
-    """How many seconds rank 0's clock is ahead of this node's."""
+    """Estimates how many seconds rank 0's clock is ahead of this node's clock."""
 
     def __init__(self) -> None:
         self._least, self._most = -math.inf, math.inf
 
     def learn(self, sent: float | None, stamp: object, read: float) -> None:
-        """Use one reply of rank 0.
+        """Improve the estimate with a reply of rank 0.
 
-        sent: when we sent the message that it answers, or None if it answers none. stamp: rank 0's times [message read,
-        reply sent]. read: when we read it. Ignore an invalid stamp, because it is no reason for a start-up to fail.
+        An invalid stamp is ignored, because it is no reason for a start-up to fail.
+
+        sent: when this process sent the message that rank 0 answered, or None if the reply answers none.
+        stamp: two times of rank 0's clock: when it read the message, and when it sent the reply.
+        read: when this process read the reply.
         """
         if not (isinstance(stamp, list) and len(stamp) == 2 and all(map(_is_time, stamp))):
             return
@@ -240,7 +273,10 @@ class ClockOffset:
 
     @property
     def known(self) -> tuple[float, float] | None:
-        """Return (offset, uncertainty), or None before any reply. This node's time plus the offset is rank 0's time."""
+        """Return how many seconds rank 0's clock is ahead of this node's, and the uncertainty.
+
+        Before any reply, return None.
+        """
         if math.isinf(self._least) or math.isinf(self._most):
             return None
         # Limits that cross mean that a clock was set meanwhile, or drifts. Their gap is then the uncertainty.
@@ -252,5 +288,8 @@ def _is_time(value: object) -> bool:
 
 
 def stamp(received_at: float) -> dict[str, Any]:
-    """Return the field with rank 0's times for a reply. received_at: when the message that it answers was read."""
+    """Return the field of a reply that contains the times at which rank 0 read the message and sent the reply.
+
+    received_at: when the message was read.
+    """
     return {"clock": [received_at, time.time()]}

@@ -1,6 +1,6 @@
-"""The side of every rank except rank 0: it connects to the candidate ports until it finds its rank 0.
+"""The rendezvous on every rank except rank 0: tries the candidate ports until it finds rank 0 of the same job.
 
-RendezvousEndpoint has what both sides do: wait for the other ranks, and receive failures.
+RendezvousEndpoint contains what all ranks do: wait for the other ranks, and receive failures.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ CONNECT_S = 3.0  # a server that has not proved itself after this time is treate
 
 
 class Refused(BringUpError):
-    """Our rank 0 does not accept this process."""
+    """Rank 0 of this job refused this process."""
 
 
 class Silent(protocol.NotOurs):
-    """A process listens but sent nothing in time: another program, or our rank 0 with a long queue."""
+    """A process accepted the connection but sent nothing in time. It is another program, or rank 0 is overloaded."""
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a process sends to rank 0. key: the secret of this submission. job: the name of this start.
+    """What a process sends to rank 0 to join.
 
-    made_of: the fingerprint of its environment. ranks_here: see World.
+    key: the secret of this submission. It is used for the proof and never sent itself.
+    job: the name of this attempt.
+    made_of: the fingerprint of the process's environment, such as its torch version.
+    ranks_here: all ranks on this node, see World.
     """
 
     rank: int
@@ -51,8 +54,11 @@ class JoinRequest:
 
 
 class JoinReply(NamedTuple):
-    """An accepted connection. program_port: the port for the program's own rendezvous. rest: further messages from
-    rank 0 that have already arrived. offset: rank 0's clock minus this node's.
+    """A connection that rank 0 has accepted.
+
+    program_port: the port that the program can use for its own rendezvous.
+    rest: other messages from rank 0 that have already arrived.
+    offset: how many seconds rank 0's clock is ahead of this node's.
     """
 
     socket: socket.socket
@@ -65,10 +71,14 @@ class JoinReply(NamedTuple):
 def connect(
     address: str, port: int, request: JoinRequest, patience_s: float = CONNECT_S, deadline: float = 0.0
 ) -> JoinReply:
-    """Connect and authenticate. Raise Refused, or NotOurs with what was seen if this is not our rank 0.
+    """Connect to rank 0 and prove that this process belongs to the job. Return the accepted connection.
 
-    patience_s: time limit for the server's proof. deadline: time limit for its reply after that, by time.monotonic().
-    It is longer because rank 0 may be slow on a busy node, and a peer that disconnects after the proof counts as dead.
+    Raise Refused if rank 0 refuses this process. If the process there is not our rank 0, raise NotOurs with what was
+    seen.
+
+    patience_s: how many seconds to wait for the server's proof.
+    deadline: how long to wait for the server's reply after the proof, as a time of time.monotonic(). This is longer,
+        because rank 0 may be slow on a busy node, and a rank that disconnects after the proof counts as dead.
     """
     until = time.monotonic() + patience_s
     try:
@@ -116,7 +126,7 @@ def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str) -
         return
     key_id, hello = answer.get("key_id"), answer.get("hello")
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
-        raise protocol.NotOurs("hpcinit of another job, start or version")
+        raise protocol.NotOurs("a rank 0 of another job, of another attempt, or with another version of hpcinit")
     if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
         raise protocol.NotOurs(f"a process of this job with another secret: {protocol.SAME_SECRET}")
     raise protocol.NotOurs("another program's server")
@@ -134,15 +144,18 @@ LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 
 
 def spread_s(world_size: int) -> float:
-    """Return how many seconds to wait before connecting, so that not all ranks connect at the same moment."""
+    """Return how many seconds this rank should wait before it connects. In a large job the time is random.
+
+    So not all ranks connect to rank 0 at the same moment.
+    """
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 
 
 class Stage(IntEnum):
-    """The state of a start, on every rank. It only moves forward, and may skip stages.
+    """How far the start-up has progressed. Every rank has one. The stage only moves forward, and may skip values.
 
-    Rank 0 advances when the ranks have reached a phase, and sends a message. The other ranks advance when they receive
-    it.
+    When enough ranks have reached a phase, rank 0 moves to the next stage and sends a message. The other ranks move
+    when they receive the message.
     """
 
     GATHERING = 0  # ranks connect
@@ -153,11 +166,14 @@ class Stage(IntEnum):
 
 
 class RendezvousEndpoint(ABC):
-    """One process's part in the rendezvous.
+    """This process's end of the rendezvous. Rank 0 and the other ranks have subclasses.
 
-    address: where rank 0 was found. own_address: this node's, as seen from rank 0. program_port: for the program's own
-    rendezvous. failure: why the start-up failed, or ''. clock_offset_s: add it to a time of this node
-    (seconds since 1970) for rank 0's time, within clock_uncertainty_s, or None if it was not measured.
+    address: where rank 0 was found.
+    own_address: this node's address, as rank 0 sees it.
+    program_port: the port that the program can use for its own rendezvous.
+    failure: why the start-up failed, or ''.
+    clock_offset_s: how many seconds rank 0's clock is ahead of this node's, or None if not measured.
+    clock_uncertainty_s: the maximum error of clock_offset_s.
     """
 
     address = ""
@@ -180,38 +196,42 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def report_phase(self, phase: str) -> None:
-        """Report that this rank has reached a phase, one of PHASES."""
+        """Report to rank 0 that this rank has reached a phase, one of PHASES."""
 
     @abstractmethod
     def missing(self, phase: str) -> str:
-        """Return a message about the ranks that have not reached the phase, or '' if they are unknown."""
+        """Return a message that names the ranks that have not reached `phase`, or '' if they are unknown."""
 
     @abstractmethod
     def fail(self, error: str) -> None:
-        """Report to all other ranks why this rank failed."""
+        """Report to all other ranks that this rank failed, and why."""
 
     def linger_after_failure(self) -> None:  # noqa: B027 - only rank 0 does something
-        """Wait briefly after fail(), so that ranks that connect late receive the error."""
+        """Wait briefly after fail(), so that ranks that connect late also receive the error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave without being reported as dead."""
+        """Disconnect without being reported as dead."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Close this process's copies of the sockets. The parent keeps its own."""
+        """In a forked child, close the child's copies of the sockets. The parent keeps its own."""
 
     def wait_for_all(self, deadline: float, every_s: float) -> None:
-        """Wait until all ranks have connected. Raise BringUpError that names the missing ranks.
+        """Wait until all ranks have connected. If they don't, raise BringUpError that names the missing ranks.
 
-        deadline: by time.monotonic(). every_s: seconds between rank 0's messages about the missing ranks.
+        deadline: when to give up, as a time of time.monotonic().
+        every_s: how often rank 0 prints which ranks are missing, in seconds.
         """
         self._wait(Stage.CONNECTED, "started", deadline, every_s)
 
     def wait_for_store(self, deadline: float, every_s: float) -> int:
-        """Return the port of torch's store after all ranks have reached init.
+        """Wait until all ranks have reached init(), and return the port of torch's store.
 
-        Raise BringUpError that names the others.
+        Raise BringUpError that names the missing ranks if they don't.
+
+        deadline: when to give up, as a time of time.monotonic().
+        every_s: how often rank 0 prints which ranks are missing, in seconds.
         """
         self._wait(Stage.STORE, "imported", deadline, every_s)
         if self._store_port is None:
@@ -222,7 +242,10 @@ class RendezvousEndpoint(ABC):
         return self._store_port
 
     def on_failure(self, act: Callable[[str], None] | None) -> None:
-        """Call `act` when a rank fails, or at once if one has already failed. With None, stop calling."""
+        """Call `act` with the error when a rank fails, or at once if one has already failed.
+
+        With None, stop calling.
+        """
         with self._changed:
             self._act_on_failure = act
             failure = self._failure
@@ -274,11 +297,13 @@ class RendezvousEndpoint(ABC):
 
 
 class RendezvousClient(RendezvousEndpoint):
-    """A connection to rank 0, from the first attempt until all ranks are up.
+    """The connection of a rank to rank 0, from the first attempt to connect until all ranks are up.
 
-    resolve: returns the addresses to try; called in each round, because a name may resolve a moment later. It raises
-    WorldError with the reason if there are none. deadline: by time.monotonic(). Raise BringUpError, with what was seen
-    at each port, if rank 0 is not found by then.
+    If rank 0 is not found before the deadline, raise BringUpError with what was seen at each port.
+
+    resolve: a function that returns the addresses to try. It is called in each round, because a name may not resolve at
+        first. If there are no addresses, it raises WorldError with the reason.
+    deadline: when to give up, as a time of time.monotonic().
     """
 
     def __init__(
@@ -339,7 +364,7 @@ class RendezvousClient(RendezvousEndpoint):
         self._send({"phase": phase})
 
     def missing(self, phase: str) -> str:
-        """Return rank 0's answer, or '' if it does not answer."""
+        """Ask rank 0 which ranks have not reached `phase`, and return its answer, or '' if it does not answer."""
         found = self._ask_who_is_missing(phase)
         return found.message if found else ""
 
@@ -361,7 +386,7 @@ class RendezvousClient(RendezvousEndpoint):
         )
 
     def _fault_of_rank_0(self, what: str) -> StartupFailure:
-        """Return a failure of rank 0 itself. `what` continues the sentence."""
+        """Return a failure that blames rank 0 itself. `what` continues the sentence that starts with its name."""
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)
 

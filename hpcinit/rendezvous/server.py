@@ -1,4 +1,7 @@
-"""Rank 0's side: the roster of ranks, the connections, and the server that lets ranks join and announces each stage."""
+"""Rank 0's part of the rendezvous: a list of all ranks, their connections, and the server that lets them join.
+
+The server announces each stage of the start-up to the ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ LONGEST_LIST = 2_000  # characters of a list of ranks or nodes
 
 @dataclass(slots=True)
 class Peer:
-    """A connected rank. since: when it reached its phase, by time.monotonic()."""
+    """A rank that has connected.
+
+    since: when the rank reached its current phase, as a time of time.monotonic().
+    """
 
     rank: int
     host: str
@@ -49,10 +55,10 @@ class Peer:
 
 
 class Roster:
-    """The list of all ranks of one start. It has no lock; its owner locks it.
+    """The list of all ranks of one attempt. It is not thread-safe: the owner must lock it.
 
-    Ranks per phase are counted, because every message checks whether all ranks have reached a phase. Naming the missing
-    ranks iterates over all of them.
+    The roster counts the ranks in each phase, because every message triggers a check whether all ranks have reached a
+    phase. Only to name the missing ranks, it loops over all ranks.
     """
 
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
@@ -63,9 +69,9 @@ class Roster:
         self._reached = dict.fromkeys(PHASES, 0)
 
     def enter(self, peer: Peer, ranks_here: Iterable[int] = ()) -> None:
-        """Add the peer. It replaces an earlier peer with the same rank.
+        """Add a rank that has connected. It replaces an earlier connection of the same rank.
 
-        ranks_here: all ranks of its node, if known.
+        ranks_here: all ranks on the same node, if known.
         """
         self._host_of.update(dict.fromkeys(ranks_here, peer.host))
         if before := self.peers.get(peer.rank):
@@ -74,7 +80,7 @@ class Roster:
         self._count(peer.phase, 1)
 
     def move(self, peer: Peer, phase: str) -> None:
-        """Record the phase of the peer. Raise ValueError if there is no such phase."""
+        """Record that a rank has reached a phase. Raise ValueError if there is no such phase."""
         PHASES.index(phase)
         self._count(peer.phase, -1)
         peer.phase, peer.since = phase, time.monotonic()
@@ -89,20 +95,25 @@ class Roster:
         return self._reached[phase] == self.world_size
 
     def first_dead(self) -> Peer | None:
-        """Return the first rank that disconnected before it was up."""
+        """Return the first rank that disconnected before it had finished its start-up."""
         lost = (peer for peer in self.peers.values() if peer.gone and not peer.reached("up"))
         return min(lost, key=lambda peer: peer.since, default=None)
 
     def lost(self) -> str:
-        """Return 'rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom', or ''."""
+        """Return a message about the first rank that died during start-up, or '' if none has died.
+
+        An example is "rank 3 on n2 (pid 77) died during start-up, after phase 'started': ValueError: boom".
+        """
         if (peer := self.first_dead()) is None:
             return ""
         why = f": {peer.error}" if peer.error else "; its own log may show the reason"
         return f"rank {peer.rank} on {peer.host} (pid {peer.pid}) died during start-up, after phase '{peer.phase}'{why}"
 
     def missing(self, phase: str) -> str:
-        """Return '4 of 8 ranks are missing: rank 3 on n1, ranks 4-5 never connected (no rank connected from n3); ...',
-        or ''.
+        """Return a message that names the ranks that have not reached `phase`, or '' if all ranks have.
+
+        An example is '4 of 8 ranks are missing: rank 3 on n1, ranks 4-5 never connected (no rank connected from n3);
+        ...'.
         """
         absent, late = self._absent(), self._late(phase)
         if not absent and not late:
@@ -124,9 +135,9 @@ class Roster:
         return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return a missing rank and its host, or a host from which no rank connected.
+        """Return a rank that has not reached `phase` and its host. What is not certain is None or ''.
 
-        A value that is not certain is None or ''.
+        If no rank of a host has connected, return that host.
         """
         for host, ranks in self._absent().items():
             if empty := self._empty_hosts():
@@ -170,9 +181,12 @@ QUICK_S = 0.00002
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One connection, at first to an unknown process. challenge: set after the process sent its greeting. peer: the
-    rank, set after it proved that it has the secret. received_at: when data was last read, in seconds since 1970.
-    said_goodbye: whether it left on purpose.
+    """A connection from another process, which may turn out to be a rank.
+
+    challenge: the challenge that the process must answer. Set after its greeting.
+    peer: the rank. Set after the process proved that it has the secret.
+    received_at: when data last arrived, in seconds since 1970.
+    said_goodbye: whether the rank announced that it would disconnect.
     """
 
     socket: socket.socket
@@ -193,10 +207,12 @@ class Connection:
 
 
 class Connections:
-    """Reads from all connections in one thread, which sleeps while no data arrives.
+    """Reads from all connections in one thread. The thread sleeps while no data arrives.
 
-    The callbacks run in that thread. on_message: called with each message; an exception ends only that connection.
-    on_end: called with the connection's last error, after its socket is closed.
+    The callbacks are called in that thread.
+
+    on_message: a function that is called with each message. An exception in it ends only that connection.
+    on_end: a function that is called after a connection's socket is closed, with the last error.
     """
 
     def __init__(
@@ -216,18 +232,18 @@ class Connections:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close all connections soon, in their own thread."""
+        """Ask the thread to close all connections soon."""
         self._stopping = True
         with contextlib.suppress(OSError):  # the thread has already ended
             self._waker.send(b"!")
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end. Return whether it has."""
+        """Wait at most `timeout_s` seconds for the thread to end. Return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def forget(self) -> None:
-        """In a forked child, close this process's copies of the sockets."""
+        """In a forked child, close the child's copies of the sockets."""
         for own in (self._listener, self._waker, self._woken):
             own.close()
 
@@ -286,7 +302,7 @@ class Connections:
         if not self._reported_out_of_files:
             self._reported_out_of_files = True
             say(
-                "rank 0 cannot accept more connections: too many open files; it needs two per rank: raise "
+                "rank 0 cannot accept more connections: too many open files; rank 0 needs two per rank: raise "
                 "the hard limit (ulimit -Hn) on its node"
             )
         time.sleep(0.05)  # select() would report the waiting connection again immediately
@@ -298,9 +314,9 @@ FILES_BESIDES = 64  # Python's files, and rank 0's streams and sockets
 
 
 def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> tuple[socket.socket, int]:
-    """Return a listener and the port for the program.
+    """Listen on the first free candidate port. Return the listening socket and a second free port for the program.
 
-    Raise BringUpError if two ports are not free, and Refused if another process is rank 0.
+    Raise BringUpError if two free ports are not available, and Refused if another process already acts as rank 0.
     """
     listener, refused = _bind(address, candidates[:-1])
     before = candidates.index(listener.getsockname()[1]) if listener else len(candidates)
@@ -312,8 +328,9 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
                 return listener, int(program.getsockname()[1])
         tried, here = "; ".join(refused + others), protocol.identity()
         raise BringUpError(
-            f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: it needs "
-            f"two. Check that {address} is an address of this node, and stop what uses these ports",
+            f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: rank 0 "
+            f"needs two free ports. Check that {address} is an address of this node, and stop the programs that use "
+            "these ports",
             quoted=tried,
         )
     except BaseException:
@@ -334,10 +351,10 @@ def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None
 
 
 def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinRequest) -> None:
-    """Raise Refused, with its message, if another rank 0 of this start listens on one of `ports`.
+    """Raise Refused, with a message, if another process acts as rank 0 of this attempt on one of `ports`.
 
-    This happens if RANK=0 or SLURM_PROCID=0 is left in a profile or a shell: then several processes are rank 0. All
-    ports together take no longer than one silent connection.
+    This happens if a profile or a shell sets RANK=0 or SLURM_PROCID=0, so that several processes consider themselves
+    rank 0. Checking all ports together takes no longer than one connection that stays silent.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:
@@ -348,7 +365,7 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
 def allow_many_files(ranks: int) -> None:
     """Raise the limit of open files as far as the administrator allows.
 
-    Raise BringUpError if that is less than one connection per rank.
+    Raise BringUpError if the limit is then still too low for one connection per rank.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
@@ -363,11 +380,15 @@ LATE_S = 15.0  # after a failure, ranks that connect this late still get the err
 
 
 class RendezvousServer(RendezvousEndpoint):
-    """Listens on `address` in a separate thread until all ranks are up. The thread sleeps while no data arrives.
+    """The server of the rendezvous, on rank 0. It listens on `address` in a separate thread until all ranks are up.
 
-    address: where the ranks reach rank 0. key: the secret of this submission. job: the name of this start. made_of:
-    this rank's fingerprint. on_connected: called in a thread when all ranks have connected, and by close(). Raise
-    BringUpError if no candidate port is free, and Refused if another process already listens for this start.
+    Raise BringUpError if no candidate port is free, and Refused if another process already listens for this attempt.
+
+    address: where the other ranks can reach rank 0.
+    key: the secret of this submission.
+    job: the name of this attempt.
+    made_of: the fingerprint of this rank's environment.
+    on_connected: a function that is called in a thread when all ranks have connected, and also by close().
     """
 
     def __init__(
@@ -406,9 +427,9 @@ class RendezvousServer(RendezvousEndpoint):
             self._announce_progress()
 
     def listen_for_store(self) -> socket.socket:
-        """Return a listener for torch's store: at any port, or with comm.ports at one of these.
+        """Return a listening socket for torch's store. It uses any free port, or one of comm.ports if that is set.
 
-        Raise BringUpError if none of them is free.
+        Raise BringUpError if no port is free.
         """
         others = [port for port in self._store_ports if port not in (self.port, self.program_port)]
         found, refused = _bind(self.address, others)
@@ -416,13 +437,14 @@ class RendezvousServer(RendezvousEndpoint):
             return found
         tried = "; ".join(refused)
         raise BringUpError(
-            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} is "
-            f"that of rank 0, and {self.program_port} is MASTER_PORT): stop what listens there, or add ports",
+            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} "
+            f"is the port of rank 0, and {self.program_port} is MASTER_PORT): stop the program that listens there, or "
+            "add ports",
             quoted=tried,
         )
 
     def offer_store(self, port: int) -> None:
-        """Set the port of torch's store, which is announced when all ranks are ready for it."""
+        """Set the port of torch's store. The server announces the port when all ranks are ready for it."""
         with self._changed:
             self._store_port = port
             self._announce_progress()

@@ -1,4 +1,4 @@
-"""The functions that training code calls: init, shutdown and session."""
+"""The functions that training code calls to start and end its use of hpcinit: init, shutdown and session."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ from hpcinit.world import World, launchers
 def destroy_process_groups(timeout: timedelta, device: torch.device | None = None) -> None:
     """Destroy all of torch's process groups. If that takes longer than `timeout`, print a warning and return.
 
-    Then the process cannot create another group. It exits with os._exit, because the interpreter's shutdown would wait
-    for threads inside the group (https://github.com/pytorch/pytorch/issues/119250).
+    After such a timeout, this process cannot create another group. At its end, it exits with os._exit, because the
+    normal shutdown of the interpreter would wait for threads inside the group
+    (https://github.com/pytorch/pytorch/issues/119250).
     """
     if state.stuck_group or not dist.is_initialized():
         return
@@ -71,7 +72,7 @@ def destroy_process_groups(timeout: timedelta, device: torch.device | None = Non
 
 
 def refuse_if_stuck() -> None:
-    """Raise BringUpError if a process group of this process could not be destroyed."""
+    """Raise BringUpError if an earlier process group of this process could not be destroyed."""
     if state.stuck_group:
         raise BringUpError(f"cannot create another process group in this process, because {state.stuck_group}")
 
@@ -113,13 +114,13 @@ def init(
 ) -> Runtime:
     """Initialize this rank's process group and return its Runtime. Every rank must call it.
 
-    Arguments that are not given have the values in the submission's config, or else the defaults below. A second call
-    with the same arguments returns the same object. If the program has created a process group, hpcinit uses it if it
-    matches, and never destroys it.
+    If you omit an argument, hpcinit uses the value in the submission's config, or else the default below. A second call
+    with the same arguments returns the same object. If the program has already created a process group, hpcinit uses
+    that group if it matches the arguments, and never destroys it.
 
     Args:
-        backend: the backend for tensors on this rank's device, or several as in 'cpu:gloo,cuda:nccl'.
-            A rank without a GPU then uses only cpu:gloo. Default: nccl on GPUs, gloo on CPUs.
+        backend: the backend for tensors on this rank's device, or one per device type as in 'cpu:gloo,cuda:nccl'.
+            With the latter, a rank without a GPU uses only cpu:gloo. Default: nccl on GPUs, gloo on CPUs.
         timeout: time limit of the start-up. Default: grows with the number of nodes, and ends before the job does.
         collective_timeout: time limit of each collective after the start-up. Default: torch's, 600 s with nccl and
             1800 s with gloo.
@@ -134,8 +135,8 @@ def init(
         deterministic: use deterministic algorithms, which are slower. Default: False.
         started_by: name of the launcher that started this process. Default: detected from the environment.
 
-    Raises WorldError if the environment describes no consistent world, RequestError if an argument is invalid, and
-    BringUpError if the group could not be initialized or exists with other settings.
+    Raises WorldError if the environment does not describe a consistent world, and RequestError if an argument is
+    invalid. Raises BringUpError if the group could not be initialized, or exists with other settings.
     """
     request = Request(
         backend=backend,
@@ -154,7 +155,7 @@ def init(
     if state.runtime is not None:
         if different := state.runtime._session.request.differences(request):
             raise BringUpError(
-                f"init was called twice with different arguments: {different}; call it once, or shutdown() first"
+                f"init was called twice with different arguments: {different}; call it once, or call shutdown() first"
             )
         known: Runtime = state.runtime
         return known
@@ -245,9 +246,9 @@ def _group(
 
 
 def _settle(plan: Plan, keep: bool) -> timedelta:
-    """Set the timeout of collectives, verify all settings of the group, and return the timeout in force.
+    """Set the timeout of collectives, check all settings of the group, and return the timeout that now applies.
 
-    keep: leave the timeout unchanged, because the program created the group and did not request another timeout.
+    keep: whether to leave the timeout unchanged, because the program created the group and requested no other timeout.
     """
     changed = False if keep else process_group.set_timeout(plan.collective_timeout)
     bound = plan.binding.device or process_group.bound_to()
@@ -264,20 +265,20 @@ def _shape(world: World) -> str:
 
 
 def _by_device(plan: Plan) -> str:
-    """Return 'nccl on cuda:0 and gloo on cpu'."""
+    """Return which backend is used on which device, such as 'nccl on cuda:0 and gloo on cpu'."""
     others = [f"{name} on {kind}" for kind, name in plan.backends.items() if kind != plan.device.type]
     return " and ".join([f"{plan.backend} on {plan.device}", *others])
 
 
 def shutdown(timeout: timedelta = SHUTDOWN) -> None:
-    """Destroy the process group and reset DeepSpeed's module state. init() can be called again afterwards.
+    """Destroy the process group and reset DeepSpeed's module state. Afterwards, init() can be called again.
 
-    It runs automatically at exit. Calling it twice, or without init, does nothing. A group that the program created is
-    not destroyed. If a dead or hanging peer delays it for longer than `timeout`, print a warning and return. Then the
-    process cannot create another group, and exits with status 1.
+    It runs automatically at exit. A second call, or a call without init, does nothing. A group that the program created
+    is not destroyed. If a dead or hanging rank delays the shutdown for longer than `timeout`, print a warning and
+    return. This process then cannot create another group, and exits with status 1.
 
     Args:
-        timeout: how long the group may take.
+        timeout: how long destroying the group may take.
     """
     if state.runtime is None:  # for example in a child that was forked after init
         return

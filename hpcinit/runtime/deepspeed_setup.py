@@ -36,7 +36,10 @@ _RESET = {
 
 
 def deepspeed_version() -> str:
-    """Return the installed DeepSpeed's version without importing it. Raise BringUpError if it is missing or too old."""
+    """Return the version of the installed DeepSpeed, without importing it.
+
+    Raise BringUpError if DeepSpeed is missing or too old.
+    """
     found = installed("deepspeed")
     if not found:
         raise BringUpError(
@@ -48,9 +51,9 @@ def deepspeed_version() -> str:
 
 
 def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> bool:
-    """Call DeepSpeed's init_distributed, which adopts the existing group and silently ignores its other arguments.
+    """Call DeepSpeed's init_distributed. It uses the existing process group and silently ignores its other arguments.
 
-    Return False if the program has already initialized DeepSpeed. Raise BringUpError if it cannot be imported.
+    Return False if the program has already initialized DeepSpeed. Raise BringUpError if DeepSpeed cannot be imported.
     """
     try:
         import deepspeed  # noqa: PLC0415 - over a second to import
@@ -68,7 +71,7 @@ def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> b
 
 
 def forget_deepspeed() -> None:
-    """Clear DeepSpeed's references to the group, so that a later start does not use the destroyed one."""
+    """Clear DeepSpeed's references to the process group, so that a later init() does not use the destroyed group."""
     comm = sys.modules.get("deepspeed.comm.comm")
     for name in ("cdb", "nccl_backend", "mpi_backend", "ccl_backend", "hccl_backend"):
         if comm is not None and hasattr(comm, name):

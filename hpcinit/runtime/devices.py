@@ -1,7 +1,7 @@
-"""Chooses this rank's device, its backend and the CPUs near it, unless the launcher has already bound the rank.
+"""Chooses this rank's device, its backend and the CPUs near the device, unless the launcher has already bound the rank.
 
-The kernel reports which CPUs are near, in /sys/bus/pci/devices/<address>/numa_node and local_cpulist. Threads and data
-loader workers that start later inherit the affinity.
+The kernel lists the near CPUs in /sys/bus/pci/devices/<address>/numa_node and local_cpulist. Threads and data loader
+workers that start later inherit this choice of CPUs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from hpcinit.world.cpus import PROC, SYSFS, cores, everything, share
 
 
 def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
-    """Return this rank's device and make it current. Without an accelerator it is the CPU.
+    """Return the device that this rank should use, and make it torch's current device.
 
-    The index counts only the devices that this process sees. It is 0 if the rank has private devices (--gpus-per-task),
-    else the local rank's position in the list that the node's ranks share.
+    Without an accelerator, use the CPU.
+
+    The device's index counts only the devices that this process sees. If the rank has private devices
+    (--gpus-per-task), the index is 0. Otherwise it is the local rank's position in the list of devices that the ranks
+    of the node share.
 
     Raise BringUpError, on every rank of the node, if there are more ranks than devices.
     """
@@ -35,7 +38,10 @@ def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
 
 
 def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
-    """Return a warning if `device` is the CPU although the rank was given accelerators, else ''."""
+    """Return a warning if `device` is the CPU although Slurm or the user gave this rank accelerators.
+
+    Otherwise return ''.
+    """
     given = visible_devices.given(env)
     if device.type != "cpu" or not given:
         return ""
@@ -48,12 +54,12 @@ def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
 
 
 def kind(device: torch.device) -> str:
-    """Return cuda, rocm, xpu or cpu. torch calls ROCm devices cuda."""
+    """Return the kind of a device: cuda, rocm, xpu or cpu. torch itself calls ROCm devices cuda."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def backend(device: torch.device, asked: str = "auto") -> str:
-    """Return the backend to use on `device`. Raise BringUpError if torch was built without the requested one."""
+    """Return the backend to use for tensors on `device`. Raise BringUpError if torch was built without it."""
     name = asked if asked != "auto" else torch.distributed.get_default_backend_for_device(device)
     if name == "nccl" and device.type == "cpu":
         raise BringUpError(
@@ -68,9 +74,9 @@ def backend(device: torch.device, asked: str = "auto") -> str:
 
 
 def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
-    """Return device type -> backend, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'.
+    """Return the backend for each device type, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'.
 
-    Omit pairs for device types that this rank does not have: without a GPU, the second example gives {'cpu': 'gloo'}.
+    Device types that this rank doesn't have are omitted. Without a GPU, the second request results in {'cpu': 'gloo'}.
     Raise BringUpError if a backend is not available, or if there is none for `device`.
     """
     if ":" not in asked:
@@ -88,13 +94,13 @@ def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
 
 
 def for_deepspeed(device: torch.device) -> None:
-    """Make DeepSpeed use `device` where it would use the device with index LOCAL_RANK.
+    """Make DeepSpeed use `device` where it would use the device whose index is LOCAL_RANK.
 
     DeepSpeed (0.19) passes LOCAL_RANK to its accelerator as an index wherever it needs this rank's device: in the
-    engine, zero.Init, pipeline modules and inference. From now on its accelerator object returns `device` for this
-    index. LOCAL_RANK itself stays, because DeepSpeed and programs also use it as the local rank. Other indices and
-    torch.devices are passed on unchanged. Call this before deepspeed.initialize or zero.Init. It may be called again,
-    even for another device.
+    engine, zero.Init, pipeline modules and inference. After this call, its accelerator object returns `device` for this
+    index. LOCAL_RANK itself stays unchanged, because DeepSpeed and programs also use it as the local rank. Other
+    indices and torch.devices are passed on unchanged. Call this before deepspeed.initialize or zero.Init. A second
+    call, even for another device, is allowed.
     """
     if device.type == "cpu":
         return
@@ -112,7 +118,7 @@ def for_deepspeed(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Return the device's identity on its node: device, and name, uuid and pci if torch reports them."""
+    """Return what identifies the device on its node: `device`, and `name`, `uuid` and `pci` if torch reports them."""
     found = {"device": str(device)}
     if device.type == "cpu":
         return found
@@ -125,9 +131,9 @@ def describe(device: torch.device) -> dict[str, str]:
 
 
 def pci_address(device: torch.device) -> str:
-    """Return the PCI address as sysfs writes it ('0000:3b:00.0'), or '' if torch does not report it.
+    """Return the PCI address of the device in sysfs's form, such as '0000:3b:00.0', or '' if torch does not report it.
 
-    CUDA and ROCm builds report it; XPU builds do not yet (https://github.com/intel/torch-xpu-ops/issues/4732).
+    CUDA and ROCm builds of torch report it. XPU builds do not yet (https://github.com/intel/torch-xpu-ops/issues/4732).
     """
     properties = torch.get_device_module(device).get_device_properties(device)
     try:
@@ -146,9 +152,9 @@ def bind_cpus(
 ) -> str:
     """Bind this process to its share of the CPUs near `device`. Return a sentence for the log, even if nothing changed.
 
-    Ranks that share a list of devices split the CPUs of a NUMA node by local rank, in whole cores. A rank that sees
-    only its own devices gets all CPUs of the NUMA node, because it cannot see which other ranks use them. Lower the
-    number of torch's threads to the number of CPUs, unless OMP_NUM_THREADS is set. Never raise.
+    Ranks that share a list of devices divide the CPUs of a NUMA node by local rank, in whole cores. A rank that sees
+    only its own devices gets all CPUs of the NUMA node, because it cannot see which other ranks use them. If
+    OMP_NUM_THREADS is not set, torch's number of threads is lowered to the number of CPUs. This function never raises.
     """
     if not hasattr(os, "sched_getaffinity"):
         return "CPU affinity left unchanged: this system has no sched_setaffinity"

@@ -1,9 +1,10 @@
-"""In a rank of `hpcinit drill`: records each optimizer step, and refuses to change files outside of the drill's folder.
+"""Records each optimizer step in a rank of `hpcinit drill`, and blocks changes to files outside of the drill's folder.
 
 Invariant: the program computes exactly what it computes without this module. Nothing here draws a random number or
-changes a tensor. Only a write outside of the drill's folder is different: it raises PermissionError before it happens.
+changes a tensor. Only one thing is different: a write to a file outside of the drill's folder raises PermissionError
+before anything is written.
 
-What does not work: a program that writes without Python, such as a compiled one. Its files are not seen here.
+Limitation: if the program writes files without Python, for example in compiled code, this module does not notice.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST_ELEMENTS, MOST_TENSORS = 4096, 256
 
 
 def install(folder: Path, rank: int) -> None:
-    """Start to record into `folder`, before the program runs."""
+    """Start recording into `folder`. Call this before the program runs."""
     sys.dont_write_bytecode = True  # beside modules outside of the drill's folder
     sys.addaudithook(_Guard(folder).on_event)
     with contextlib.suppress(ImportError):
@@ -142,7 +143,7 @@ def _record_steps(torch: Any, path: Path) -> None:
 
 
 def _is_of_a_load() -> bool:
-    """Whether torch makes this step: it makes one, with lr 0, before it loads an optimizer's state."""
+    """Return whether torch itself takes this step. It does so, with lr 0, before it loads an optimizer's state."""
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""Reports the locks that killed builds left in torch's folder of extensions, where later builds would wait forever.
+"""Reports locks that killed builds left in torch's folder of extensions. Later builds would wait for them forever.
 
-torch up to 2.13 (utils/file_baton.py) waits as long as the file exists:
-https://github.com/deepspeedai/DeepSpeed/issues/5205. hpcinit never removes a lock, because its builder may run in
-another container or on another node.
+torch up to 2.13 (utils/file_baton.py) waits as long as the lock file exists:
+https://github.com/deepspeedai/DeepSpeed/issues/5205. hpcinit never removes a lock, because the process that builds may
+run in another container or on another node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUIET_S = 1800.0  # no build is running in a folder without changes for this lon
 
 
 def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Print a warning for each lock whose builder has probably ended. Call it on one rank per node."""
+    """Print a warning for each lock whose build has probably ended. Call this on one rank per node."""
     if versions.key(versions.installed("torch") or "0") >= versions.key(KERNEL_LOCKS):
         return
     for path in (path for root in _roots(env) for path in sorted(root.glob(f"*/{TORCH_LOCK}"))):
@@ -37,7 +37,7 @@ def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None
 
 
 def _roots(env: Mapping[str, str]) -> Iterable[Path]:
-    """Return the folders of extensions: the user's, or torch's, ~/.cache/torch_extensions/py311_cu128."""
+    """Return the folders of extensions: the user's, or torch's, such as ~/.cache/torch_extensions/py311_cu128."""
     if env.get(VARIABLE):
         return [Path(env[VARIABLE])]
     return (Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "torch_extensions").glob("py*")

@@ -1,4 +1,7 @@
-"""Computes the Plan of init() from its arguments, the submission's spec and an existing process group."""
+"""Decides with which settings init() starts.
+
+They follow from its arguments, the spec and any existing process group.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,22 @@ from hpcinit.world import World
 
 @dataclass(frozen=True)
 class Binding:
-    """Whether to bind the group. device: the device_id for torch, or None. why: a note for the log, or ''."""
+    """Whether the process group is bound to a device.
+
+    device: the device_id to pass to torch, or None.
+    why: a note for the log, or ''.
+    """
 
     device: torch.device | None
     why: str = ""
 
 
 def decide_device_id(policy: str, device: torch.device, world_size: int) -> Binding:
-    """Return the binding for this device. policy: never, auto or always.
+    """Decide whether to bind the process group to `device`.
 
-    Raise BringUpError if the policy is 'always' and the device cannot be bound.
+    Raise BringUpError if the policy requires it but it can't be bound.
+
+    policy: 'never', 'auto' or 'always'.
     """
     if policy == "never":
         return Binding(None)
@@ -57,7 +66,7 @@ def _against(device: torch.device, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of init(); None means not given."""
+    """The arguments of a call of init(). None means that the argument was not given."""
 
     backend: str | None
     timeout: timedelta | None
@@ -73,7 +82,7 @@ class Request:
     started_by: str | None
 
     def differences(self, other: Request) -> str:
-        """Return the fields that differ, as 'seed was 1 and is 2 now', or '' for the same request."""
+        """Return the arguments that differ from `other`, such as 'seed was 1 and is 2 now', or '' if none does."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return ", ".join(f"{name} was {_shown(a)} and is {_shown(b)} now" for name, a, b in pairs if a != b)
 
@@ -82,11 +91,17 @@ class Request:
 class Plan:
     """The settings that init() chose from its arguments, the submission and the defaults.
 
-    device: this rank's device. backends: device type -> the group's backend. timeout: of the start-up. formula: the
-    terms of the timeout, for the log. layout: with every degree computed. batch: samples per step. training: settings
-    of wrap(). seed: as requested, before seed_by ('same', 'rank' or 'data') derives this rank's seed. stopping:
-    settings of should_stop(). hang: how long without a step is a hang. checkpoint_timeout: how long ranks wait for each
-    other in save() and load().
+    device: this rank's device.
+    backends: the group's backend for each device type.
+    timeout: the time limit of the start-up.
+    formula: how the time limit was computed, for the log.
+    layout: the parallelism, with every degree computed.
+    batch: samples per step.
+    training: the settings of wrap().
+    seed: the seed as requested. seed_by ('same', 'rank' or 'data') determines how each rank's seed follows from it.
+    stopping: the settings of should_stop().
+    hang: the settings of hang detection.
+    checkpoint_timeout: how long ranks wait for each other in save() and load().
     """
 
     device: torch.device
@@ -108,12 +123,12 @@ class Plan:
 
     @property
     def backend(self) -> str:
-        """Return the name of the group's backend on `device`."""
+        """Return the name of the group's backend for tensors on `device`."""
         return self.backends[self.device.type]
 
     @property
     def torchs_backends(self) -> str:
-        """Return the backends as torch expects them: one name for all devices, or 'cpu:gloo,cuda:nccl'."""
+        """Return the backends in torch's form: one name for all devices, or as in 'cpu:gloo,cuda:nccl'."""
         return (
             ",".join(f"{kind}:{name}" for kind, name in self.backends.items())
             if len(self.backends) > 1
@@ -122,7 +137,7 @@ class Plan:
 
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
-    """Return the plan. Each setting is from the request, else the spec, else the defaults.
+    """Return the settings for init(). Each is from the arguments if given, else from the spec, else a default.
 
     Raise RequestError if a value is wrong or does not fit the ranks, and BringUpError if a backend or DeepSpeed is not
     available.
@@ -187,7 +202,10 @@ def _shown(value: object) -> str:
 
 
 def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
-    """Return the existing groups. Raise BringUpError with each difference between the default group and the plan."""
+    """Return the process groups that the program has created.
+
+    If the default group does not match the plan, raise BringUpError that lists the differences.
+    """
     bound = process_group.bound_to()
     wanted_bound = plan.binding.device
     differences = [
@@ -213,6 +231,9 @@ def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
 
 
 def leave_process_group(kept: frozenset[ProcessGroup]) -> None:
-    """Destroy only the groups that were created after the adopted ones, such as those of a mesh."""
+    """Destroy only the process groups that hpcinit added later, such as those of a mesh.
+
+    kept: the groups that adopt_process_group() returned. They stay.
+    """
     for group in [group for group in c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)

@@ -1,11 +1,11 @@
-"""Exits as the interpreter would, but without the last step of its shutdown, in which gloo can abort the process.
+"""Exits like the Python interpreter, but skips the last step of its shutdown, in which gloo can abort the process.
 
-In that step a gloo thread that releases a tensor (ProcessGroupGloo::runLoop, decref_pyobject) waits for the lock of an
-interpreter that no longer exists. The process aborts with 'terminate called without an active exception', even in ranks
-that destroyed their group: https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there.
+In that step, a gloo thread that releases a tensor (ProcessGroupGloo::runLoop, decref_pyobject) waits for the lock of an
+interpreter that no longer exists. Then the process aborts with 'terminate called without an active exception', even in
+a rank that has destroyed its group: https://github.com/pytorch/pytorch/issues/190489 and pull request 179291 there.
 
-When the oldest supported torch (the lower bound in pyproject.toml) has the fix, delete this module and call sys.exit()
-instead. tests/runtime/test_program.py must then pass with `end` as an empty function.
+When the oldest supported torch (the lower bound in pyproject.toml) contains the fix, delete this module and call
+sys.exit() instead. tests/runtime/test_program.py must then pass with `end` as an empty function.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import TextIO
 
 
 def end(status: int) -> None:
-    """Exit with `status` if torch was imported; without torch, return.
+    """Exit with `status` if torch was imported. Without torch, just return.
 
-    Do what the interpreter's shutdown does: wait for threads, run atexit handlers, delete the program's variables and
-    flush open files, including those of the C library. Do not call C++ destructors.
+    This does what the interpreter's shutdown does: wait for threads, run atexit handlers, delete the program's
+    variables and flush open files, including those of the C library. Only C++ destructors are not called.
     """
     if "torch" not in sys.modules:
         return

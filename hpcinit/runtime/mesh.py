@@ -1,4 +1,4 @@
-"""The device mesh: groups of ranks for each dimension of a layout, and for the combinations that training needs."""
+"""Builds the device mesh: process groups for each dimension of a layout, and for combinations that training needs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MEANING = {
 
 
 def all_dimensions(layout: Layout) -> dict[str, int]:
-    """Return the name and size of each mesh dimension, outermost first, including those of size 1.
+    """Return the name and size of each mesh dimension, outermost first, including dimensions of size 1.
 
-    layout: with every degree computed.
+    layout: the parallelism, with every degree computed.
     """
     found: dict[str, int] = {}
     split = "dp_replicate" if layout.dp_shard == 1 else "dp_shard"
@@ -54,9 +54,9 @@ def all_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def mesh_dimensions(layout: Layout) -> dict[str, int]:
-    """Return the name and size of each mesh dimension in use, outermost first, or dp_replicate if none is in use.
+    """Return the name and size of each mesh dimension that is in use, outermost first. If none is, return dp_replicate.
 
-    layout: with every degree computed.
+    layout: the parallelism, with every degree computed.
     """
     return _in_use(all_dimensions(layout)) or {"dp_replicate": 1}
 
@@ -67,7 +67,7 @@ def _in_use(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return the dimensions in `names` that form `name`, or () if its size is 1."""
+    """Return the dimensions in `names` that together form `name`, or () if the size of `name` is 1."""
     if name in names:
         return (name,)
     parts = [each for part in COMBINED.get(name, (name,)) for each in (part, *SPLIT.get(part, ()))]
@@ -79,9 +79,11 @@ def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def group_members(layout: Layout, name: str) -> list[range]:
-    """Return the groups of ranks of a dimension or combination, each in rank order.
+    """Return the ranks of each group of a dimension or combination, in rank order.
 
-    layout: with every degree computed. The dimensions of a combination are adjacent, so each group is one range.
+    The dimensions of a combination are next to each other, so each group is one range of ranks.
+
+    layout: the parallelism, with every degree computed.
     """
     sizes = mesh_dimensions(layout)
     names = tuple(sizes)
@@ -97,7 +99,10 @@ def group_members(layout: Layout, name: str) -> list[range]:
 
 
 def rank_table(layout: Layout) -> str:
-    """Return a table of the groups, one line per dimension and combination, or '' for plain data parallelism."""
+    """Return a table that shows which ranks form groups. It has one line per dimension and combination.
+
+    For plain data parallelism, return ''.
+    """
     if layout.pp * layout.dp_shard * layout.cp * layout.tp * layout.ep == 1:
         return ""
     sizes = mesh_dimensions(layout)
@@ -127,26 +132,27 @@ def _shown(ranks: range) -> str:
 
 
 class NotMade:
-    """A placeholder for the group of this rank alone, until Mesh.of_one() makes it."""
+    """A placeholder for the group that contains only this rank, until Mesh.of_one() creates the group."""
 
     group_name = "the group of one rank, which is made at its first use"
 
 
 class Mesh(DeviceMesh):
-    """torch's DeviceMesh of all dimensions, with the combinations and second names in MEANING.
+    """torch's DeviceMesh with all dimensions, plus the combinations and alternative names in MEANING.
 
-    `mesh["dp", "sp"]` is a mesh of these two dimensions, and `mesh.get_group("tp")` is this rank's group, which has one
-    rank if the size is 1. `dp`, `fsdp` and `loss` are combinations; `sp` is `cp`. torch itself warns if a program takes
-    a combination from a mesh, and has no second names for dimensions.
+    `mesh["dp", "sp"]` is a mesh of two dimensions. `mesh.get_group("tp")` is this rank's group; if the dimension has
+    size 1, the group contains only this rank. `dp`, `fsdp` and `loss` are combinations, and `sp` is another name for
+    `cp`. A plain DeviceMesh has no alternative names for dimensions, and warns when a program selects a combination.
     """
 
     alone: DeviceMesh | None = None
 
     def of_one(self) -> DeviceMesh:
-        """Return a mesh of this rank alone, which can be joined with other parts of this mesh.
+        """Return a mesh that contains only this rank. It can be joined with other parts of this mesh.
 
-        The first use makes its group, not init(): making it connects to rank 0's store, which may be gone if rank 0
-        returned from init() earlier and failed. No other rank takes part, so this works at any time.
+        Its group is created here, on the first call, and not in init(). To create it, a rank connects to rank 0's
+        store, and that store may be gone if rank 0 returned from init() first and failed. No other rank takes part, so
+        a rank can call this at any time.
         """
         if self.alone is None:
             world = default.WORLD
@@ -160,9 +166,9 @@ class Mesh(DeviceMesh):
         return self.alone
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of one or more dimensions or combinations, with these names.
+        """Return the mesh of one or more dimensions or combinations, given by their names.
 
-        Raise KeyError for an unknown name, and for names that overlap or are not in the mesh's order.
+        Raise KeyError for an unknown name, and for names that overlap or are not in the order of the mesh.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if names == self.mesh_dim_names:
@@ -181,26 +187,27 @@ class Mesh(DeviceMesh):
         return mesh_part(self, name) or self.of_one()
 
     def part(self, names: tuple[str, ...]) -> DeviceMesh:
-        """Return torch's own part of the mesh. Raise KeyError for an unknown name."""
+        """Return a part of the mesh as torch's own DeviceMesh does. Raise KeyError for an unknown name."""
         return super().__getitem__(names)
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return this rank's group of a dimension or combination. Raise KeyError for an unknown name."""
+        """Return this rank's process group for a dimension or combination. Raise KeyError for an unknown name."""
         name = (self.mesh_dim_names or ())[mesh_dim] if isinstance(mesh_dim, int) else mesh_dim
         return super().get_group(None) if name is None else self._one(name).get_group()
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """Return this rank's group of each dimension."""
+        """Return this rank's process group for each dimension."""
         return [self.get_group(name) for name in self.mesh_dim_names or ()]
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
-    """Return a mesh of all dimensions, outermost first. The process group must exist.
+    """Create the mesh with all dimensions, outermost first. The default process group must already exist.
 
-    Create all groups of several ranks here, because every rank must create them in the same order. Each dimension
-    larger than 1 has one, and so does each combination that equals no dimension and no other combination.
+    All groups with several ranks are created here, because every rank must create them in the same order. Each
+    dimension larger than 1 has a group. A combination also has one, unless it has the same ranks as a dimension or
+    another combination.
 
-    layout: with every degree computed.
+    layout: the parallelism, with every degree computed.
     """
     wide, sizes = mesh_dimensions(layout), all_dimensions(layout)
     used = init_device_mesh(device.type, tuple(wide.values()), mesh_dim_names=tuple(wide))
@@ -220,16 +227,19 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
 
 
 def size(mesh: DeviceMesh, name: str) -> int:
-    """Return the number of ranks in a dimension or combination. Raise RequestError if MEANING lacks the name."""
+    """Return how many ranks are in a dimension or combination.
+
+    Raise RequestError if MEANING does not contain the name.
+    """
     sizes = _sizes(mesh)
     return math.prod([sizes[each] for each in _members(mesh, name)])
 
 
 def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Return the mesh of one or more dimensions or combinations, without those of size 1; None if all have size 1.
+    """Return the mesh of some dimensions or combinations, without those of size 1. If all have size 1, return None.
 
-    `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard expects for HSDP. Raise RequestError if
-    MEANING lacks a name.
+    For example, `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard expects for HSDP. Raise
+    RequestError if MEANING does not contain a name.
     """
     found = tuple(_called(mesh, name) for name in names if size(mesh, name) > 1)
     if not found:
@@ -244,16 +254,19 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
-    """Return the group of this rank. If the dimension has size 1, it contains only this rank.
+    """Return this rank's process group for a dimension or combination. If its size is 1, the group is this rank alone.
 
-    Raise RequestError if MEANING lacks the name.
+    Raise RequestError if MEANING does not contain the name.
     """
     _check(name)
     return mesh[name].get_group()
 
 
 def place(mesh: DeviceMesh, name: str) -> int:
-    """Return this rank's number in its group, 0 to size - 1. Raise RequestError if MEANING lacks the name."""
+    """Return this rank's number in its group, 0 to size - 1.
+
+    Raise RequestError if MEANING does not contain the name.
+    """
     found = mesh_part(mesh, name)
     return 0 if found is None else found.get_local_rank()
 

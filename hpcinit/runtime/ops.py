@@ -1,8 +1,8 @@
-"""DeepSpeed's ops: compiles them once into a folder that all jobs use, and loads them from there.
+"""Compiles DeepSpeed's ops once into a folder that all jobs use, and loads them from there.
 
-Each build has a private folder, which is renamed when the op is complete. So a killed build leaves nothing for which a
-later one would wait. The lock only prevents two processes from compiling the same op; the kernel releases it when its
-process ends.
+Each build uses a private folder, which is renamed when the op is complete. So a killed build leaves nothing for which a
+later build would wait. The lock only prevents two processes from compiling the same op, and the kernel releases it when
+its process ends.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Say = Callable[[str], None]
 def environment() -> str:
     """Return a folder name that contains everything on which a compiled op depends.
 
-    Example: 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's features,
-    because DeepSpeed compiles with -march=native. An op built on a newer login node would fail with "Illegal
-    instruction" on an older compute node.
+    An example is 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's
+    features, because DeepSpeed compiles with -march=native: an op that was built on a newer login node would fail with
+    "Illegal instruction" on an older compute node.
     """
     import torch  # noqa: PLC0415 - takes seconds to import
 
@@ -64,24 +64,26 @@ def _processor() -> str:
 
 
 def shared_cache(env: Mapping[str, str]) -> Path:
-    """Return the folder of compiled ops: the user's TORCH_EXTENSIONS_DIR, or one for this environment()."""
+    """Return the folder for compiled ops: the user's TORCH_EXTENSIONS_DIR, or a folder for this environment()."""
     if env.get(VARIABLE):
         return Path(env[VARIABLE])
     return Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "hpcinit" / "ops" / environment()
 
 
 def is_built(name: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the op needs no compiler, because hpcinit has built it or DeepSpeed was installed with it."""
+    """Return whether the op is already compiled, by hpcinit or when DeepSpeed was installed."""
     return (shared_cache(env) / name / BUILT).exists() or _comes_compiled(name)
 
 
 def prepare(
     config: Mapping[str, Any], device: str, env: Mapping[str, str] = os.environ, say: Say = console.say
 ) -> None:
-    """Load the ops that this ds_config needs, and compile missing ones. Every rank calls it before DeepSpeed.
+    """Load the ops that this ds_config needs, and compile those that are missing.
 
-    Skip an op that DeepSpeed itself has compiled in the user's TORCH_EXTENSIONS_DIR. Raise BringUpError if an op cannot
-    be built or loaded.
+    Every rank calls this before DeepSpeed starts.
+
+    An op that DeepSpeed itself has compiled in the user's TORCH_EXTENSIONS_DIR is skipped. Raise BringUpError if an op
+    cannot be built or loaded.
     """
     names = [name for name in deepspeed_ops.needed(config, device) if not _comes_compiled(name)]
     if not names:
@@ -94,9 +96,9 @@ def prepare(
 
 
 def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> None:
-    """Prevent DeepSpeed from compiling an op when it starts on a CPU, which takes over a minute.
+    """Prevent DeepSpeed from compiling an op when it starts on a CPU, because that takes over a minute.
 
-    Call it before init_distributed. Only inference_all_reduce uses the op, and it works without it.
+    Call this before init_distributed. Only inference_all_reduce uses the op, and it works without the op, too.
     """
     if (shared_cache(env) / SHARED_MEMORY / BUILT).exists():
         _load(SHARED_MEMORY, shared_cache(env))
@@ -105,7 +107,10 @@ def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> Non
 
 
 def build(names: Sequence[str], root: Path, say: Say = console.say) -> None:
-    """Compile ops into a folder, one after the other. Raise BringUpError, or RequestError for an unknown op."""
+    """Compile ops into the folder `root`, one after the other. Raise BringUpError if that fails.
+
+    Raise RequestError if an op does not exist.
+    """
     if not names:
         return
     try:
@@ -203,7 +208,7 @@ def _load(name: str, root: Path) -> None:
 def loader(name: str) -> Callable[[], Any]:
     """Return the function that compiles and loads an op for this machine's accelerator.
 
-    Raise RequestError if the op does not exist, or not for this accelerator.
+    Raise RequestError if the op does not exist, or does not support this accelerator.
     """
     from deepspeed.accelerator import get_accelerator  # noqa: PLC0415 - takes seconds to import
 
@@ -213,7 +218,8 @@ def loader(name: str) -> Callable[[], Any]:
     if builder is None or builder.name != name:
         on = get_accelerator().device_name()
         raise RequestError(
-            f"op {name} does not exist for {on}, which DeepSpeed detects here: build it on a node where it runs"
+            f"op {name} does not exist for {on}, which DeepSpeed detects here: build the op on a node that has the "
+            "right accelerator"
         )
     return lambda: builder.load(verbose=False)
 

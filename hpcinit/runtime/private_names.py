@@ -1,7 +1,8 @@
-"""Lists the private names of torch and DeepSpeed that hpcinit uses, and what does not work without each.
+"""Lists the private names of torch and DeepSpeed that hpcinit uses, and what stops working if one is missing.
 
-Any release can remove one. With a version newer than all tested ones, init() prints what is lost. The rest works.
-tests/runtime/test_private_names.py finds every use in hpcinit, and checks that the tested versions have each name.
+Any release of torch or DeepSpeed can remove a private name. If the installed version is newer than all tested ones,
+init() prints what no longer works. Everything else works. tests/runtime/test_private_names.py finds every use in
+hpcinit, and checks that the tested versions have each name.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from hpcinit.base.console import say
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private `name` in `owner`, a module or 'module:Class' of `package`.
+    """A private name of another package that hpcinit uses.
 
-    lost: what does not work without it. since: the first version that has it, or '' for all tested ones. on_instances:
-    whether only instances have it, not their class. is_module: whether it is a module in the package `owner`.
+    package, owner: where the name is: a module of the package, or a class in the form 'module:Class'.
+    lost: what does not work without the name.
+    since: the first version that has the name, or '' if all tested versions have it.
+    on_instances: whether only instances have the name, not their class.
+    is_module: whether the name is a module in the package `owner`.
     """
 
     package: str
@@ -33,11 +37,11 @@ class PrivateName:
     is_module: bool = False
 
     def expected(self, version: str) -> bool:
-        """Return whether `version` of the package should have the name."""
+        """Return whether this version of the package should have the name."""
         return not self.since or versions.key(version) >= versions.key(self.since)
 
     def is_missing(self) -> bool:
-        """Return whether an imported module lacks the name. A module that is not imported yet lacks nothing."""
+        """Return whether the module lacks the name. If the module is not imported yet, return False."""
         module, _, path = self.owner.partition(":")
         found: Any = sys.modules.get(module)
         if found is None or self.on_instances:
@@ -136,7 +140,7 @@ NAMES = (*_torch(), *_deepspeed())
 
 
 def report_lost(package: str, names: tuple[PrivateName, ...] = NAMES) -> None:
-    """Print what does not work with the installed version of `package`, which the process has imported."""
+    """Print what does not work with the installed version of `package`. The process must have imported the package."""
     version = versions.installed(package)
     if not version or not versions.newer_than_tested(package, version):
         return

@@ -1,4 +1,4 @@
-"""Creates torch's default process group after the rendezvous, changes its timeout, and verifies its settings."""
+"""Creates torch's default process group after the rendezvous, changes its timeout, and checks its settings."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ def make(
     device_id: torch.device | None,
     recorded: Mapping[str, object],
 ) -> str:
-    """Create torch's default group. Return rank 0's address. Raise BringUpError that names the missing ranks.
+    """Create torch's default process group, and return rank 0's address.
 
-    device: this rank's device. device_id: the device to which the group is bound, or None. recorded: fields for the
-    timeline.
+    If ranks are missing, raise BringUpError that names them.
+
+    device: this rank's device.
+    device_id: the device to which the group is bound, or None.
+    recorded: additional fields for the start-up timeline.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous: RendezvousEndpoint | None = None
@@ -75,7 +78,7 @@ def make(
 
 
 def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
-    """Raise BringUpError if a variable names interfaces for `backend` that this node does not have."""
+    """Raise BringUpError if an environment variable makes `backend` use network interfaces that this node lacks."""
     there = network.interface_names()
     for variable, (reader, unmatched) in network.READS.items():
         missing = unmatched(env.get(variable, ""), there) if reader in backend else []
@@ -112,18 +115,22 @@ def _in_torch(
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait until every rank of `group` (None: the default group) has called this. device: this rank's device.
+    """Wait until every rank of the group has called this.
 
-    Without device_ids, ProcessGroupNCCL::barrier of a group that has no device yet uses the global rank modulo the
-    number of visible devices. With 2 ranks on each of two 8-GPU nodes, rank 2 would use GPU 2 for its first barrier and
-    GPU 0 for every later collective, which then hangs.
+    Without device_ids, torch's barrier can hang. In a group that has no device yet, ProcessGroupNCCL::barrier uses the
+    global rank modulo the number of visible devices. With 2 ranks on each of two 8-GPU nodes, rank 2 would use GPU 2
+    for its first barrier and GPU 0 for every later collective, which then hangs.
+
+    device: this rank's device.
+    group: the process group, or None for the default group.
     """
     dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 
 
 def _gist(error: Exception) -> str:
-    """Return the first line of the error, and NCCL's reason at its end ('Last error:
-    socketStart...').
+    r"""Return the first line of the error.
+
+    If NCCL's reason is at the end ('Last error:\nsocketStart...'), add the reason.
     """
     text = str(error).strip()
     first = text.partition("\n")[0] or type(error).__name__
@@ -132,12 +139,15 @@ def _gist(error: Exception) -> str:
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
-    """Set the collective timeout of every group of this process except side groups. Return False if a backend cannot.
+    """Set the timeout of collectives for every process group of this process.
+
+    Return False if a backend cannot change it.
+
+    torch uses the same timeout for a group's start and for its collectives, unless it is changed afterwards. A group
+    that is created later, such as a mesh's, gets torch's default (10 minutes with NCCL, 30 with gloo), not the timeout
+    of the default group. Side groups are not changed.
 
     group: change only this group.
-
-    torch uses one timeout for a group's start and for its collectives, unless it is changed afterwards. Groups created
-    later, such as a mesh's, get torch's default (10 minutes with NCCL, 30 with gloo), not the default group's timeout.
     """
     backends = list(_backends_of_all() if group is None else _backends(group))
     done = bool(backends)
@@ -151,9 +161,9 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
 
 @contextmanager
 def timeouts_of_at_least(timeout: timedelta) -> Iterator[None]:
-    """During the block, raise timeouts shorter than `timeout`, for all groups except side groups.
+    """During this block, raise every group's timeout to at least `timeout`. Side groups are not changed.
 
-    A backend that cannot report or change its timeout keeps it.
+    If a backend cannot report or change its timeout, the timeout stays.
     """
     before = [(backend, _timeout_given_to(backend)) for backend in _backends_of_all()]
     shorter = [(backend, found) for backend, found in before if found is not None and found < timeout]
@@ -176,7 +186,7 @@ def _change(backend: object, timeout: timedelta) -> None:
 
 
 def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timedelta | None:
-    """Return the timeout of the group's collectives on `device`, or None if its backend does not report it."""
+    """Return the timeout of the group's collectives on `device`, or None if the backend does not report it."""
     asked: Any = group or dist.group.WORLD
     try:
         return _timeout_given_to(_unwrapped(asked._get_backend(device)))
@@ -190,24 +200,26 @@ def _timeout_given_to(backend: object) -> timedelta | None:
 
 
 def backend_on(device_type: str) -> str:
-    """Return the name of the default group's backend for tensors on 'cpu' or 'cuda', or ''."""
+    """Return the name of the default group's backend for tensors on 'cpu' or 'cuda', or '' if it has none."""
     # "cpu:gloo,cuda:nccl"; get_backend() returns "undefined" for a group created without a backend name.
     by_device = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
     return by_device.get(device_type, "")
 
 
 def bound_to() -> torch.device | None:
-    """Return the device_id of the default group, or None."""
+    """Return the device to which the default group is bound (its device_id), or None."""
     return dist.group.WORLD.bound_device_id if dist.group.WORLD else None
 
 
 def verify(
     device: torch.device, backends: Mapping[str, str], timeout: timedelta | None, device_id: torch.device | None
 ) -> None:
-    """Compare the settings of the group and of the process with the request. Raise BringUpError with all differences.
+    """Check that the process group has the requested settings. Raise BringUpError that lists all differences.
 
-    timeout: of collectives, or None to skip it. If a group exists, DeepSpeed accepts a backend, a timeout and a device,
-    but silently ignores them.
+    This is necessary because DeepSpeed accepts a backend, a timeout and a device but silently ignores them if a group
+    exists.
+
+    timeout: the timeout of collectives, or None to skip this check.
     """
     current = device
     if device.type != "cpu":
@@ -256,9 +268,9 @@ def _unwrapped(backend: object) -> object:
 def start_horovod(world: World) -> None:
     """Call hvd.init(), as every program that horovodrun starts must, unless this process has already called it.
 
-    Call it after all ranks have connected, because hvd.init() waits for each of them and names none. Do nothing under
-    another launcher, or if this Python's Horovod was built without torch. Raise WorldError if Horovod reports another
-    rank or size.
+    Call this after all ranks have connected, because hvd.init() waits for every rank and does not show which one is
+    missing. Under another launcher, or if this Python's Horovod was built without torch, do nothing. Raise WorldError
+    if Horovod reports a different rank or size.
     """
     if world.launcher != horovod.NAME:
         return

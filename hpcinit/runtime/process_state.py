@@ -1,7 +1,7 @@
-"""The state of this process as a rank: one mutable object, `state`, instead of global variables in many modules.
+"""The state of this process as a rank: one object, `state`, instead of global variables in many modules.
 
-A process is one rank with one start, one default process group and one training run. The modules of `runtime` keep such
-state only here.
+A process is one rank in one attempt, with one default process group and one training run. All modules of `runtime`
+store such state only here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START = "start-up"
 
 
 class SignalWatch(Protocol):
-    """The part of a Watch (runtime/lifecycle/signal_watch.py) that a fork needs: its signals, and its end."""
+    """The part of a Watch (runtime/lifecycle/signal_watch.py) that is needed when a process forks."""
 
     wanted: set[int]
 
@@ -32,13 +32,13 @@ class SignalWatch(Protocol):
 
 
 class OutputWatch(Protocol):
-    """The part of an OutputWatch (runtime/lifecycle/output_watch.py) that the end of a program needs."""
+    """The part of an OutputWatch (runtime/lifecycle/output_watch.py) that is needed when a program ends."""
 
     def stop(self, failed: bool = False) -> None: ...
 
 
 class TrainingRecord(Protocol):
-    """What the calls of a program need of a TrainingRecord (runtime/lifecycle/training_record.py)."""
+    """The methods of a TrainingRecord (runtime/lifecycle/training_record.py) that other modules call."""
 
     def step(self, step: int) -> None: ...
 
@@ -51,10 +51,11 @@ class TrainingRecord(Protocol):
 
 @dataclass
 class Timeline:
-    """This process's part of the start-up timeline.
+    """This process's access to the start-up timeline.
 
-    writer: of the node's file, or None before the start and after the last event. file: its path. opened: whether this
-    process has opened it.
+    writer: writes the node's file. None before the start and after the last event.
+    file: the path of that file.
+    opened: whether this process has opened the file.
     """
 
     writer: timeline.Writer | None = None
@@ -71,7 +72,11 @@ class Timeline:
 
 @dataclass(eq=False)
 class DeclaredPhase:
-    """An active phase. began_s: by time.monotonic(). limit_s: how long silence is expected; None: the default."""
+    """A phase that the program has declared and that has not ended.
+
+    began_s: when it started, as a time of time.monotonic().
+    limit_s: how long silence is expected, or None for the default.
+    """
 
     began_s: float
     limit_s: float | None
@@ -79,10 +84,11 @@ class DeclaredPhase:
 
 @dataclass
 class Phase:
-    """What the program does now, for reports.
+    """What the program is doing now, for reports.
 
-    name: the phase. step: the last one reported, or -1. ended_s: when the last declared phase ended, by
-    time.monotonic().
+    name: the phase.
+    step: the last training step that was reported, or -1.
+    ended_s: when the last declared phase ended, as a time of time.monotonic().
     """
 
     name: str = START
@@ -93,11 +99,13 @@ class Phase:
 
 @dataclass
 class LoaderWorkers:
-    """The DataLoader workers of this rank. They ignore the signals that make it save.
+    """The DataLoader workers of this rank. They ignore the signals after which the rank saves and stops.
 
-    rank_pid: the process in which install() was called. numbers: the signals that make a rank save and stop.
-    terminated: ids of protected processes that this rank ended itself. on_death: called with torch's error; returns
-    True if the rank continues without the worker.
+    rank_pid: the process that called install().
+    numbers: the signals after which a rank saves and stops.
+    terminated: the ids of protected processes that this rank ended itself.
+    on_death: a function that is called with torch's error when a worker dies. It returns True if the rank continues
+        without the worker.
     """
 
     rank_pid: int | None = None
@@ -110,20 +118,22 @@ class LoaderWorkers:
 class ProcessState:
     """All state of this process. The defaults are the values before hpcinit does anything.
 
-    runtime: the Runtime that init() returned, or None before it and after shutdown(). Its class uses this module.
-    rendezvous: the current one. rendezvous_count: how many there were, to distinguish ranks of different ones.
-    agent_store_rounds: how often torchrun's store was used; its keys remain.
+    runtime: the Runtime that init() returned. None before init() and after shutdown().
+    rendezvous: the current rendezvous.
+    rendezvous_count: how many rendezvous there were, so that ranks of different ones never mix.
+    agent_store_rounds: how often torchrun's store was used. Its keys stay after each use.
     stuck_group: why a process group of this process could not be destroyed, or ''.
     checkpoint_group: the group in which ranks agree on a checkpoint.
-    claimed: (folder, token) of the checkpoint folders that this process claimed.
-    damaged: (checkpoint, its save) -> what load() found wrong in it.
+    claimed: (folder, token) of each checkpoint folder that this process claimed.
+    damaged: for each (checkpoint, its save), what load() found wrong in it.
     removal: the last thread that removes old checkpoints.
-    background_saves: this rank's, of run.save(wait=False); None before the first. Its class uses this module.
-    output_watch: this rank's, or None before it starts.
+    background_saves: this rank's saves with run.save(wait=False). None before the first.
+    output_watch: this rank's OutputWatch, or None before it starts.
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
-    slot: where a rank of a fork server with restart.warm reports its progress, None for other ranks.
-    stopped_early: the ranks agreed to stop before the program's end. stop_not_recorded: and no file records it.
-    training_record: of rank 0 in a run folder, for `hpcinit report`.
+    slot: where a rank of a fork server with restart.warm reports its progress. None for other ranks.
+    stopped_early: whether the ranks agreed to stop before the program's end.
+    stop_not_recorded: whether that happened but no file records it.
+    training_record: what rank 0 records for `hpcinit report`, if there is a run folder.
     """
 
     runtime: Any = None
@@ -150,18 +160,23 @@ class ProcessState:
     training_record: TrainingRecord | None = None
 
     def reset(self) -> None:
-        """Reset every field to its default, for tests. It closes nothing."""
+        """Reset every field to its default, for tests. Nothing is closed."""
         vars(self).update(vars(ProcessState()))
 
     def report(self, name: str, value: float | None = None) -> None:
-        """Report a value of shared_progress.NAMES to this rank's fork server, if that wants it."""
+        """Report a value to this rank's fork server, if the fork server uses such reports.
+
+        name: one of shared_progress.NAMES.
+        value: a step, or None for the current time.
+        """
         if self.slot is not None:
             self.slot.report(name, value)
 
     def leave_to_the_parent(self) -> None:
-        """In a forked child, drop what belongs to the parent: close its files, and send nothing to its peers.
+        """In a forked child, drop what belongs to the parent: close its files, and send nothing to other ranks.
 
-        Keep state that only describes the past, such as the phase, because a data loader's child can fail in it too.
+        State that only describes the past, such as the phase, is kept, because a data loader's child can also fail in
+        that phase.
         """
         self.runtime = self.background_saves = self.training_record = None
         if self.rendezvous is not None:

@@ -1,4 +1,4 @@
-"""Runs the user's program in this process as Python would, and writes an error record if it fails."""
+"""Runs the user's program in this process, as Python itself would. If the program fails, writes an error record."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from hpcinit.world import World
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
-    """Run the program and return its exit status. A command replaces this process and does not return.
+    """Run the program and return its exit status. A command replaces this process, so the function does not return.
 
-    An exception of the program is printed with its own traceback and recorded; the exit status is 1. The rendezvous is
-    first, so that a program's own rendezvous gets a port that is free on rank 0's host.
+    If the program raises an exception, print the exception with the program's own traceback, record it, and return 1.
+    The rendezvous takes place first, so that the program gets a port for its own rendezvous that is free on rank 0's
+    host.
     """
     formula = spec.comm.timeout if spec else StartupTimeout()
     timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
@@ -195,7 +196,7 @@ def _print(error: BaseException) -> None:
 def record(error: BaseException, world: World) -> None:
     """Write errors/rank-N.json in the run folder.
 
-    Keep an existing record of this attempt, because the first is the cause.
+    If this attempt already has such a record, keep it, because the first error is the cause.
     """
     folder = os.environ.get(run_folder.ENV_FOLDER)
     if not folder or (isinstance(error, SystemExit) and not error.code):
@@ -244,7 +245,7 @@ def _fields(error: BaseException) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(world: World) -> Iterator[None]:
-    """Record a BringUpError in the block as this rank's error, and raise it again."""
+    """If the block raises a BringUpError, record it as this rank's error and raise it again."""
     try:
         yield
     except BringUpError as error:

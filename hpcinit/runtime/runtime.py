@@ -1,4 +1,4 @@
-"""Defines Runtime, which init() returns: a rank with an initialized process group."""
+"""Defines Runtime, the object that init() returns: a rank with an initialized process group."""
 
 from __future__ import annotations
 
@@ -54,13 +54,17 @@ HEARTBEAT_AGAIN_S = 60.0  # interval of retries after a heartbeat found no disk 
 
 @dataclass
 class Session:
-    """Everything that changes while a process group exists, and what shutdown() needs.
+    """Everything that changes while a process group exists, and everything that shutdown() needs.
 
-    request: the arguments of init. kept_groups: the groups that existed before, or None if hpcinit created the default
-    group. deepspeed: whether hpcinit initialized DeepSpeed. collective_timeout: as last set. last_step: the last step
-    that progress() reported. stop_calls: number of calls of should_stop(). save_timing: after should_save().
-    training_used: whether the program has read the settings of run.wrap(). not_finite: the first step at which a value
-    of progress() was NaN or infinite.
+    request: the arguments of init().
+    kept_groups: the process groups that existed before init(), or None if hpcinit created the default group.
+    deepspeed: whether hpcinit initialized DeepSpeed.
+    collective_timeout: the timeout of collectives, as last set.
+    last_step: the last step that progress() reported.
+    stop_calls: how often should_stop() was called.
+    save_timing: decides when to save. Set by should_save().
+    training_used: whether the program has read the settings of run.wrap().
+    not_finite: the first step at which a value passed to progress() was NaN or infinite.
     """
 
     request: Request
@@ -80,7 +84,7 @@ class Session:
     training_used: bool = False
 
     def close(self) -> None:
-        """Restore what init changed in this process, and wait for the last reports."""
+        """Restore what init() changed in this process, and wait until the last reports are written."""
         for thing in (self.stopper, self.first_step_watch, self.heartbeat):
             if thing is not None:
                 thing.close()
@@ -107,7 +111,7 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        """This rank's torch.device, which is already the current device."""
+        """This rank's torch.device. It is already torch's current device."""
         return self.plan.device
 
     @property
@@ -122,17 +126,17 @@ class Runtime:
 
     @property
     def layout(self) -> Layout:
-        """How the ranks are divided, with the size of every dimension."""
+        """How the ranks are divided into dimensions, with the size of every dimension."""
         return self.plan.layout
 
     @property
     def batch(self) -> Batch:
-        """The number of samples per step, and how they are divided."""
+        """The number of samples per step, and how they are divided among ranks and forward passes."""
         return self.plan.batch
 
     @property
     def training(self) -> Training:
-        """The settings of wrap()."""
+        """The settings that wrap() uses."""
         if self.rank == 0 and self.folder and not self._session.training_used:
             self._session.training_used = True
             program_use.advance(self.folder, program_use.ProgramUse(program_use.WRAP))
@@ -140,7 +144,7 @@ class Runtime:
 
     @property
     def seed(self) -> int:
-        """The seed as requested, before `seed_by` derives this rank's seed from it."""
+        """The seed of the run. `seed_by` determines how this rank's own seed follows from it."""
         return self.plan.seed
 
     @property
@@ -150,17 +154,17 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's share of the samples, 0 to layout.data_parallel - 1."""
+        """Which share of the samples this rank processes, 0 to layout.data_parallel - 1."""
         return self.layout.data_rank(self.rank)
 
     @property
     def stopping(self) -> Stopping:
-        """The settings of should_stop()."""
+        """The settings that should_stop() uses."""
         return self.plan.stopping
 
     @property
     def hang(self) -> Hang:
-        """The settings of hang detection: how long without a step is a hang."""
+        """The settings of hang detection, such as after how many seconds without a step the ranks report a hang."""
         return self.plan.hang
 
     @property
@@ -175,12 +179,12 @@ class Runtime:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job."""
+        """The number of ranks in the job."""
         return self.world.world_size
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its node, 0 to local_world_size - 1. The device's index is device.index."""
+        """This rank's number on its node, 0 to local_world_size - 1. For the index of its GPU, use device.index."""
         return self.world.local_rank
 
     @property
@@ -190,24 +194,25 @@ class Runtime:
 
     @property
     def node_rank(self) -> int:
-        """This node's index in `hosts`."""
+        """The index of this rank's node in `hosts`."""
         return self.world.node_rank
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The node names in the order of node_rank; empty if the launcher does not provide them (torchrun)."""
+        """The names of the nodes in the order of node_rank, or () if the launcher does not provide them (torchrun)."""
         return self.world.hosts
 
     @property
     def collective_timeout(self) -> timedelta:
-        """The time after which a collective fails, as last set."""
+        """How long a collective may take before it fails, as last set."""
         return self._session.collective_timeout
 
     def set_collective_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of collectives for all existing groups of this rank. Every rank should set the same.
+        """Set the timeout of collectives for all existing process groups of this rank.
 
-        A group created later (dist.new_group, DeepSpeed) has torch's default until this is called again. Raise
-        BringUpError if the timeout is not positive or the backend cannot change it.
+        Every rank should set the same timeout. A group that is created later (dist.new_group, DeepSpeed) has torch's
+        default until you call this method again. Raise BringUpError if the timeout is not positive or the backend
+        cannot change it.
 
         Args:
             timeout: how long a collective may take.
@@ -221,9 +226,9 @@ class Runtime:
         self._session.collective_timeout = timeout
 
     def group(self, name: str) -> ProcessGroup:
-        """Return this rank's process group of a dimension or combination of the mesh.
+        """Return this rank's process group for a dimension or combination of the mesh.
 
-        It has one rank if the dimension has size 1. Raise RequestError for an unknown name.
+        If the dimension has size 1, the group contains only this rank. Raise RequestError for an unknown name.
 
         Args:
             name: pp, dp_replicate, dp_shard, cp, tp, ep, or a combination such as dp (all ranks with other samples).
@@ -232,13 +237,14 @@ class Runtime:
         return mesh_of_run.group(self.mesh, name)
 
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
-        """Return options for `DataLoader(dataset, **run.loader_options(epoch))`, seeded for this rank's data share.
+        """Return options that seed a data loader: `DataLoader(dataset, **run.loader_options(epoch))`.
 
-        The dict has a torch.Generator with the key 'generator'. From it torch derives the sample order and the workers'
-        seeds. See runtime.seeds.loader_options.
+        The seed depends on this rank's share of the data. The dict contains a torch.Generator under the key
+        'generator'. torch derives the order of the samples and the seeds of the workers from it. See
+        runtime.seeds.loader_options.
 
         Args:
-            epoch: the number of the epoch, for draws that a restart can reproduce.
+            epoch: the number of the epoch. If you pass it, a restart draws the same random numbers in this epoch.
         """
         return seeds.loader_options(self.seed, self.data_rank, epoch)
 
@@ -251,15 +257,15 @@ class Runtime:
         blocks: Sequence[nn.Module] | None = None,
         mpu: Any = None,
     ) -> Wrapped:
-        """Return `model` wrapped for training on all ranks with DDP, FSDP or DeepSpeed, as configured.
+        """Wrap `model` with DDP, FSDP or DeepSpeed, as configured, so that all ranks train it together, and return it.
 
-        Every rank must call it with the same arguments. Raise RequestError for settings that cannot be combined.
+        Every rank must call it with the same arguments. Raise RequestError if settings cannot be combined.
 
         Args:
             model: the whole model, on any device; it is changed in place.
-            optimizer: a function that creates an optimizer of the parameters, such as
-                `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or with an optimizer
-                of DeepSpeed.
+            optimizer: a function that creates an optimizer for the parameters, such as
+                `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or if DeepSpeed
+                creates the optimizer.
             tp_plan: for tensor parallelism: maps module names, in which * matches one part, to torch's ParallelStyle.
             blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
                 each outermost ModuleList or Sequential whose children are all of one class.
@@ -286,7 +292,7 @@ class Runtime:
     def shard_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         """Return this rank's part of each tensor along the sequence dimension `dim`.
 
-        Without context parallelism return the tensors unchanged. Raise RequestError if a length cannot be divided.
+        Without context parallelism, return the tensors unchanged. Raise RequestError if a length is not divisible.
 
         Args:
             tensors: tensors with the whole sequence, such as inputs and labels.
@@ -311,8 +317,8 @@ class Runtime:
     ) -> Path:
         """Save an atomic checkpoint of all ranks in folder/step-N, and return that folder. Every rank must call it.
 
-        Raise RequestError if something cannot be saved or another job has taken the folder over, and CheckpointError if
-        writing fails. Existing checkpoints are then unchanged.
+        Raise RequestError if something cannot be saved or if another job is now using the folder. Raise CheckpointError
+        if writing fails. In both cases, existing checkpoints are unchanged.
 
         Args:
             wrapped: the model and optimizer, as run.wrap() returned them.
@@ -323,10 +329,11 @@ class Runtime:
             samples: number of samples processed so far. None: step x global batch.
             keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
             timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
-            wait: False: copy the state into memory and return; a process beside each rank writes the files while
-                training continues. A failure to write is then a warning, and the step is not saved. The next save, a
-                load and the end of the program wait for a save that is still running. Memory is needed for a copy of
-                this rank's part; if that does not fit, and with DeepSpeed, save() waits as with True.
+            wait: True: return when the checkpoint is written. False: only copy the state into memory and return; a
+                separate process for each rank writes the files while training continues. If writing then fails,
+                hpcinit prints a warning, and there is no checkpoint of this step. The next save, a load and the end
+                of the program wait for a save that is still running. The copy needs memory for this rank's part. If
+                that does not fit, and with DeepSpeed, save() waits as with True.
         """
         from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
@@ -358,11 +365,11 @@ class Runtime:
         loader: Stateful | None = None,
         timeout: timedelta | None = None,
     ) -> Loaded | None:
-        """Load the newest complete step, whatever number of ranks saved it. Return None if there is none.
+        """Load the newest complete checkpoint, whatever number of ranks saved it. Return None if there is none.
 
-        Every rank must call it. A damaged step is skipped with a message. fsdp can load a step that ddp saved, and vice
-        versa; otherwise the wrapper must be the same. Raise RequestError if the checkpoint does not match the model,
-        and CheckpointError if it cannot be read.
+        Every rank must call it. If a checkpoint is damaged, print a message and try the one before it. fsdp can load a
+        checkpoint that ddp saved, and vice versa; otherwise the wrapper must be the same. Raise RequestError if the
+        checkpoint does not match the model, and CheckpointError if it cannot be read.
 
         Args:
             wrapped: the model and optimizer, as run.wrap() returned them.
@@ -397,12 +404,15 @@ class Runtime:
         tokenizer: Saves | None = None,
         timeout: timedelta | None = None,
     ) -> Path:
-        """Write the whole weights as safetensors into `folder`, and return it. Every rank must call it; rank 0 writes.
+        """Write the complete model weights as safetensors into `folder`, and return the folder.
 
-        Transformers' from_pretrained() loads the folder. For a PEFT model it contains only the adapters, and PEFT's
-        from_pretrained() loads it. For other models it contains model.safetensors (safetensors.torch.load_model). It is
-        written atomically and replaces an older export. Rank 0 needs CPU memory for the whole model in 16 bits. Raise
-        RequestError for a model or a folder that cannot be exported, and CheckpointError if writing fails.
+        Every rank must call it.
+
+        Only rank 0 writes. It needs CPU memory for the whole model in 16 bits. The export is atomic and replaces an
+        older one. Transformers' from_pretrained() can load the folder. For a PEFT model, the folder contains only the
+        adapters, and PEFT's from_pretrained() can load them. For other models, it contains model.safetensors (load it
+        with safetensors.torch.load_model). Raise RequestError if the model or the folder cannot be used, and
+        CheckpointError if writing fails.
 
         Args:
             wrapped: the model, as run.wrap() returned it.
@@ -428,9 +438,10 @@ class Runtime:
         """Return a Stop with the reason if the program should save and exit now, else None.
 
         Write `if run.should_stop(): run.save(...); break`. Every rank must call it after every step. All ranks get the
-        same result at the same step, whichever rank detected the reason: SIGTERM (preemption, scancel), the job's time
-        limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM terminates a rank only if it is
-        stuck. With chain, restart.max_restarts or stop.signal, that is also true in the first step.
+        same result at the same step, whichever rank detected the reason. The reason can be SIGTERM (preemption,
+        scancel), the job's time limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM no
+        longer ends a rank, unless the rank is stuck. With chain, restart.max_restarts or stop.signal, this already
+        applies in the first step.
         """
         self._session.stop_calls += 1
         session = self._session
@@ -454,10 +465,10 @@ class Runtime:
         """Return whether the program should save a checkpoint now: `if run.should_save(): run.save(...)`.
 
         Every rank must call it after every step, with the same bounds. All ranks get the same result. The time between
-        two saves is that of Young and Daly, at which saving and repeated steps together cost the least. It follows from
-        the measured cost of a save, and from the failures of this run and the number of its nodes. Rank 0 prints it
-        once. At the time limit and at a preemption, should_stop() asks for a further save. Raise RequestError if the
-        bounds are not positive or not in order.
+        two saves is the one for which saving and repeating lost steps together cost the least (Young and Daly). It
+        follows from how long a save takes, how often this run has failed and how many nodes it has. Rank 0 prints it
+        once. At the time limit and at a preemption, should_stop() requests an additional save. Raise RequestError if
+        the bounds are not positive or not in order.
 
         Args:
             least: the shortest time between two saves. The first save is after this time.
@@ -473,12 +484,10 @@ class Runtime:
         return session.save_timing.ask()
 
     def phase(self, name: str, limit: timedelta | None = None) -> AbstractContextManager[None]:
-        """Return a context manager for a block without steps, such as `with run.phase("evaluating"):`.
+        """Declare that the ranks take no training steps in this block: `with run.phase("evaluating"):`.
 
-        In the block, silence is not a hang.
-
-        Every rank must enter it, even ranks that only wait for another rank. run.save() and run.load() are phases
-        already. After a SIGTERM, the phase can finish.
+        In the block, silence does not count as a hang. Every rank must enter the block, even ranks that only wait for
+        another rank. run.save() and run.load() already are such phases. After a SIGTERM, the block can still finish.
 
         Args:
             name: what the ranks do, for messages.
@@ -487,19 +496,20 @@ class Runtime:
         return phase.during(name, limit)
 
     def time_left(self) -> timedelta | None:
-        """Return the time until the job's time limit, or None if it is unknown.
+        """Return how much time remains until the job's time limit, or None if unknown.
 
-        With should_stop(), rank 0 queries Slurm, so changes of the limit are noticed and all ranks have the same value.
+        If the program uses should_stop(), rank 0 asks Slurm for the limit. So changes of the limit are noticed, and all
+        ranks have the same value.
         """
         stopper = self._session.stopper
         return left_of_job(os.environ, time.time()) if stopper is None else stopper.left()
 
     def progress(self, step: int, total: int, **values: float) -> None:
-        """Report the training's progress, for `hpcinit status` and `watch`: `run.progress(step, total, loss=1.2)`.
+        """Report how far training is, for `hpcinit status` and `hpcinit watch`: `run.progress(step, total, loss=1.2)`.
 
-        Every rank should call it, because it is also the rank's heartbeat. Only rank 0 writes the latest step, at most
-        once per second, in a thread, so that no step waits for the file system. If writing fails, hpcinit prints one
-        warning.
+        Every rank should call it, because it is also the rank's heartbeat. Only rank 0 writes the latest step to a
+        file. It does so at most once per second, in a thread, so a step never waits for the file system. If writing
+        fails, hpcinit prints one warning.
 
         Args:
             step: number of finished steps.
@@ -531,9 +541,9 @@ class Runtime:
     def result(self, value: object) -> None:
         """Report the result of the training run: `run.result(loss)`. Python's API and sweepers can read it.
 
-        Only rank 0 writes it, only if there is a run folder, and the last call counts. If JSON cannot contain the
-        value, ignore it with a warning. If the file cannot be written, retry until the process exits, and then print
-        the result. The exit status is always the program's.
+        Only rank 0 writes the result, and only if there is a run folder. The last call counts. If JSON cannot contain
+        the value, print a warning and ignore it. If the file cannot be written, retry until the process exits, and then
+        print the result. None of this changes the program's exit status.
 
         Args:
             value: for a sweeper a number, or one number per objective; else also text, None, lists and dicts.

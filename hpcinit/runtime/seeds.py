@@ -18,21 +18,25 @@ WEYL = 0x9E3779B9
 
 
 def checked(seed: int) -> int:
-    """Return the seed. Raise RequestError unless it is 0 to 2**63 - 1, which Python, NumPy and torch all accept."""
+    """Return the seed if it is 0 to 2**63 - 1, which Python, NumPy and torch all accept.
+
+    Otherwise, raise RequestError.
+    """
     if not 0 <= seed < 2**63:
         raise RequestError(f"seed is {seed}, expected 0 to 2**63 - 1")
     return seed
 
 
 def of(seed: int, by: str, rank: int, data_rank: int) -> int:
-    """Return this rank's seed, 0 to 2**63 - 1, derived from the run's seed.
+    """Return this rank's seed, 0 to 2**63 - 1, derived from the seed of the run.
 
-    by: 'same' gives every rank `seed` itself, so weights and dropout are equal. 'rank' gives each rank its own seed.
-    'data' gives each data_rank (Layout.data_rank) its own seed: equal in a tensor, pipeline or context parallel group,
-    different across data parallel ranks. Raise RequestError for another `by`, or for a seed outside 0 to 2**63 - 1.
+    by: how seeds differ. 'same': every rank gets `seed` itself, so weights and dropout are equal. 'rank': each rank
+        gets its own seed. 'data': each data_rank (Layout.data_rank) gets its own seed, so seeds are equal within a
+        tensor, pipeline or context parallel group and different across data parallel ranks.
 
-    Seeds are hashed, not added, so that seed 1 on rank 1 is not seed 2 on rank 0. Their low 32 bits always differ
-    between ranks, because torch's CPU generator uses only those.
+    Seeds are hashed, not added, so that seed 1 on rank 1 is not seed 2 on rank 0. The low 32 bits always differ between
+    ranks, because torch's CPU generator uses only those. Raise RequestError for another `by`, or for a seed outside of
+    0 to 2**63 - 1.
     """
     if by not in BY:
         raise RequestError(f"seed_by is {by!r}, expected one of: {', '.join(BY)}")
@@ -41,7 +45,7 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
 
 
 def at_step(seed: int, step: int) -> int:
-    """Return a seed, 0 to 2**63 - 1, for generators that restart at this step. It differs for each step."""
+    """Return a seed, 0 to 2**63 - 1, for generators that restart at this step. Each step gets a different seed."""
     return _mixed(f"{seed}/step", step)
 
 
@@ -53,10 +57,12 @@ def _mixed(text: str, number: int) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, NumPy (if installed) and torch with all its accelerators.
+    """Seed the random number generators of Python, NumPy (if installed) and torch, including all accelerators.
 
-    seed: 0 to 2**63 - 1; raise RequestError for any other. `numpy.random.default_rng()` is not affected: without an
-    argument it gets a random seed from the kernel. Use `default_rng(torch.initial_seed())`.
+    `numpy.random.default_rng()` is not affected, because without an argument it gets a random seed from the kernel. Use
+    `default_rng(torch.initial_seed())`.
+
+    seed: 0 to 2**63 - 1. Raise RequestError for any other value.
     """
     random.seed(checked(seed))
     torch.manual_seed(seed)
@@ -70,22 +76,23 @@ def seed_all(seed: int) -> None:
 
 
 def loader_options(seed: int, data_rank: int, epoch: int = 0) -> dict[str, torch.Generator]:
-    """Return options for `DataLoader(dataset, **loader_options(run.seed, data_rank))`: {'generator': torch.Generator}.
+    """Return options that seed a data loader: `DataLoader(dataset, **loader_options(run.seed, data_rank))`.
 
-    Then the workers' random numbers depend only on seed, data_rank, epoch and worker. Without this, torch derives the
-    workers' seeds from its default generator, and ranks with equal seeds, which equal weights need, would apply equal
-    augmentations to different data.
+    The result is {'generator': torch.Generator}. The workers' random numbers then depend only on seed, data_rank, epoch
+    and worker. Without these options, torch derives the workers' seeds from its default generator. Ranks must have
+    equal seeds there to get equal weights, so all of them would apply equal augmentations to different data.
 
     No worker_init_fn is needed: in each worker torch seeds Python, NumPy's global generator and its own generator
     (torch/utils/data/_utils/worker.py). A `numpy.random.Generator` is not seeded: one created before the workers is
     copied to all of them, and `default_rng()` is not reproducible. Create it in the worker with
     `default_rng(torch.initial_seed())`.
 
-    epoch: number of the epoch. A loader used for several epochs draws different numbers in each. To get the
-    same numbers after a restart, create one loader per epoch, or save `generator.get_state()` in the checkpoint.
+    epoch: the number of the epoch. If you use one loader for several epochs, it draws different numbers in each. To get
+        the same numbers after a restart, create one loader per epoch, or save `generator.get_state()` in the
+        checkpoint.
 
-    With `shuffle=True` the generator also shuffles: each data_rank in its own order, over the whole data set. To divide
-    the data set, pass a DistributedSampler, which has its own seed.
+    With `shuffle=True`, the generator also shuffles: each data_rank gets its own order of the whole data set. To divide
+    the data set among ranks, pass a DistributedSampler, which has its own seed.
     """
     return {"generator": torch.Generator().manual_seed(_mixed(f"{seed}/loader/{epoch}", data_rank))}
 
@@ -101,15 +108,15 @@ DETERMINISTIC = {
 
 
 def make_deterministic(environ: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Enable deterministic algorithms in torch and its libraries, which are slower. Return notes for the log line.
+    """Make torch and its libraries use deterministic algorithms, which are slower. Return notes for the log line.
 
-    The same program on the same machines then computes the same numbers. Another number of ranks, another GPU or
-    another version of a library still changes them. Extensions (flash-attn, DeepSpeed, Transformer Engine) are
-    not covered. Operations without a deterministic form raise a RuntimeError from here on.
+    The same program on the same machines then computes the same numbers. A different number of ranks, a different GPU
+    or a different version of a library can still change the numbers. Extensions (flash-attn, DeepSpeed, Transformer
+    Engine) are not covered. From now on, operations without a deterministic form raise a RuntimeError.
 
-    Call it before anything runs on a GPU, because cuBLAS and NCCL read their variables once. A variable set by the user
-    is not changed; a note names it if its value is not deterministic. PYTHONHASHSEED, which orders sets of strings,
-    only works if it is set before Python starts.
+    Call this before anything runs on a GPU, because cuBLAS and NCCL read their variables only once. If the user has set
+    a variable, it is not changed. If its value is not deterministic, a note names the variable. PYTHONHASHSEED, which
+    determines the order of sets of strings, only works if it is set before Python starts.
     """
     torch.use_deterministic_algorithms(True)  # also in Inductor; also fills new memory before its use
     torch.backends.cudnn.deterministic = True

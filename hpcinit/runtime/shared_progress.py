@@ -1,6 +1,6 @@
-"""What the ranks of a node report to the fork server that forked them: a table in memory that they share.
+"""A table in shared memory in which the ranks of a node report their progress to the fork server that started them.
 
-A rank that kill -9 ends has written its last step there, which a file that is written once a second would lack.
+Even after kill -9, the table contains the rank's last step. A file that a rank writes once per second could miss it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ NAMES = (*TIMES, *STEPS)
 
 
 class Slot:
-    """The values of one rank. The rank writes them, the fork server reads them."""
+    """The part of the table that belongs to one rank. The rank writes it, and the fork server reads it."""
 
     def __init__(self, cells: Any) -> None:
-        """cells: a memoryview of doubles."""
+        """Use these cells of the table.
+
+        cells: a memoryview of doubles.
+        """
         self._cells = cells
         for name in STEPS:
             self.report(name, -1)
 
     def report(self, name: str, value: float | None = None) -> None:
-        """Write one of NAMES. value: a step; None for the current time, which counts the first time only."""
+        """Write one of the values in NAMES.
+
+        value: a step, or None for the current time. Only the first time is kept.
+        """
         place = NAMES.index(name)
         if value is not None:
             self._cells[place] = float(value)
@@ -37,6 +43,6 @@ class Slot:
 
 
 def slots(ranks: int) -> list[Slot]:
-    """Return a slot for each rank of a node, for one start of the ranks. Call it before they are forked."""
+    """Return one slot for each rank of a node, for one start of the ranks. Call this before the ranks are forked."""
     table = memoryview(mmap.mmap(-1, ranks * len(NAMES) * 8)).cast("d")
     return [Slot(table[at * len(NAMES) : (at + 1) * len(NAMES)]) for at in range(ranks)]

@@ -1,4 +1,4 @@
-"""Side groups: process groups with processes outside the job, such as a trainer's rank 0 and inference engines."""
+"""Creates side groups: process groups that include processes of other jobs, such as a trainer and inference engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def side_group(
 ) -> ProcessGroup:
     """Return a process group of `world_size` processes, which may belong to different jobs.
 
-    The processes need no other process group, but may each have one. All must pass the same name, world_size and
+    The processes need no other process group, but each may have one. All must pass the same name, world_size and
     backend. Any process that can reach the port can join. Pass the group to torch.distributed's functions, with ranks
     counted in this group. Destroy it with `torch.distributed.destroy_process_group(group)`, or together with the
     default group. It has no device_id.
@@ -56,7 +56,7 @@ def side_group(
         peers: what the other processes call: hpcinit, for this function; vllm, for vLLM's
             `stateless_init_torch_distributed_process_group` with the same address and port as here; torch, for
             `_new_process_group_helper` with the store prefix and the group name `name`, as OpenRLHF, TRL and others
-            do. With vllm and torch a missing process is an error after `timeout`, but its rank is not named.
+            do. With vllm and torch, a missing process causes an error after `timeout` that does not name its rank.
 
     Raises RequestError if an argument is invalid, and BringUpError that names the processes that did not connect or
     passed different arguments.
@@ -80,8 +80,8 @@ def side_group(
             raise
         reason = str(error).partition("\n")[0]
         raise BringUpError(
-            f"{where}: no group of {world_size} in {timeout.total_seconds():g} s: {reason}. Do all other ranks use "
-            f"{peers}'s functions with this address, port and number of processes?",
+            f"{where}: could not form a group of {world_size} processes within {timeout.total_seconds():g} s: "
+            f"{reason}. Do all other ranks use {peers}'s functions with this address, port and number of processes?",
             quoted=reason,
         ) from error
     names: Any = c10d._world.pg_names

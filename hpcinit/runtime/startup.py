@@ -1,8 +1,8 @@
-"""Starts this process as a rank: its rendezvous, and its events up to the first collective.
+"""Starts this process as a rank: connects it to the other ranks, and records its events up to the first collective.
 
-Each event is appended to the node's file when it occurs, with one write(2) to an open file. That takes tens of
-microseconds, and the event is on disk whatever happens next. Some events are also the phase that rank 0 shows if this
-rank gets no further.
+Each event is appended to the node's file as soon as it occurs, with one write(2) to an open file. That takes tens of
+microseconds, and the event is then on disk whatever happens next. Some events are also phases. If a rank gets no
+further, rank 0 shows the last phase that the rank reached.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def now() -> float:
 
 
 def begin_startup(world: World, run: Path | None, first_line: bool = False) -> None:
-    """Open the node's file in the run folder `run` and write the first events.
+    """Open the node's timeline file in the run folder `run` and write the first events.
 
-    Do nothing the second time or without a folder. first_line: whether hpcinit was the first code that Python ran; then
-    its first line is when the interpreter was ready.
+    Without a folder, and if called a second time, do nothing.
+
+    first_line: whether hpcinit was the first code that Python ran. Then the interpreter was ready when hpcinit's first
+        line ran.
     """
     mine = state.timeline
     if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
@@ -54,7 +56,7 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
 
 def announce(world: World, run: Path) -> None:
-    """Write the fork server's own events on behalf of a rank that is not forked yet."""
+    """Let the fork server record its own events for a rank that is not forked yet."""
     writer = timeline.Writer(_timeline_file(world, run))
     writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
     writer.close()
@@ -85,9 +87,11 @@ PHASES = {"device": "imported", "store": "joined", "collective": "up"}
 
 
 def reach(event: str, **more: object) -> None:
-    """Record that this rank has reached the event, and if it is a phase, report it to rank 0. more: more fields.
+    """Record that this rank has reached an event. If the event is a phase, also report it to rank 0.
 
-    The last event closes the record.
+    After the last event, the file is closed.
+
+    more: additional fields for the record.
     """
     mine = state.timeline
     if mine.writer is not None:
@@ -100,14 +104,14 @@ def reach(event: str, **more: object) -> None:
 
 
 def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> RendezvousEndpoint | None:
-    """Find the other ranks of this start, and return the rendezvous. Return the current one if there is one.
+    """Find the other ranks of this attempt, and return the rendezvous. If there already is one, return that.
 
-    hpcinit.run creates it and init() continues with it. After shutdown() the next one gets a new number, so that ranks
-    of different ones never mix.
+    hpcinit.run creates the rendezvous and init() continues with it. After shutdown(), the next rendezvous gets a new
+    number, so that ranks of different ones never mix.
 
-    Return None for a single rank, and under a torchrun that the user started, which has its own rendezvous. With
-    launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise BringUpError if a rank is
-    missing.
+    For a single rank, return None. Under a torchrun that the user started, also return None, because torchrun has its
+    own rendezvous. With launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise
+    BringUpError if a rank is missing.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
@@ -120,7 +124,7 @@ def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> Rend
 
 
 def leave_rendezvous(error: str = "") -> None:
-    """End this process's part in the rendezvous. Report `error` to the other ranks."""
+    """Disconnect this process from the rendezvous, and report `error` to the other ranks."""
     if state.rendezvous is not None:
         rendezvous, state.rendezvous = state.rendezvous, None
         if error:
@@ -130,7 +134,7 @@ def leave_rendezvous(error: str = "") -> None:
 
 
 def barrier_and_close(world: World, timeout: timedelta) -> None:
-    """Wait until all ranks have connected, then end this process's part: a late rank must still find the server.
+    """Wait until all ranks have connected, and then disconnect this process. A late rank must still find the server.
 
     This is for programs that do not call init(). A command replaces this process, and a short script may end before
     slower ranks have started. Raise BringUpError that names the ranks that did not connect.
@@ -141,7 +145,7 @@ def barrier_and_close(world: World, timeout: timedelta) -> None:
 
 
 def record_return() -> None:
-    """Record that the program ended with status 0."""
+    """Record in the timeline that the program ended with status 0."""
     mine = state.timeline
     if mine.file is not None:
         writer = timeline.Writer(mine.file)
@@ -172,7 +176,7 @@ def _number_or_none(text: str) -> float | None:
 
 
 def startup_began() -> float | None:
-    """Return when this process was created, in seconds since 1970."""
+    """Return when the kernel created this process, in seconds since 1970, or None if unknown."""
     return _creation_time(os.getpid())
 
 
@@ -187,7 +191,10 @@ def _creation_time(pid: int) -> float | None:
 
 
 def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> dict[str, str]:
-    """Return torch's `env://` variables, with a port that was free on rank 0's host, and gloo's interface."""
+    """Return the variables of torch's `env://` for the program, and the network interface for gloo.
+
+    MASTER_PORT was free on rank 0's host.
+    """
     env = exports(world)
     if rendezvous is None:
         return env

@@ -1,4 +1,4 @@
-"""Opens torch's store for a rendezvous, on a socket that is bound before any rank learns its port."""
+"""Opens torch's store for a rendezvous. Its socket is already bound before any rank learns the port."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from hpcinit.world import World, exports
 
 
 def open_store(world: World, rendezvous: RendezvousEndpoint | None, deadline: float) -> Store:
-    """Return a store that all ranks of this start share. No other process's store can be mistaken for it.
+    """Return a store that all ranks of this attempt share. No rank can connect to another process's store by mistake.
 
-    deadline: by time.monotonic(). Raise BringUpError that names the missing ranks.
+    If ranks are missing, raise BringUpError that names them.
+
+    deadline: when to give up, as a time of time.monotonic().
     """
     if world.world_size == 1:
         return HashStore()
@@ -43,7 +45,10 @@ def open_store(world: World, rendezvous: RendezvousEndpoint | None, deadline: fl
 
 
 def serve(address: str, listener: socket.socket, world_size: int, timeout: timedelta) -> TCPStore:
-    """Return torch's store on `listener`, which is bound to `address`. torch closes the socket."""
+    """Return torch's store, which listens on `listener`. torch closes this socket at the end.
+
+    address: the address to which the socket is bound.
+    """
     port = listener.getsockname()[1]
     return TCPStore(
         address,

@@ -1,4 +1,4 @@
-"""Reports a process group whose world size differs from the job's, when its rank 0 calls hpcinit.init()."""
+"""Reports a process group whose world size differs from the job's, when rank 0 of the group calls hpcinit.init()."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hpcinit.world.launchers.torch_variables import torchrun
 
 
 def check_own_group(env: Mapping[str, str], world: World) -> None:
-    """Report the group of this rank, if it is rank 0 of a group that differs from the job's. Raise nothing.
+    """If this process is rank 0 of a group that does not match the job, report the group. Never raise.
 
-    A group of the job's size is wrong too if several ranks of a node each run a launcher.
+    A group of the job's size can also be wrong: if several ranks of a node each run a launcher.
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder or world.rank != 0 or env.get(launchers.ENV_STARTED_BY):  # the user has chosen this size

@@ -1,3 +1,4 @@
-"""Calls Slurm's commands and parses their output. Only this package does so; it imports only the standard library and
-hpcinit.base.
+"""Runs Slurm's commands and parses their output. No other package does that.
+
+This package imports only the standard library and hpcinit.base.
 """

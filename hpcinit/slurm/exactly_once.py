@@ -1,4 +1,4 @@
-"""Submits exactly one job per request: calls sbatch again only if the previous attempt certainly made no job.
+"""Submits exactly one job per request. sbatch is called again only if the previous call certainly created no job.
 
 Reasons and limits: docs/decisions/0015-submit-exactly-once.md.
 """
@@ -34,7 +34,7 @@ Attempt = Callable[[Path, Mapping[str, str], Sequence[str]], tuple[str, Sequence
 
 
 def longest_s(patience_s: float, jobs: int) -> float:
-    """Return the maximum seconds that this number of submissions may take, one after the other."""
+    """Return how many seconds it may take at most to submit this number of jobs, one after the other."""
     return jobs * (patience_s + BESIDE_S)
 
 
@@ -52,16 +52,21 @@ def submit(
     started: Callable[[], str] = lambda: "",
     attempt: Attempt = sbatch,
 ) -> tuple[str, Sequence[str]]:
-    """Submit `script` with sbatch, exactly once. Return the job id and the command.
+    """Submit `script` with sbatch so that there is exactly one job. Return the job id and the sbatch command.
 
-    token: identifies the job; it is in the job's comment, behind the user's own `comment`. options: more options on
-    sbatch's command line. patience_s: how long the controller may be down. confirm: check after SAVED_S whether the
-    controller still has the job; after any trouble this is always done. interrupted: whether the user pressed Ctrl-C.
-    show: prints what the submission waits for. started: returns the id of the job that started `script`, from its own
-    record, or ''. attempt: calls sbatch once.
+    token: identifies the job. It is added to the job's comment, after the user's own `comment`.
+    options: additional options on sbatch's command line.
+    patience_s: how long to wait for a controller that is down.
+    confirm: whether to check after SAVED_S seconds that the controller still has the job. If anything went wrong
+        before, this check is always made.
+    interrupted: a function that returns whether the user pressed Ctrl-C.
+    show: a function that prints why the submission is waiting.
+    started: a function that returns the id of the job that has started `script`, according to the job's own record, or
+        ''.
+    attempt: a function that calls sbatch once.
 
-    Raise SubmitError if there is no job, and KeyboardInterrupt if there is none after Ctrl-C. Raise MaybeSubmitted if
-    there may be a job, and after any unexpected error.
+    Raise SubmitError if there is no job, and KeyboardInterrupt if the user pressed Ctrl-C and there is no job. If there
+    may be a job, raise MaybeSubmitted. Any unexpected error counts as that.
     """
     submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started, attempt)
     try:
@@ -73,7 +78,10 @@ def submit(
 
 
 def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) -> MaybeSubmitted:
-    """Return what to raise instead of `error`, which occurred after sbatch started. printed: job ids from sbatch."""
+    """Return the MaybeSubmitted to raise instead of `error`, which occurred after sbatch had started.
+
+    printed: the job ids that sbatch printed.
+    """
     return MaybeSubmitted(f"{type(error).__name__}: {error}\n{_check_first(token, printed)}")
 
 
@@ -127,7 +135,7 @@ class _Submission:
             if job_id:
                 return job_id
             if self._accepted >= MOST_ACCEPTED:
-                raise self._gave_up(f"{self._accepted} attempts may each have made a job, but Slurm shows none of them")
+                raise self._gave_up(f"{self._accepted} attempts may each have made a job, but Slurm shows no such job")
             self._pause("trying sbatch again")
 
     def _submit(self) -> str | None:
@@ -184,7 +192,10 @@ class _Submission:
         return tokens.find(self._env, self._token, self._script, known, self._alone, self._started)
 
     def _kept(self, job_id: str) -> str | None:
-        """Wait until the controller has saved the job. Return its id, or that of another job found, or None."""
+        """Wait until the controller has saved the job.
+
+        Return its id, or the id of another job of this request, or None.
+        """
         try:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
             number = 0
@@ -202,7 +213,10 @@ class _Submission:
         return None
 
     def _only(self, jobs: Sequence[Job]) -> str:
-        """Return the running or else the oldest job, and cancel the other jobs of the same request."""
+        """Return the job to keep, and cancel the other jobs of the same request.
+
+        Keep the running job, or else the oldest.
+        """
         first, *others = sorted(jobs, key=lambda job: (job.state == "PENDING", int(job.base_id)))
         if others:
             surplus = [job.base_id for job in others]

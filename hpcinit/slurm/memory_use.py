@@ -1,4 +1,4 @@
-"""Reads the memory that a job used from Slurm's accounting."""
+"""Reads from Slurm's accounting how much memory a job used."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ LIMIT = timedelta(seconds=15)  # a verdict without these numbers is better than 
 
 
 def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
-    """Return 'task 3 on n2 used up to 481 MB; the job requested 500 MB per node ...'.
+    """Return a sentence about the memory that a job used, or '' if Slurm's accounting has no record of it.
 
-    Return '' if accounting has no record. is_other: whether sacct's command line shows another job with the same id,
-    because Slurm reused it. Slurm samples the memory of each task, by default every 30 s, so it misses short peaks.
+    An example is 'task 3 on n2 used up to 481 MB; the job requested 500 MB per node ...'. Slurm measures each task only
+    now and then, by default every 30 s, so it misses short peaks.
+
+    is_other: a function that returns whether a command line in the accounting belongs to another job. Slurm may reuse a
+        job id.
     """
     command = ["sacct", "--noheader", "--parsable2", f"--jobs={job_id}", FIELDS, "--units=M"]
     try:

@@ -64,8 +64,8 @@ class _Name(NamedTuple):
 def expand(text: str) -> list[str]:
     """Return all hosts of a nodelist, in Slurm's order and with duplicates.
 
-    Raise NodelistError for text that Slurm would not write, and for more than MAX_HOSTS hosts. The hosts are counted
-    before any name is made.
+    Raise NodelistError if Slurm would not write such a text, or if it names more than MAX_HOSTS hosts. The hosts are
+    counted before any name is made.
     """
     hosts: list[str] = []
     for literals, brackets in _parse(text):
@@ -86,10 +86,10 @@ def expand(text: str) -> list[str]:
 
 
 def first(text: str) -> str:
-    """Return the first host of a nodelist: `expand(text)[0]`, but without making the others.
+    """Return the first host of a nodelist, like `expand(text)[0]`, but without making the other names.
 
-    Raise NodelistError exactly as `expand` does, because the whole text is parsed. The time depends on the length of
-    the text (microseconds for Slurm's texts), not on the number of hosts.
+    Raise NodelistError in the same cases as `expand`, because the whole text is parsed. The time depends on the length
+    of the text (microseconds for texts that Slurm writes), not on the number of hosts.
     """
     literals, brackets = _parse(text)[0]
     numbers = [ranges[0][0] for ranges in brackets]
@@ -97,10 +97,10 @@ def first(text: str) -> str:
 
 
 def compress(hosts: Sequence[str]) -> str:
-    """Return the short form that `scontrol show hostlist` prints: n1 n2 n3 n7 -> `n[1-3,7]`.
+    """Return the hosts as a short nodelist, as `scontrol show hostlist` prints it: n1 n2 n3 n7 becomes `n[1-3,7]`.
 
-    Only adjacent hosts are joined, so `expand` returns the same hosts in the same order. Names are not checked. For no
-    hosts, return "".
+    Only neighboring hosts are joined, so `expand` returns the same hosts in the same order. Names are not checked.
+    Without hosts, return "".
     """
     pieces: list[str] = []
     for (prefix, numbered), group in groupby(map(_split, hosts), key=lambda split: (split[0], bool(split[1]))):
@@ -110,9 +110,9 @@ def compress(hosts: Sequence[str]) -> str:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return one number per node from SLURM_TASKS_PER_NODE or SLURM_JOB_CPUS_PER_NODE: `4(x2),3` -> [4, 4, 3].
+    """Return one number per node from SLURM_TASKS_PER_NODE or SLURM_JOB_CPUS_PER_NODE: `4(x2),3` becomes [4, 4, 3].
 
-    Raise NodelistError at the first wrong count. The grammar is that of `_uint16_array_to_str` in Slurm's
+    Raise NodelistError at the first wrong number. The syntax is that of `_uint16_array_to_str` in Slurm's
     `src/common/env.c`.
     """
     counts: list[int] = []

@@ -1,6 +1,6 @@
-"""Queries jobs as `Job` records. Only this module parses squeue, sacct's job table and `scontrol show job`.
+"""Queries Slurm for the states of jobs. Only this module parses squeue, sacct's job table and `scontrol show job`.
 
-`query` finds any number of jobs with one squeue, then at most one sacct and one scontrol.
+query() finds any number of jobs with one squeue, and if necessary one sacct and one scontrol.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ SACCT = ("sacct", "-X", "--noheader", "--parsable2")
 
 
 class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, and a sweep has a thousand jobs
-    """One job, or one task of an array ('42_7'), as `source` (squeue, sacct or scontrol) reports it.
+    """One job, or one task of an array ('42_7'), as squeue, sacct or scontrol reports it.
 
-    state: as Slurm prints it. reason: why it waits or what ended it. exit_status: after its end; None if unknown.
-    start: when it started or is expected to start ('2026-11-21T14:02:00', this machine's time zone), or ''. elapsed_s,
-    left_s: seconds since its start and until its time limit, or None if unknown. command: the script and its arguments.
-    comment: as submitted, or as the site replaced it. With sacct, command and comment are the command line of sbatch.
+    source: which of the three commands reported it.
+    state: the state, as Slurm prints it.
+    reason: why the job is waiting, or what ended it.
+    exit_status: the exit status after the job's end, or None.
+    start: when the job started or is expected to start, such as '2026-11-21T14:02:00' in this machine's time zone, or
+        ''.
+    elapsed_s, left_s: seconds since the job's start and until its time limit, or None if unknown.
+    command: the script and its arguments. From sacct: the command line of sbatch.
+    comment: the comment as submitted, or as the site changed it. From sacct: the command line of sbatch.
     """
 
     job_id: str
@@ -66,15 +71,17 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
 
     @property
     def base_id(self) -> str:
-        """Return the id of the whole array ('42' of '42_7') or of the whole heterogeneous job ('42' of '42+1')."""
+        """Return the id of the whole job: '42' for the array task '42_7' and for the component '42+1' of a job."""
         return re.split(r"[_+]", self.job_id, maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
 class JobQuery:
-    """A query for the state of the jobs of one run.
+    """The jobs of one run whose state is to be queried.
 
-    jobs: all jobs of the run. last: the job to look up if none is in the queue. ended: its end is already recorded.
+    jobs: all jobs of the run.
+    last: the job to look up if none of them is in the queue.
+    ended: whether the end of this job is already recorded.
     """
 
     jobs: Sequence[str]
@@ -83,9 +90,10 @@ class JobQuery:
 
 
 class Allocation(NamedTuple):
-    """The nodes of a running job. nodelists: one per component.
+    """The nodes that Slurm assigned to a running job.
 
-    job_id: as srun expects it; an array task has its own, '4243' for '4242_1'.
+    job_id: the id that srun expects. An array task has its own id: '4243' for '4242_1'.
+    nodelists: one nodelist per component of a heterogeneous job, otherwise one.
     """
 
     job_id: str
@@ -93,7 +101,10 @@ class Allocation(NamedTuple):
 
 
 def allocation(job_id: str) -> Allocation | None:
-    """Return the nodes of a job, or None if it has none. Raise Unreachable if Slurm does not reply."""
+    """Return the nodes that Slurm assigned to a job, or None if it has none.
+
+    Raise Unreachable if Slurm does not reply.
+    """
     form = SEPARATOR.join(("%i", "%A", "%N"))
     command = ("squeue", "--noheader", "--all", "--array", f"--jobs={job_id}", f"--format={form}")
     rows = [line.strip().split(SEPARATOR) for line in slurm_client.run(command).stdout.splitlines()]
@@ -103,9 +114,10 @@ def allocation(job_id: str) -> Allocation | None:
 
 @dataclass(frozen=True)
 class SlurmReply:
-    """The reply of Slurm.
+    """What Slurm replied to a query.
 
-    jobs: by id. unreachable: why the controller did not reply, or ''.
+    jobs: the jobs that Slurm knows, by job id.
+    unreachable: why the controller did not reply, or ''.
     """
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
@@ -113,12 +125,14 @@ class SlurmReply:
 
 
 class QueueQuery:
-    """A squeue that is already running. The caller does other work until it calls jobs()."""
+    """A running squeue command. The caller can do other work until it calls jobs()."""
 
     def __init__(self, which: str, *, ended: bool, arrays: bool = True, env: Mapping[str, str] | None = None) -> None:
-        """which: --me, or --jobs=ID. ended: also list jobs that ended less than MinJobAge (300 s) ago.
+        """Start squeue.
 
-        arrays: list each task of an array; else list one job per array and state.
+        which: the squeue option that selects jobs: --me, or --jobs=ID.
+        ended: whether to also list jobs that ended less than MinJobAge (300 s) ago.
+        arrays: whether to list each task of an array. Otherwise, squeue lists an array once per state.
         """
         # --all includes partitions that are hidden or belong to another group.
         flags = [*(["--array"] if arrays else []), *(["--states=all"] if ended else [])]
@@ -127,9 +141,10 @@ class QueueQuery:
         self._jobs: list[Job] | Unreachable | None = None
 
     def jobs(self, late: Callable[[], None] | None = None, at_most: timedelta | None = None) -> list[Job]:
-        """Return the jobs. late: called if squeue takes longer than LATE_S. at_most: the timeout.
+        """Wait for squeue and return the jobs. Raise Unreachable if Slurm does not reply.
 
-        Raise Unreachable if Slurm does not reply.
+        late: a function that is called if squeue takes longer than LATE_S seconds.
+        at_most: the timeout.
         """
         if self._jobs is None:
             self._jobs = self._read(late, at_most)
@@ -147,15 +162,17 @@ class QueueQuery:
         return [_of_squeue(line) for line in lines if line.count(SEPARATOR) >= 7]
 
     def drop(self) -> None:
-        """Kill squeue: its output is not needed."""
+        """Kill squeue, because its output is not needed."""
         if isinstance(self._call, Call):
             self._call.drop()
 
 
 def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> SlurmReply:
-    """Query Slurm with at most three commands. sacct may reply while the controller is down. early: a started squeue.
+    """Ask Slurm for the states of jobs, with at most three commands. sacct may reply even if the controller is down.
 
-    Together they take at most PATIENCE, or PATIENCE_KNOWN if the end of every job is already recorded.
+    Together the commands take at most PATIENCE, or PATIENCE_KNOWN if the end of every job is already recorded.
+
+    early: a squeue that has already been started.
     """
     ids = {job for one in queries for job in (*one.jobs, one.last)}
     if not ids:
@@ -189,10 +206,10 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
 
 
 def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: timedelta | None = None) -> list[Job]:
-    """Return the jobs of `scontrol show job`, of any user, with their exit status.
+    """Return the jobs that `scontrol show job` prints, of any user, with their exit status.
 
-    For one id: that job, or nothing if Slurm does not know it. For several: all jobs in the controller's memory. Raise
-    Unreachable if Slurm does not reply.
+    For one id, return that job, or nothing if Slurm does not know it. For several ids, return all jobs that the
+    controller remembers. Raise Unreachable if Slurm does not reply.
     """
     command = ("scontrol", "--all", "show", "job", *(ids if len(ids) == 1 else ()))
     text = "\n".join(_lines(command, _start(command, env), at_most))
@@ -200,11 +217,14 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: time
 
 
 def has_ended(job_id: str, at_most: timedelta) -> bool | None:
-    """Return whether the job has ended, with all its components or tasks, or None if Slurm does not report it.
+    """Return whether a job has ended, including all its components or array tasks.
 
-    Only a final state proves that: squeue omits jobs of hidden partitions, a site's squeue may be cached, and the
-    controller forgets a job minutes after its end. at_most: the timeout of each of the two commands. Raise Unreachable
-    if Slurm does not reply.
+    Return None if Slurm doesn't show it.
+
+    Only a final state proves that a job has ended. squeue omits jobs in hidden partitions, a site may cache squeue's
+    output, and the controller forgets a job minutes after its end. Raise Unreachable if Slurm does not reply.
+
+    at_most: the timeout of each of the two commands.
     """
     shown = slurm_client.run(("scontrol", "--all", "show", "job", job_id), at_most=at_most)
     found = scontrol.records(shown.stdout, "JobId")
@@ -239,7 +259,7 @@ def _is_complete(job_id: str, found: Sequence[Mapping[str, str]]) -> bool:
 def accounting(
     arguments: Iterable[str], columns: int, env: Mapping[str, str] | None = None, at_most: timedelta | None = None
 ) -> list[list[str]]:
-    """Return the rows of sacct, one per job, with `columns` cells; none if there is no accounting.
+    """Return the rows that sacct prints, one per job, each with `columns` cells. Without accounting, return no rows.
 
     Raise Unreachable if Slurm does not reply.
     """
@@ -249,14 +269,20 @@ def accounting(
 
 
 def status_of(code: str) -> int | None:
-    """Return the exit status for sacct's ExitCode: 3 for '3:0', 137 for '0:9' (a signal), or None if it has none."""
+    """Convert sacct's ExitCode to an exit status: '3:0' is 3, and '0:9' (signal 9) is 137.
+
+    If it has none, return None.
+    """
     status, _, number = code.partition(":")
     return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
 
 
 @cache
 def seconds(text: str) -> int | None:
-    """Return the seconds of '1-02:03:04', '2:03:04', '3:04' or '4', or None for 'UNLIMITED', 'INVALID', 'NOT_SET'."""
+    """Convert a time that Slurm prints ('1-02:03:04', '2:03:04', '3:04' or '4') to seconds.
+
+    For 'UNLIMITED', 'INVALID' and 'NOT_SET', return None.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if not match:
         return None

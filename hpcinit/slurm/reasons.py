@@ -1,4 +1,4 @@
-"""Explains why a job waits, from Slurm's reason, and what to do if it needs an action."""
+"""Explains why a job is waiting, given the reason that Slurm reports, and what the user can do about it."""
 
 from __future__ import annotations
 
@@ -35,5 +35,8 @@ MEANINGS = (
 
 @cache
 def explain(reason: str) -> str:
-    """Return what the reason means and what to do, or '' if it is unknown or needs no explanation (Priority)."""
+    """Return what Slurm's reason means and what to do.
+
+    If the reason is unknown or needs no explanation, such as Priority, return ''.
+    """
     return next((meaning for pattern, meaning in MEANINGS if re.fullmatch(pattern, reason)), "")

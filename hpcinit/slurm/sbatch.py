@@ -1,4 +1,4 @@
-"""Submits a script with sbatch, once, and decides from sbatch's reply whether a job may exist."""
+"""Runs sbatch once, and decides from its reply whether a job may exist."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ LOST_CONTROLLER = (
 
 
 def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
-    """Submit `script`. Return the job id and the command. options: these override the script's #SBATCH lines.
+    """Submit `script` with sbatch. Return the job id and the sbatch command.
 
-    Raise the errors of reply() and job_id().
+    Raise the same errors as reply() and job_id().
+
+    options: options for the command line. They override the script's #SBATCH lines.
     """
     command = [*COMMAND, *options, str(script)]
     return job_id(reply(command, env)), command
@@ -55,8 +57,8 @@ def sbatch(script: Path, env: Mapping[str, str], options: Sequence[str] = ()) ->
 def reply(command: Sequence[str], env: Mapping[str, str]) -> str:
     """Run sbatch and return what it printed.
 
-    Raise NotReached with sbatch's own message if the controller did not receive the request, MaybeSubmitted if a job
-    may exist, and SubmitError for other failures.
+    If the controller did not receive the request, raise NotReached with sbatch's own message. If a job may exist, raise
+    MaybeSubmitted. For other failures, raise SubmitError.
     """
     try:
         call = slurm_client.start(command, env)
@@ -78,7 +80,10 @@ def reply(command: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def job_id(text: str) -> str:
-    """Return the job id from '4242' or, in a federation, '4242;cluster'. Raise MaybeSubmitted for any other text."""
+    """Read the job id from sbatch's output: '4242' or, in a federation, '4242;cluster'.
+
+    Raise MaybeSubmitted for any other text.
+    """
     # A site's wrapper may print a banner first; the id is the last line.
     last = text.strip().splitlines()[-1] if text.strip() else ""
     number = last.partition(";")[0]

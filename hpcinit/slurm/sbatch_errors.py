@@ -1,4 +1,4 @@
-"""Explains why sbatch refused a script: the #SBATCH lines that caused it, and the key that sets each."""
+"""Explains why sbatch refused a script: which #SBATCH lines caused it, and which config key sets each of them."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
 
 
 def explain(message: str, script: str, key: Callable[[str], str]) -> str:
-    """Return the lines of `script`, or the limit, to which sbatch's `message` refers; '' if unknown.
+    """Return the #SBATCH lines of `script`, or the limit, that caused sbatch's error `message`. If unknown, return ''.
 
-    key: returns the config key that sets an option of sbatch.
+    key: a function that returns the config key that sets an sbatch option.
     """
     for reason, (whose, shown) in COUNTS.items():
         if reason in message:

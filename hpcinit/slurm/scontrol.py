@@ -1,7 +1,8 @@
-"""Parses the output of `scontrol show`. tests/data/discover has recorded output of Slurm 22.05 and 24.11.
+"""Parses the output of `scontrol show`. tests/data/discover contains recorded output of Slurm 22.05 and 24.11.
 
 hpcinit does not use --oneliner, because that form does not show where a free text ends (Reason=disk 3: bad=yes
-[root@...]). In the default form, the text ends with its line. Some versions and builds have no --json.
+[root@...]). In the default form, a text ends at the end of its line. hpcinit does not use --json, because some versions
+and builds do not have it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Gpus(NamedTuple):
-    """The GPUs of a node.
+    """The GPUs of one type in a node.
 
-    type: '' if slurm.conf has none.
+    type: the type, or '' if slurm.conf has none.
     """
 
     type: str
@@ -31,10 +32,12 @@ class Gpus(NamedTuple):
 
 
 def records(text: str, kind: str) -> list[dict[str, str]]:
-    """Return the records of `scontrol show node` (kind NodeName), `partition` (PartitionName) or `job` (JobId).
+    """Return the records that `scontrol show` prints for nodes, partitions or jobs, each as a dict.
 
-    A key that occurs again keeps its first value. A job's name may contain anything, so it ends with its line. Other
-    lines at column 0 are ignored, such as 'No nodes in the system'.
+    If a key occurs twice in a record, the first value counts. A job's name may contain anything, so the name ends at
+    the end of its line. Lines that are no records, such as 'No nodes in the system', are ignored.
+
+    kind: the key with which each record starts: NodeName, PartitionName or JobId.
     """
     found: list[dict[str, str]] = []
     for line in text.splitlines():
@@ -61,7 +64,10 @@ def _pairs(line: str) -> list[tuple[str, str]]:
 
 
 def config(text: str) -> dict[str, str]:
-    """Return the settings of `scontrol show config`, which has lines such as 'MaxArraySize            = 1001'."""
+    """Return the settings in the output of `scontrol show config`.
+
+    A line looks like 'MaxArraySize = 1001'.
+    """
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     found: dict[str, str] = {}
     for key, _, value in pairs:
@@ -70,26 +76,29 @@ def config(text: str) -> dict[str, str]:
 
 
 def value_or_none(value: str | None) -> str | None:
-    """Return the value, or None if it is missing or one of Slurm's spellings of 'none'."""
+    """Return the value, or None if it is missing or if Slurm's text means 'none'."""
     return None if value is None or value in NOTHING else value
 
 
 def preempted_at(job: Mapping[str, str]) -> str:
-    """Return the time of a preemption since the job started, such as '2026-11-21T14:02:00', or ''.
+    """Return when Slurm preempted the job, such as '2026-11-21T14:02:00', or '' if it has not since the last start.
 
-    Slurm keeps an earlier time when the job is requeued; it is ignored.
+    When a job is requeued, Slurm keeps the time of an earlier preemption. Such a time is ignored.
     """
     at = value_or_none(job.get("PreemptTime")) or ""
     return at if at and at != "None" and at >= job.get("StartTime", "") else ""
 
 
 def names(value: str | None) -> frozenset[str] | None:
-    """Return the names in a list such as AllowAccounts=phys,chem, or None if all are allowed."""
+    """Return the names in a setting such as AllowAccounts=phys,chem, or None if the setting allows all."""
     return None if value_or_none(value) is None or value == "ALL" else frozenset((value or "").split(","))
 
 
 def minutes(text: str | None) -> int | None:
-    """Return the minutes of '2-12:00:00', '01:30:00', '10:30' or '90', rounded down, or None for no limit or value."""
+    """Convert a time limit ('2-12:00:00', '01:30:00', '10:30' or '90') to whole minutes, rounded down.
+
+    If there is no limit or no value, return None.
+    """
     found = _TIME.fullmatch(text or "")
     if not found:
         return None
@@ -102,12 +111,12 @@ def minutes(text: str | None) -> int | None:
 
 
 def number(text: str | None) -> int | None:
-    """Return the whole number, or None if there is no limit or value."""
+    """Convert a setting to a whole number. If there is no limit or no value, return None."""
     return int(text) if text is not None and text.isdigit() else None
 
 
 def gpus(gres: str | None) -> list[Gpus]:
-    """Return the GPUs in a node's Gres: a100 4 and '' 8 for 'gpu:a100:4(S:0-1),gpu:8,nvme:1T'.
+    """Return the GPUs in a node's Gres. For 'gpu:a100:4(S:0-1),gpu:8,nvme:1T': 4 of type a100, and 8 without a type.
 
     Gres may contain 'no_consume', and a count may end in a letter. A missing count is 1, as in gres.conf.
     """

@@ -1,10 +1,10 @@
-"""Starts Slurm's commands. Only this module does: one environment, one timeout policy, one decoding of bytes.
+"""Runs Slurm's commands. Only this module starts them, always with the same environment, timeouts and decoding.
 
     slurm_client.run(["scontrol", "show", "config"]).stdout
     call = client.start(["squeue", "--me"])       # runs while the caller does other work
     call.output().stdout
 
-An `Unreachable` error means that Slurm did not reply. A command that fails has an exit status instead.
+The error `Unreachable` means that Slurm did not reply. If a command ran and failed, its Output has the exit status.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Unreachable(Exception):
 
 
 class NotStarted(Unreachable):
-    """The command could not be started. missing: it is not on PATH."""
+    """A Slurm command could not be started.
+
+    missing: whether the command is not on PATH.
+    """
 
     def __init__(self, message: str, missing: bool) -> None:
         super().__init__(message)
@@ -64,12 +67,15 @@ class NotStarted(Unreachable):
 
 
 class TimedOut(Unreachable):
-    """The command did not end in time and was killed."""
+    """The command did not end before its timeout and was killed."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a command that ended. status: its exit status, negative for a signal."""
+    """The result of a command that has ended.
+
+    status: its exit status, or a negative signal number.
+    """
 
     command: Sequence[str]
     status: int
@@ -78,7 +84,7 @@ class Output:
 
     @property
     def error(self) -> str:
-        """Return what the command printed about its failure, or its exit status."""
+        """Return what the command printed about its failure. If it printed nothing, return its exit status as text."""
         return self.stderr.strip() or self.stdout.strip() or f"exit status {self.status}, and no output"
 
 
@@ -87,7 +93,7 @@ _clusters: ContextVar[str] = ContextVar("clusters", default="")  # of on_cluster
 
 @contextlib.contextmanager
 def on_cluster(name: str | None) -> Iterator[None]:
-    """Send the commands that start in this block to Slurm's cluster `name`, or without one to SLURM_CONF's cluster."""
+    """Send the commands that start in this block to the Slurm cluster `name`. With None, use SLURM_CONF's cluster."""
     before = _clusters.set(name or "")
     try:
         yield
@@ -96,14 +102,20 @@ def on_cluster(name: str | None) -> Iterator[None]:
 
 
 def addressed(command: Sequence[str]) -> tuple[str, ...]:
-    """Return `command` with --clusters inside on_cluster(): sacct of 22.05 ignores the variable SLURM_CLUSTERS."""
+    """Return `command` with the option --clusters, if the call is inside on_cluster().
+
+    The variable SLURM_CLUSTERS would not be enough, because sacct of Slurm 22.05 ignores it.
+    """
     name = _clusters.get()
     option = (f"--clusters={name}",) if name and command[0] in SENT else ()
     return (command[0], *option, *command[1:])
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `env`, or this process's environment, without the variables that change what a client prints."""
+    """Return `env` without the variables that change what Slurm's commands print.
+
+    Default: this process's environment.
+    """
     given = os.environ if env is None else env
     return {key: value for key, value in given.items() if not key.startswith(PREFERENCES)}
 
@@ -117,18 +129,20 @@ def timeout(command: Sequence[str]) -> timedelta:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None, *, at_most: timedelta | None = None) -> Output:
-    """Run `command` and return its output. at_most: a shorter timeout than in TIMEOUTS.
+    """Run `command` and return its output. Raise Unreachable if Slurm does not reply.
 
-    Raise Unreachable if Slurm does not reply.
+    at_most: a shorter timeout than the one in TIMEOUTS.
     """
     return start(command, env).output(at_most)
 
 
 def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") -> tuple[int, list[str]]:
-    """Run `command` with this process's stdin and stdout. Return its exit status and the errors of srun itself.
+    """Run `command` with the stdin and stdout of this process. Return its exit status and the errors of srun itself.
 
-    started: a line that the command prints to stderr first. It is removed, like srun's messages about the exit status
-    of the task. Raise NotStarted if the command cannot be started.
+    Raise NotStarted if the command cannot be started.
+
+    started: a line that the command prints to stderr first. The line is removed, and so are srun's messages about the
+        exit status of the task.
     """
     began = console.started(command)
     try:
@@ -161,7 +175,7 @@ def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> Call:
 
 
 class Call:
-    """A running command. It has its own session, so that Ctrl-C in the terminal reaches only the caller."""
+    """A running command. It has its own session, so Ctrl-C in the terminal does not reach it, only hpcinit."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
         self.command = addressed(command)
@@ -218,7 +232,7 @@ class Call:
         return True
 
     def drop(self) -> None:
-        """Kill the command if it is still running: its output is not needed."""
+        """Kill the command if it is still running, because its output is not needed."""
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -230,5 +244,8 @@ class Call:
 
 
 def short(command: Sequence[str]) -> str:
-    """Return the command for a message: at most three parts, without options, as in 'scontrol show config'."""
+    """Return a short form of the command for messages: at most three parts and no options.
+
+    An example is 'scontrol show config'.
+    """
     return " ".join([part for part in command if not part.startswith("-")][:3])

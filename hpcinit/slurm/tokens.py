@@ -1,4 +1,4 @@
-"""Makes the token in the comment of each job that hpcinit submits, and finds the jobs with a token."""
+"""Makes the token that hpcinit puts in the comment of each job it submits, and finds the jobs that have a token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ MARK = "hpcinit="  # before a token, in a job's comment
 
 
 def new(request: str = "") -> str:
-    """Return a token for one submission: 12 hexadecimal digits of the request and 8 random ones."""
+    """Return a new token for one submission: 12 hexadecimal digits that identify the request, and 8 random ones."""
     return f"{request[:12] or 'x'}-{secrets.token_hex(4)}"
 
 
 def is_other(comment: str, command: str, known: Sequence[str], script: str) -> bool:
-    """Return whether a job with our job's id is certainly another one: Slurm reuses ids after it loses its state.
+    """Return whether a job that has our job's id is certainly a different job.
 
-    known: the tokens of our jobs, [] if unknown. script: the one given to sbatch, '' if it may be any.
+    That can happen because Slurm reuses job ids after it has lost its state.
+
+    comment, command: the job's comment and command, as Slurm reports them.
+    known: the tokens of our jobs, or [] if unknown.
+    script: the script that we submitted, or '' if it may be any.
     """
     if MARK in comment:
         return bool(known) and not any(f"{MARK}{token}" in comment for token in known)
@@ -31,7 +35,7 @@ def is_other(comment: str, command: str, known: Sequence[str], script: str) -> b
 def own_jobs(env: Mapping[str, str], *, ended: bool) -> QueueQuery:
     """Start squeue for this user's jobs, with one entry per array.
 
-    ended: also list jobs that ended less than MinJobAge ago.
+    ended: whether to also list jobs that ended less than MinJobAge seconds ago.
     """
     return QueueQuery("--me", ended=ended, arrays=False, env=env)
 
@@ -44,10 +48,14 @@ def find(
     alone: bool,
     started: Callable[[], str] = lambda: "",
 ) -> list[Job] | None:
-    """Return the jobs with `token`, including ended ones; [] if there is certainly none, None if Slurm does not reply.
+    """Return the jobs that have `token`, including ended ones.
 
-    known: job ids that sbatch printed. alone: no other job runs `script`, so a job that runs it matches even if the
-    site replaced its comment. started: returns the id of the job that started `script`, from its own record, or ''.
+    If there certainly is no such job, return []. If Slurm does not reply, return None.
+
+    known: the job ids that sbatch printed.
+    alone: whether no other job runs `script`. Then a job that runs it matches even if the site changed its comment.
+    started: a function that returns the id of the job that has started `script`, according to the job's own record, or
+        ''.
     """
     try:
         jobs = own_jobs(env, ended=True).jobs()
@@ -73,7 +81,7 @@ def find(
 
 
 def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
-    """Find a job that ended and was purged. sacct keeps the command that submitted it (since Slurm 21.08)."""
+    """Find a job that has ended and that Slurm has purged. sacct keeps its sbatch command (since Slurm 21.08)."""
     try:
         rows = queue.accounting(["--starttime=now-1days", "--format=JobID,State,SubmitLine"], 3, env)
     except Unreachable:

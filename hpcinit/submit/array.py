@@ -1,4 +1,4 @@
-"""Renders the script of a job array: a run's script with the run folder of the task (run_path.TaskPath)."""
+"""Renders the script of a job array. It is the script of a run, with the task's own run folder (run_path.TaskPath)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 
 
 def block(max_array_size: int | None) -> int:
-    """Return the number of tasks in an array: a power of ten, or 1 if the site allows no arrays.
+    """Return how many tasks one array may have: a power of ten, or 1 if the site allows no arrays.
 
-    A task's number is then the number of its block followed by its index in the array. Indices are smaller than
-    MaxArraySize. With 1001, task 2017 has index 17 in the array of block 2, and Slurm writes its folder as '2%3a'.
+    An array's tasks are called a block. The number of a task is then the number of its block, followed by its index in
+    the array. Indices are smaller than MaxArraySize. If that is 1001, task 2017 has index 17 in the array of block 2,
+    and Slurm writes the path of its folder as '2%3a'.
     """
     most = SMALLEST if max_array_size is None else max_array_size
     size = 1
@@ -30,7 +31,7 @@ def block(max_array_size: int | None) -> int:
 
 
 def shape(config: Config, folder: Path, workdir: Path) -> object:
-    """Return what all tasks of an array share: the script without the values of environment variables."""
+    """Return what must be equal for tasks to share an array: the script without the values of environment variables."""
     env = {**config.cluster.env, **config.job.env}
     return script.render_at(config, TaskPath(folder, own_env=frozenset(env)), workdir), tuple(env)
 
@@ -43,14 +44,17 @@ def render(
     size: int,
     origin: Sequence[str] = (),
 ) -> str:
-    """Return the script of the tasks `numbers` with these configs.
+    """Return the script of the array that runs the tasks `numbers`.
 
-    All are in one block of `size` and have one shape.
+    All tasks must be in one block, and have the same shape().
+
+    configs: the config of each task.
+    size: how many tasks a block has.
     """
     if any(config.hetjob for config in configs):
         raise RequestError(
             "a sweep cannot use hetjob, because Slurm has no arrays of heterogeneous jobs: submit each combination "
-            "alone"
+            "as a separate run"
         )
     first, base = configs[0], numbers[0] // size * size
     cap = f"%{first.sweep.at_once}" if first.sweep.at_once else ""
@@ -63,13 +67,13 @@ def render(
 
 
 def differing(configs: Sequence[Config]) -> set[str]:
-    """Return the environment variables whose values differ between tasks."""
+    """Return the names of the environment variables whose values differ between tasks."""
     first, *others = [{**config.cluster.env, **config.job.env} for config in configs]
     return {name for name, value in first.items() if any(other[name] != value for other in others)}
 
 
 def env_file(config: Config, names: set[str]) -> str:
-    """Return the text of the file with the task's own variables. The task's script reads it."""
+    """Return the text of the file that sets the variables `names` for one task. The task's script reads this file."""
     env = {**config.cluster.env, **config.job.env}
     return "".join(f"export {name}={shell(value)}\n" for name, value in env.items() if name in names)
 

@@ -1,4 +1,7 @@
-"""snapshot=git: copies the checkout with its uncommitted changes into the run folder, from which the job runs."""
+"""Implements snapshot=git: copies the checkout, with its uncommitted changes, into the run folder.
+
+The job runs the copy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a Git LFS
 
 
 def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
-    """Copy the files into the run folder. Return the record for provenance.json.
+    """Copy the files of the checkout into the run folder. Return what provenance.json records about the copy.
 
     Raise SubmitError if a file cannot be copied.
     """

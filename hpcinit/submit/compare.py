@@ -1,4 +1,7 @@
-"""`hpcinit render RUN`: prints a run's script as rendered now, or the difference to another run or with overrides."""
+"""Implements `hpcinit render RUN`: prints a run's script as hpcinit would render it now, or compares scripts.
+
+It can compare the script with that of another run, and with the script that results from overrides.
+"""
 
 from __future__ import annotations
 
@@ -117,9 +120,7 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def _own(text: Sequence[str], run: Path) -> list[str]:
-    """Return the lines without what differs between any two runs: RUN replaces the run's folder, and the origin is
-    removed.
-    """
+    """Return the lines without what differs between any two runs: the path becomes RUN, and the origin is removed."""
     return [line.replace(str(run), "RUN") for line in text if not line.startswith((script.WRITTEN, script.COMMAND))]
 
 

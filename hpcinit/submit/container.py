@@ -1,4 +1,4 @@
-"""Starts a rank in a container: with options of srun (pyxis), or with a command before the rank's own (apptainer)."""
+"""Starts the ranks in a container, either with options of srun (pyxis) or with a command in front (apptainer)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ PYXIS = "pyxis"
 
 
 def container_options(config: Config, run: RunPath, workdir: Path) -> dict[str, Any]:
-    """Return srun's options for a container; none without an image or with a runtime other than pyxis.
+    """Return the srun options that start a container with pyxis, or {} without an image or with another runtime.
 
-    https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env: variables of the job that override those of the image.
+    https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env lists the variables of the job that override those of
+    the image.
     """
     if not config.container.image or config.cluster.container.runtime != PYXIS:
         return {}
@@ -31,9 +32,9 @@ def container_options(config: Config, run: RunPath, workdir: Path) -> dict[str, 
 
 
 def container_prefix(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the command that runs a rank's Python in a container, or [].
+    """Return the apptainer command that runs a rank's Python in a container, or [] if there is none.
 
-    https://apptainer.org/docs/user/latest/cli/apptainer_exec.html; Singularity has the same options.
+    https://apptainer.org/docs/user/latest/cli/apptainer_exec.html. Singularity has the same options.
     """
     runtime = config.cluster.container.runtime
     if not config.container.image or runtime in (PYXIS, None):

@@ -1,4 +1,4 @@
-"""Excludes nodes that failed too often by adding them to the user's own sbatch --exclude.
+"""Excludes nodes that have failed too often, by adding them to the --exclude option that the user gave to sbatch.
 
 The reasons are in docs/decisions/0020-excluded-nodes.md.
 """
@@ -25,7 +25,9 @@ from hpcinit.why.node_exclusion import look
 class Exclusion:
     """The nodes that a submission excludes.
 
-    hosts: the value of --exclude, including the user's own; None: unchanged. notes: a line for each failed node.
+    hosts: the value for sbatch's --exclude, including the nodes that the user excludes. None: leave the option
+        unchanged.
+    notes: one line for each node that has failed.
     """
 
     hosts: str | None
@@ -33,7 +35,10 @@ class Exclusion:
 
 
 def excluded(requests: Sequence[Request]) -> tuple[Sequence[Request], list[str]]:
-    """Return the requests, each with its failed nodes excluded, and the notes for the user, each once."""
+    """Add --exclude for the failed nodes to each request.
+
+    Return the requests and the notes for the user, each note once.
+    """
     changed, notes, tables = [], [], dict[tuple[str, ...], list[NodeHistory]]()
     for request in requests:
         config = request.config
@@ -103,7 +108,10 @@ def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
 
 
 def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
-    """Return which failed nodes to exclude. The partition must keep enough nodes for the job. table: worst first."""
+    """Decide which failed nodes to exclude. The partition must keep enough nodes for the job.
+
+    table: the nodes that have failed, worst first.
+    """
     bad = [one for one in table if one.is_bad(config.excluded_nodes.limit)]
     if not bad:
         return Exclusion(None)

@@ -1,6 +1,6 @@
-"""`hpcinit exec RUN -- command` and `hpcinit shell RUN`: runs a command beside the ranks of a run.
+"""Implements `hpcinit exec RUN -- command` and `hpcinit shell RUN`: runs a command on the node of a running rank.
 
-The command gets the environment, the working folder and the container of a rank, but does not join the process group.
+The command gets the environment, the working folder and the container of the rank, but does not join the process group.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ SHELL = ("sh", "-c", "command -v bash > /dev/null && exec bash; exec sh")
 
 @dataclass(frozen=True)
 class Container:
-    """How to start a command in a run's container.
+    """How to start a command inside the container of a run.
 
-    options: srun's options. prefix: the command to put in front. pythons: those to try inside an image of pyxis.
+    options: options for srun.
+    prefix: a command to put in front of the command.
+    pythons: the Pythons to try inside an image of pyxis.
     """
 
     options: tuple[str, ...] = ()
@@ -85,7 +87,10 @@ def shell_main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace, command: Sequence[str], announced: bool = False) -> int:
-    """Run `command` and return its exit status. announced: print where it runs. Raise Failure if it does not start."""
+    """Run `command` on a node of the job and return its exit status. Raise Failure if it cannot be started.
+
+    announced: whether to print where it runs.
+    """
     job = job_step.running(options.run, options.runs_dir)
     rank, host = _place(job, options.rank, options.node)
     container = _container(job)

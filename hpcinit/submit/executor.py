@@ -1,7 +1,7 @@
-"""Extends submitit's executor for Slurm: one job per submission exactly, and no accounting needed to see a job's end.
+"""Extends submitit's executor for Slurm: each submission makes exactly one job, and Slurm's accounting is not needed.
 
-`hpcinit submit` renders and submits every script with it. The differences to submitit 1.5.4 and the reasons are in
-docs/decisions/0004-submitit-as-renderer.md.
+`hpcinit submit` renders and submits every script with this executor. The differences from submitit 1.5.4 and the
+reasons for them are in docs/decisions/0004-submitit-as-renderer.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PURGED_S = 60.0  # a job that no command of Slurm has known for so long is over
 
 
 class Watcher(slurm.SlurmInfoWatcher):
-    """Queries the states of all jobs at once, from squeue, sacct and scontrol.
+    """Queries the states of all jobs at once, with squeue, sacct and scontrol.
 
-    submitit queries only sacct. Without accounting, it never learns that a job without a result is over.
+    submitit only uses sacct. Without accounting, submitit never learns that a job without a result has ended.
     """
 
     def __init__(self, delay_s: int = DELAY_S) -> None:
@@ -42,7 +42,7 @@ class Watcher(slurm.SlurmInfoWatcher):
         self._unknown_since: dict[str, float] = {}  # time.monotonic() of the first reply without the job
 
     def update(self) -> None:
-        """Query Slurm for the jobs that are not over. Without a reply, change nothing."""
+        """Ask Slurm for the states of the jobs that have not ended. If Slurm doesn't reply, change nothing."""
         open_ = self._registered - self._finished
         if not open_:
             return
@@ -65,7 +65,7 @@ class Watcher(slurm.SlurmInfoWatcher):
         return known if reply.unreachable else dict.fromkeys(ids, "") | known
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Return whether the job is over. Only a final state counts: submitit would take SUSPENDED for the end."""
+        """Return whether the job has ended. Only a final state counts: submitit would treat SUSPENDED as an end."""
         if self.get_state(job_id, mode=mode) in queue.FINAL:
             return True
         since = self._unknown_since.get(job_id)
@@ -77,7 +77,7 @@ class Watcher(slurm.SlurmInfoWatcher):
 
 
 class Job(slurm.SlurmJob[core.R]):
-    """A job of submitit, with our watcher. It loads only pickles that no other user could have written."""
+    """A submitit job that uses our Watcher. It only loads pickles that no other user could have written."""
 
     watcher = Watcher()
 
@@ -93,7 +93,8 @@ class Job(slurm.SlurmJob[core.R]):
 class Executor(submitit.SlurmExecutor):
     """Renders and submits batch scripts with submitit's parameters.
 
-    program: the script starts a program that does not use submitit. header: comments at the top of the script.
+    program: whether the script starts a program that does not use submitit.
+    header: comments for the top of the script.
     """
 
     job_class = Job
@@ -109,18 +110,24 @@ class Executor(submitit.SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return the score by which submitit chooses an executor. Without Slurm it can still render a dry run."""
+        """Return the score by which submitit chooses an executor. Even without Slurm, a dry run can render scripts."""
         return max(1, super().affinity())
 
     def render(self, command: str, **parameters: Any) -> str:
-        """Return the script that runs `command`. parameters: submitit's."""
+        """Return the batch script that runs `command`.
+
+        parameters: parameters of submitit.
+        """
         self.update_parameters(**parameters)
         return self._make_submission_file_text(command, "")
 
     def submit_script(
         self, script: Path, env: Mapping[str, str], token: str, options: Sequence[str] = (), **how: Any
     ) -> tuple[str, Sequence[str]]:
-        """Submit `script` exactly once. Return the job id and the command. Arguments: see exactly_once.submit."""
+        """Submit `script` so that there is exactly one job. Return the job id and the sbatch command.
+
+        The arguments are those of exactly_once.submit.
+        """
         return exactly_once.submit(script, env, token, options, attempt=self._attempt, **how)
 
     def _attempt(self, script: Path, env: Mapping[str, str], options: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -1,4 +1,4 @@
-"""`hpcinit export RUN > job.sbatch`: prints a plain batch script that runs the same program without hpcinit."""
+"""Implements `hpcinit export RUN > job.sbatch`: prints a batch script that runs the same program without hpcinit."""
 
 from __future__ import annotations
 
@@ -97,7 +97,11 @@ def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
 
 
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
-    """Return the script. code: the run's snapshot. run: its folder. Raise RequestError for cluster=local."""
+    """Return the batch script without hpcinit. Raise RequestError for cluster=local.
+
+    code: the code snapshot of the run.
+    run: the run folder.
+    """
     hetjob.refuse(config, "hpcinit export")
     if not config.engine.uses_slurm:
         raise RequestError(

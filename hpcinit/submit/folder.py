@@ -1,4 +1,7 @@
-"""Creates, fills and marks the run folder, and allows only one submission of the same request at a time."""
+"""Creates and fills run folders, and marks them as submitted.
+
+Prevents two submissions of one request at the same time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _promised: set[Path] = set()  # returned by next_path in this process: the dry r
 
 
 def next_path(runs_dir: Path, name: str) -> Path:
-    """Return the folder that claim() would make. The next call returns the one after it. Create nothing."""
+    """Return the folder that claim() would create, without creating it. The next call returns the folder after that."""
     path = _free(runs_dir, name, _promised)
     _promised.add(path)
     return path
@@ -38,11 +41,10 @@ def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
 
 
 def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, run_folder.ERRORS)) -> Path:
-    """Make the next run folder, with mode 0700, and the folders `below` it.
+    """Create the next run folder with mode 0700, and the folders `below` in it.
 
-    Parallel calls are safe, because mkdir is atomic.
-
-    Raise SubmitError if it cannot be made (read-only, full, no permission).
+    Parallel calls are safe, because mkdir is atomic. Raise SubmitError if the folder cannot be created (read-only,
+    full, no permission).
     """
     for _ in range(100):
         path, made = _free(runs_dir, name), False
@@ -70,15 +72,15 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
 
 
 def make(task: str) -> None:
-    """Make the run folder of a task inside its sweep's folder. Raise OSError if the folder cannot be created."""
+    """Create the run folder of a task in the folder of its sweep. Raise OSError if that is not possible."""
     for path in (task, f"{task}/{run_folder.LOGS}", f"{task}/{run_folder.ERRORS}"):
         os.mkdir(path, PRIVATE)  # noqa: PTH102 - a thousand of them: Path takes three times as long
 
 
 def make_component(path: Path, number: int, spec: str) -> None:
-    """Make the run folder of a component that is a separate world.
+    """Create a separate run folder for one component of a heterogeneous job, whose ranks form a separate world.
 
-    If that fails, remove the run's folder and raise SubmitError.
+    If that fails, remove the folder of the whole run and raise SubmitError.
     """
     place = path / f"{run_folder.COMPONENT}{number}"
     try:
@@ -105,7 +107,10 @@ def _refuse_wrong_owner(path: Path, made: Path) -> None:
 
 
 def fill(path: Path, files: Mapping[str, str]) -> None:
-    """Write `files` (name -> text). If that fails, remove the folder and raise SubmitError."""
+    """Write `files` into the run folder. If that fails, remove the folder and raise SubmitError.
+
+    files: the text of each file, by name.
+    """
     try:
         for name, text in files.items():
             write(f"{path}/{name}", text)
@@ -117,7 +122,10 @@ def fill(path: Path, files: Mapping[str, str]) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file that only this user can read. Use only four system calls, because a sweep has thousands of files."""
+    """Write a file that only this user can read.
+
+    It takes only four system calls, because a sweep has thousands of files.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
     try:
         data = text.encode()
@@ -128,13 +136,13 @@ def write(path: str, text: str) -> None:
 
 
 def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
-    """Write submission.json atomically. Its presence means that the job exists."""
+    """Write submission.json atomically. If this file exists, the job exists."""
     safe_files.write_atomically(path / run_folder.SUBMISSION, json.dumps(submission, indent=2) + "\n", PRIVATE_FILE)
     run_numbers.remove_lower(path)
 
 
 def discard(path: Path) -> None:
-    """Remove a run folder for which no job exists."""
+    """Remove a run folder that has no job."""
     if not (path / run_folder.SUBMISSION).exists():
         run_numbers.unmark(path)  # first: while the folder exists, no other submission takes its number
         shutil.rmtree(path, ignore_errors=True)
@@ -161,9 +169,11 @@ UNREADABLE_S = 60.0  # a claim without complete content counts for this time
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(processes.Process):
-    """The process that submits a request.
+    """The process that is submitting a request.
 
-    run: its run folder. since: seconds since 1970. expires_s: the claim expires after this many seconds.
+    run: the run folder that it created.
+    since: when it started, in seconds since 1970.
+    expires_s: after how many seconds its claim expires.
     """
 
     run: str
@@ -173,10 +183,13 @@ class Owner(processes.Process):
 
 @contextmanager
 def claim_held(run: Path, request: str, expires_s: float) -> Iterator[None]:
-    """Claim the request with this hash during the block. `run` is its run folder.
+    """Claim a request during this block, so that no other process submits the same request.
 
-    expires_s: longer than the submission can take; afterwards other hosts ignore the claim. Raise RequestError if
-    another process has the claim, and SubmitError if the file cannot be written.
+    Raise RequestError if another process has claimed the request, and SubmitError if the claim cannot be written.
+
+    run: the run folder for the request.
+    request: the hash that identifies the request.
+    expires_s: how long the submission can take at most. After this time, other hosts ignore the claim.
     """
     path = run.parent / f".submitting-{os.getuid()}-{request}"
     me = Owner(**processes.identity(), run=str(run), since=time.time(), expires_s=expires_s)

@@ -1,4 +1,4 @@
-"""Follows a run to its end: prints state, progress, rank 0's output, and the first cause of a failure."""
+"""Follows a run until it ends: prints its state, its progress, rank 0's output, and the first cause of a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ LOOK_S = 0.2  # between two reads of the run folder; Slurm is queried less often
 
 
 def follow(path: Path) -> int:
-    """Wait until the run is over and return its exit status. Ctrl-C stops the waiting, not the job; then return 130."""
+    """Wait until the run has ended and return its exit status.
+
+    After Ctrl-C, stop waiting and return 130. The job continues.
+    """
     console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     run = shlex.quote(str(path))
     try:
@@ -91,7 +94,7 @@ def _script(path: Path, end: state.State) -> str:
 
 
 def follow_sweep(path: Path) -> int:
-    """Wait until all tasks of a sweep are over and return their highest exit status, or 130 after Ctrl-C."""
+    """Wait until all tasks of a sweep have ended and return their highest exit status, or 130 after Ctrl-C."""
     console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
     run = shlex.quote(str(path))
     try:

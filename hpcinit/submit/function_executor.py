@@ -1,4 +1,4 @@
-"""`hpcinit.Executor`: submits Python functions with submitit's interface, as runs of hpcinit.
+"""Implements `hpcinit.Executor`, which submits Python functions as runs. It has the same interface as submitit.
 
 executor = hpcinit.Executor("jobs", cluster="x")
 executor.update_parameters(nodes=2, tasks_per_node=4, timeout_min=60)
@@ -59,11 +59,14 @@ ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only if they are false
 
 
 class ForPrograms(ConfigError):
-    """The request has keys that work for a program, but not for a function."""
+    """The request uses config keys that only work for a program, not for a function."""
 
 
 class RunWatcher(Watcher):
-    """Queries the states of runs as `hpcinit status` does, from Slurm and the run folder. Works without Slurm too."""
+    """Queries the states of runs as `hpcinit status` does, from Slurm and the run folder.
+
+    It also works without Slurm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class RunWatcher(Watcher):
 
 
 class RunPaths(utils.JobPaths):
-    """The paths of submitit's files of a run, and of the logs of its ranks."""
+    """The paths of the files that submitit uses for a run, and of the logs of its ranks."""
 
     @property
     def stdout(self) -> Path:
@@ -93,7 +96,7 @@ class RunPaths(utils.JobPaths):
 
 
 class RunJob(Job[core.R]):
-    """The job of a function. `job.paths.folder` is its run folder, for `hpcinit why`, `status` and `logs`."""
+    """The job that runs a function. Use `job.paths.folder`, its run folder, for `hpcinit why`, `status` and `logs`."""
 
     watcher = RunWatcher()
 
@@ -106,7 +109,10 @@ class RunJob(Job[core.R]):
         super()._register_in_watcher()
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel the job as `hpcinit cancel` does. check: raise Failure if Slurm refuses."""
+        """Cancel the job as `hpcinit cancel` does.
+
+        check: whether to raise Failure if Slurm refuses.
+        """
         path = self.paths.folder
         try:
             cancel.cancel(overview.read([path]), {path: [self.job_id]})
@@ -115,7 +121,7 @@ class RunJob(Job[core.R]):
                 raise
 
     def results(self) -> list[core.R]:
-        """Return the result of each rank. Raise what exception() returns."""
+        """Return the results of all ranks. If a rank failed, raise the error that exception() returns."""
         try:
             found: list[core.R] = super().results()
             return found
@@ -123,9 +129,10 @@ class RunJob(Job[core.R]):
             raise (self.exception() if self._sub_jobs else None) or error from None
 
     def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
-        """Return the error of the first rank that raised one, or else of the first without a result, or None.
+        """Return the error of the first rank that raised one, or else of the first rank without a result.
 
-        If a rank fails, the others are ended and have no result. submitit waits 15 s for each of them.
+        If all ranks have a result, return None. If one rank fails, the others are ended and have no result. submitit
+        would wait 15 s for each of those.
         """
         if not self._sub_jobs:
             return super().exception()
@@ -143,13 +150,13 @@ class RunJob(Job[core.R]):
 
 
 class FunctionExecutor(Executor):
-    """Submits functions to Slurm with submitit's interface: `submit`, `map_array`, `batch`, `update_parameters`.
+    """Submits Python functions to Slurm. It has submitit's methods `submit`, `map_array`, `batch`, `update_parameters`.
 
-    With a cluster, each function is a run of hpcinit, in a run folder below `folder`. Each rank calls the function in a
-    world that is set up, so that hpcinit.init() and submitit.JobEnvironment() agree.
+    With a cluster, each function is a run of hpcinit with a run folder below `folder`. Each rank calls the function. By
+    then the ranks are set up, so hpcinit.init() and submitit.JobEnvironment() agree.
 
     Args:
-        folder: where the run folders are made; a folder that the nodes share. None: the config's runs_dir.
+        folder: where the run folders are created. All nodes must share it. None: the config's runs_dir.
         args: as for submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
         overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. With them, the defaults are those of
@@ -219,7 +226,7 @@ class FunctionExecutor(Executor):
         total_gb = number * pickle.stat().st_size / 2**30
         if total_gb > self.max_pickle_size_gb:
             raise RequestError(
-                f"the functions and their arguments are about {total_gb:.2g} GB of pickles, expected at most "
+                f"the functions and their arguments take about {total_gb:.2g} GB as pickles, expected at most "
                 f"{self.max_pickle_size_gb:g}: pass the names of files, or set executor.max_pickle_size_gb"
             )
 

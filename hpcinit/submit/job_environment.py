@@ -1,4 +1,4 @@
-"""Builds the job's environment: the user's, without another job's variables and without secrets."""
+"""Builds the environment of a job from the user's environment, without other jobs' variables and without secrets."""
 
 from __future__ import annotations
 
@@ -87,14 +87,17 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class DroppedVariables:
-    """The sorted names of variables that are not passed to the job. instead: overrides that replace some of them."""
+    """The sorted names of the variables that the job does not get.
+
+    instead: overrides that replace some of these variables.
+    """
 
     foreign: Sequence[str] = ()
     secrets: Sequence[str] = ()
     instead: Sequence[str] = ()
 
     def __str__(self) -> str:
-        """Return one line for the user, or '' if nothing was dropped."""
+        """Return one line for the user that lists the dropped variables, or '' if none was dropped."""
         parts = [", ".join([*self.foreign, *self.secrets])]
         if self.instead:
             parts.append(f"if they are meant for this job, use {' '.join(self.instead)}")
@@ -108,10 +111,12 @@ class DroppedVariables:
 
 
 def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[dict[str, str], list[str]]:
-    """Return `env` without other jobs' variables, and the sorted names of the dropped variables.
+    """Return `env` without other jobs' variables, and the sorted names of the variables that were dropped.
 
-    devices: also drop the variables that select GPUs. Options for squeue's output format are dropped without a report,
-    because they would change what the batch script reads from squeue and sinfo.
+    Variables that set squeue's output format are dropped too, but not listed. They would change what the batch script
+    reads from squeue and sinfo.
+
+    devices: whether to also drop the variables that select GPUs.
     """
     others = RANKS | (DEVICES if devices else set())
     dropped = sorted(k for k in env if k not in KEPT and (k in others or k.startswith(FOREIGN)))
@@ -119,9 +124,10 @@ def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[di
 
 
 def job_environment(env: Mapping[str, str], config: Config) -> tuple[dict[str, str], DroppedVariables]:
-    """Return sbatch's environment, and what was dropped: other jobs' variables and secrets.
+    """Return the environment for sbatch, and which variables the job does not get.
 
-    A proxy is passed on, even with a password, unless config.secret_names names it.
+    These are other jobs' variables and secrets. A proxy setting is passed on even if it contains a password, unless
+    config.secret_names lists the variable.
     """
     secrets, patterns = config.secrets, config.secret_names
     kept, foreign = clean_environment(env, devices=config.engine.other_machines)
@@ -137,9 +143,9 @@ def job_environment(env: Mapping[str, str], config: Config) -> tuple[dict[str, s
 
 
 def make_spec(config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None) -> Spec:
-    """Return the part of a checked config that the job reads.
+    """Return the Spec, which contains the settings that the job reads. The config must have passed its checks.
 
-    code: the snapshot in the run folder `path` from which the run starts, if any.
+    code, path: the code snapshot and the run folder that contains it, if the run starts from a snapshot.
     """
     target = getattr(config.job, job_spec.program_kind(config))
     if code and path:

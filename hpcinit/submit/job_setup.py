@@ -1,4 +1,7 @@
-"""Sets up the batch script before the ranks start: modules, environment, variables, secrets, the user's own lines."""
+"""Renders the lines that the batch script runs before the ranks start.
+
+These lines load modules, activate the environment, set variables, read secrets, and run the user's own lines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ AS_BEFORE = "case $hpcinit_flags in *x*) set -x ;; esac"
 
 
 def secret_lines(secrets: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export each secret with the content of its file."""
+    """Return shell lines that set and export each secret. The value is read from a file."""
     if not secrets:
         return []
     read = []
@@ -41,7 +44,7 @@ INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def setup_names(config: Config) -> list[str]:
-    """Return the sorted names of the variables that the config sets."""
+    """Return the sorted names of the environment variables that the config sets."""
     return sorted(
         {*config.cluster.env, *config.job.env, *config.secrets, *(INTERFACE if config.cluster.interface else ())}
     )
@@ -58,9 +61,9 @@ NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
 
 
 def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[str]:
-    """Yield the lines of each block that is not empty, with its comment.
+    """Yield the lines of the set-up, block by block. Each block that is not empty starts with a comment.
 
-    noted: the script records in exit.json which of the user's lines failed, and which ended it.
+    noted: whether the script records in exit.json which of the user's lines failed, and which one ended the script.
     """
     cluster = config.cluster
     blocks = {
@@ -86,8 +89,9 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 
 
 def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
-    """Yield lines that set cluster.env and job.env, except the variables `own`, which an array task reads from its
-    file.
+    """Yield lines that set cluster.env and job.env, except the variables `own`.
+
+    An array task reads those from its file.
     """
     read = False
     for name, value in env.items():

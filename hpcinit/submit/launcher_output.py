@@ -1,4 +1,4 @@
-"""Prints for the Hydra launcher: jobs when they are submitted, changes while it waits, and the jobs that failed."""
+"""Prints messages for the Hydra launcher: submitted jobs, changes of their states while it waits, and failed jobs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Print = Callable[[str], None]
 
 
 def job_line(number: int, overrides: Sequence[str], about: str) -> str:
-    """Return a line about job `number` of the multirun, formatted as by Hydra's own launchers."""
+    """Return a line about job `number` of the multirun. Its format is that of Hydra's own launchers."""
     return f"\t#{number} : {' '.join(overrides)} : {about}"
 
 
 def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
-    """Wait until the runs are over. Return their states. Show each change as `hpcinit watch` prints it."""
+    """Wait until the runs have ended, and return their states. Show each change as `hpcinit watch` prints it."""
     polls = Polls(list(dict.fromkeys(run.parent if find_runs.is_sweep(run.parent) else run for run in runs)))
     for line in watch.changes(polls):
         show(line)
@@ -33,12 +33,12 @@ def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
 
 
 def job_id(run: Path) -> str:
-    """Return the id of the run's job."""
+    """Return the job id of the run."""
     return str(job_record.submission(run)["job_id"])
 
 
 def cancel(runs: Sequence[Path], show: Print) -> None:
-    """Cancel the runs. First show how to do it manually, in case Slurm does not answer."""
+    """Cancel the runs. First show how to cancel them manually, in case Slurm does not reply."""
     whole = [str(run.parent if find_runs.is_sweep(run.parent) else run) for run in runs]
     if paths := list(dict.fromkeys(whole)):
         show(f"interrupted:  hpcinit cancel {shlex.join(paths)}")
@@ -46,17 +46,21 @@ def cancel(runs: Sequence[Path], show: Print) -> None:
 
 
 def succeeded(run: Path, now: State) -> bool:
-    """Return whether the run succeeded. If Slurm has purged the run, it did if it wrote a result."""
+    """Return whether the run succeeded. If Slurm has purged the job, the run succeeded if it wrote a result."""
     return now.name == "COMPLETED" or (now.name == "UNKNOWN" and results.read(run) is not None)
 
 
 def failure(run: Path, now: State) -> str:
-    """Return one line: the run, its state, and the verdict of `hpcinit why`."""
+    """Return one line with the run, its state, and the verdict of `hpcinit why`."""
     return f"{run} {now.name}: {why_command.explain_run(run, now).headline}"
 
 
 def show_failures(lines: Sequence[str], jobs: int, show: Print) -> None:
-    """Show the failed jobs of a batch of `jobs`. lines: one per failed job."""
+    """Show which jobs of a batch failed.
+
+    lines: one line per failed job.
+    jobs: the number of jobs in the batch.
+    """
     if lines:
         show(f"{len(lines)} of {counted(jobs, 'job')} failed. For the evidence:  hpcinit why RUN")
     for line in lines:

@@ -1,4 +1,4 @@
-"""Prints a submission's jobs: as text, as JSON, or with -q only the ids."""
+"""Prints the jobs that a submission made: as text, as JSON, or only their ids with -q."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hpcinit.submit.transaction import Submitted
 
 
 def print_reliably(*lines: str) -> None:
-    """Print lines that must not get lost, such as a job's id.
+    """Print lines that must not get lost, such as a job id.
 
-    If stdout fails (closed, a full disk, a broken pipe), print them and all later output on stderr.
+    If stdout fails (closed, a full disk, a broken pipe), these lines and all later output are printed on stderr.
     """
     if sys.stdout is not None:  # `>&-`
         try:
@@ -40,7 +40,10 @@ MOST_LINES = 40  # of the table of a sweep's tasks
 
 
 def announce_script(about: str, text: str, files: Mapping[str, str], as_json: bool) -> None:
-    """Print the script of a dry run and the files that its job reads. about: which script, if there are several."""
+    """Print the script of a dry run, and the files that its job would read.
+
+    about: which script it is, if there are several.
+    """
     if as_json:
         fields = {"run": None, "combination": about, "script": text, "files": files, "changed_lines": None}
         print_reliably(json_output.line("script", fields))
@@ -112,7 +115,10 @@ def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task
 
 
 def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> bool:
-    """Print a sweep's jobs and the combinations that were not submitted. Return whether there are any of these."""
+    """Print the jobs of a sweep, and the combinations that were not submitted.
+
+    Return whether there are any of the latter.
+    """
     cluster = requests[0].config.cluster.name
     _announce_dropped(done.dropped)
     jobs = list(dict.fromkeys(job.partition("_")[0] for job in done.ids.values()))

@@ -34,10 +34,13 @@ from hpcinit.records.memory import BYTES, Demand, Part, Zero
 def activation_memory(
     layers: int, hidden: int, sequence: int, micro: int, layout: Layout, param: str, checkpointing: bool, heads: int = 0
 ) -> int:
-    """Return the bytes of activations on one rank, without embedding and logits. micro: samples per forward pass.
+    """Return how many bytes the activations of one rank take, without embedding and logits.
 
-    heads: 0 with flash attention, which never stores the scores. cp divides the sequence. With pp (1F1B), the first
-    stage keeps one micro batch per stage, so all layers count. fp32 doubles the result, including the one-byte masks.
+    micro: samples per forward pass.
+    heads: the number of attention heads, or 0 with flash attention, which never stores the scores.
+
+    cp divides the sequence. With pp (1F1B), the first stage keeps one micro batch for each stage, so the activations of
+    all layers count. fp32 doubles the result, including the one-byte masks.
     """
     samples = sequence // layout.cp * micro * hidden  # s*b*h
     layer = samples * (10 + 24 / layout.tp + 5 * heads * sequence / (hidden * layout.tp))
@@ -56,10 +59,12 @@ SIZES = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bu
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated memory and the available memory.
+    """How much memory a rank needs, and how much there is.
 
-    totals: bytes on a rank's GPU, and on a node's CPU and NVMe. limits: the available bytes, where they are set. fits:
-    None if the GPU's memory is not set. unknown: one line for each part that the estimate does not include.
+    totals: the needed bytes, on a rank's GPU, and on a node's CPU and NVMe.
+    limits: the available bytes, where the config gives them.
+    fits: whether the needed memory is available. None if the config does not give the GPU's memory.
+    unknown: one line for each part that is not included in the estimate.
     """
 
     parts: Sequence[Part]
@@ -70,7 +75,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """Return the bytes of a GPU that are not available to the model."""
+        """Return how many bytes of a GPU are not available to the model."""
         limit = self.limits.get(memory.GPU)
         return 0 if limit is None else CONTEXT + FRAGMENTS * limit
 
@@ -83,7 +88,7 @@ class Estimate:
 
 
 def estimate_memory(config: Config) -> Estimate:
-    """Return the memory that a config needs. Raise RequestError if it cannot be estimated."""
+    """Return how much memory this config needs. Raise RequestError if that cannot be estimated."""
     hetjob.refuse(config, "hpcinit plan")
     demand = demand_of(config)
     wrapper, unknown = wrappers.get(demand.wrap), []
@@ -113,9 +118,9 @@ def estimate_memory(config: Config) -> Estimate:
 
 
 def demand_of(config: Config) -> Demand:
-    """Return the part of a config that determines its memory.
+    """Return the settings in the config that determine its memory.
 
-    Raise RequestError if model.params is not set, or if the layout does not fit the ranks.
+    Raise RequestError if model.params is not set, or if the layout does not fit the number of ranks.
     """
     if config.model.params is None:
         raise RequestError("model.params is not set, expected the number of parameters, as in model.params=7e9")
@@ -155,7 +160,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `hpcinit plan`. argv: as for `hpcinit submit`, plus --json. Raise RequestError if it contains a program."""
+    """Run `hpcinit plan`. Raise RequestError if the command line contains a program.
+
+    argv: the same arguments as for `hpcinit submit`, plus --json.
+    """
     if "--" in argv:
         raise RequestError("hpcinit plan runs no program: remove -- and the program, or use hpcinit submit")
     options, arguments = console.parse_known_arguments(parser(), list(argv))
@@ -187,7 +195,7 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
 
 
 def equations(config: Config) -> list[str]:
-    """Return the equations for the layout and the batch. Raise RequestError if one has no solution."""
+    """Return the equations for the layout and the batch as text. Raise RequestError if an equation has no solution."""
     per_node = resources.ranks_per_node(config)
     world_size = config.nodes * per_node
     layout = job_spec.layout(config).over(world_size, per_node)
@@ -224,7 +232,10 @@ def _table(found: Estimate) -> Iterator[str]:
 
 
 def verdict(found: Estimate) -> str:
-    """Return 'does not fit: GPU, per rank needs 112.0 GB of 74.0 GB (80 GB - 6.0 GB for ...)'."""
+    """Return whether the model fits, and why not.
+
+    An example is 'does not fit: GPU, per rank needs 112.0 GB of 74.0 GB (80 GB - 6.0 GB for ...)'.
+    """
     parts = []
     for place, limit in found.limits.items():
         needs, margin, how = found.totals[place] / GB, 0.0, ""

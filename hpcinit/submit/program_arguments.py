@@ -1,4 +1,4 @@
-"""Handles the program's arguments after --: references to config keys, and checks for sweeps over them."""
+"""Handles the arguments of the program (after --): replaces references to config keys, and checks sweeps over them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ LIST = re.compile(r"(?P<option>--?[\w-]+=)?(?P<values>[^\s,=\[\](){}'\"$]+(?:,[^
 
 
 def given_keys(arguments: Sequence[str]) -> set[str]:
-    """Return the keys that the command line sets."""
+    """Return the config keys that the command line sets."""
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
 
 
 def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
-    """Return what the user typed before `--` for this run, for `hpcinit status`.
+    """Return what the user typed before `--` for one run, so that `hpcinit status` can show it.
 
-    arguments: the command line before `--`. parameters: what this combination of a sweep adds to it.
+    arguments: the command line before `--`.
+    parameters: what this combination of a sweep adds to it.
     """
     elsewhere = given_keys(parameters) | {"job.script", "job.module", "job.command", "job.args"}
     flags = (*MULTIRUN, "job=program")
@@ -38,9 +39,11 @@ def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
 
 
 def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
-    """Raise RequestError for keys of hpcinit after -- that the program does not read, judging by its source.
+    """Raise RequestError if the user typed keys of hpcinit after -- and the program's source does not read them.
 
-    command: the command line before --. If the source is not available, add a warning instead.
+    If the source is not available, add a warning to the request instead.
+
+    command: the command line before --.
     """
     own = [
         argument
@@ -66,9 +69,9 @@ def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[
 
 
 def interpolated(program: Sequence[str], request: Request, given: Collection[str]) -> list[str]:
-    """Return the program with ${key} replaced by its value, for the keys `given`.
+    """Return the program and its arguments, with each ${key} replaced by the value of the key, if `given` contains it.
 
-    Keep any other ${...}, because it may be for a shell. Raise RequestError for a key that is not a single value.
+    Any other ${...} stays, because it may be for a shell. Raise RequestError if a key has more than a single value.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -96,7 +99,7 @@ def _get(document: Mapping[str, Any], key: str) -> Any:
 
 
 def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
-    """Raise RequestError if two combinations of a sweep are the same job, unless again=true."""
+    """Raise RequestError if two combinations of a sweep would be the same job, unless again=true."""
     seen: dict[str, Request] = {}
     for request in requests:
         first = seen.setdefault(repr(request.config), request)
@@ -129,7 +132,10 @@ def _passing(key: str, program: Sequence[str]) -> list[str]:
 
 
 def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: int) -> None:
-    """Raise RequestError for a list such as 1e-1,1e-2 after --, which is not swept; warn if other keys are swept."""
+    """Raise RequestError if an argument after -- is a list such as 1e-1,1e-2, because a sweep does not expand it.
+
+    If the sweep has other keys, only print a warning.
+    """
     for at, argument in enumerate(program[1:], 1):
         if not (found := LIST.fullmatch(argument)):
             continue

@@ -1,4 +1,7 @@
-"""Writes and reads a run's provenance: versions, git commit, command line, names of the shell's variables."""
+"""Records where a run is from: versions, git commit, command line, and names of the shell's variables.
+
+Also reads that.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspee
 
 
 class Provenance:
-    """The provenance of a submission. git starts at once and its output is read later, to save time.
+    """Collects the provenance of a submission. git starts at once, and its output is read later, to save time.
 
-    variables: names of the shell's variables that the job gets, without values; see submit/shell_variables.py.
+    variables: the names of the shell's variables that the job gets, without values. See submit/shell_variables.py.
     """
 
     def __init__(self, workdir: Path, argv: Sequence[str]) -> None:
@@ -46,10 +49,11 @@ class Provenance:
             self._git = None
 
     def to_json(self, snapshot: Mapping[str, Any] | None = None) -> str:
-        """Return {command, workdir, git_commit, versions, host, variables} as JSON.
+        """Return the content of provenance.json: {command, workdir, git_commit, versions, host, variables}.
 
-        git_commit: null without a repository; it ends in '-dirty' if there are uncommitted changes. snapshot: the
-        record of the code snapshot, if the run has one.
+        git_commit is null without a repository. It ends in '-dirty' if there are uncommitted changes.
+
+        snapshot: what is recorded about the code snapshot, if the run has one.
         """
         commit = ""
         if self._git is not None:
@@ -81,7 +85,7 @@ def _versions() -> dict[str, str]:
 
 
 def read_recorded(run: Path) -> dict[str, Any]:
-    """Return the run's config as plain containers. Raise RequestError if its config.yaml cannot be read."""
+    """Return the run's config as plain dicts and lists. Raise RequestError if its config.yaml cannot be read."""
     try:
         document = yaml.safe_load(safe_files.read_text(run / run_folder.CONFIG))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -93,7 +97,10 @@ def read_recorded(run: Path) -> dict[str, Any]:
 
 
 def recorded_provenance(run: Path) -> dict[str, Any]:
-    """Return the provenance.json of the run, or of the sweep of a task. Raise RequestError if it cannot be read."""
+    """Return the provenance.json of the run. For a task, return that of its sweep.
+
+    Raise RequestError if it cannot be read.
+    """
     path = (resubmitted.sweep_of(run) or run) / run_folder.PROVENANCE
     try:
         document: dict[str, Any] = safe_files.read_json(path)
@@ -103,7 +110,10 @@ def recorded_provenance(run: Path) -> dict[str, Any]:
 
 
 def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare, task: Task) -> int:
-    """Run compose.main with a config that is already composed. Raise RequestError if an override selects a file."""
+    """Run compose.main with the config of an earlier run.
+
+    Raise RequestError if an override selects another config file.
+    """
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
         if keys.is_group(key):

@@ -1,4 +1,4 @@
-"""Requeues and chains. The batch script requeues its own job, on the host and outside any container.
+"""Renders requeues and chains of jobs. The batch script requeues its own job, on the host and outside any container.
 
 It calls hpcinit/after for that. The reasons are in docs/decisions/0214-one-end-of-job.md.
 """
@@ -14,12 +14,12 @@ from hpcinit.config.schema import Config
 
 
 def wanted(config: Config) -> bool:
-    """Return whether the batch script counts its job's restarts and requeues it."""
+    """Return whether the batch script should requeue its own job, and count its restarts."""
     return bool(config.restart.max_restarts) and config.engine.has_queue
 
 
 def policy(config: Config) -> list[str]:
-    """Return the part of the config that hpcinit.after needs, as its arguments."""
+    """Return the settings that hpcinit.after needs, as command-line arguments."""
     limits = {
         "on": ":".join(config.restart.on),
         "max_restarts": config.restart.max_restarts or 0,
@@ -31,7 +31,10 @@ def policy(config: Config) -> list[str]:
 
 
 def option(config: Config) -> dict[str, bool]:
-    """Return sbatch's option that allows or forbids a requeue. Without restart.max_restarts, use the site's default."""
+    """Return the sbatch option that allows or forbids a requeue.
+
+    Without restart.max_restarts, the site's default applies.
+    """
     spares = {"no-kill": True} if config.spare_nodes else {}  # the job continues after it lost a node
     if config.restart.max_restarts is None or not config.engine.has_queue:
         return spares
@@ -46,8 +49,9 @@ def option(config: Config) -> dict[str, bool]:
 class Links:
     """The jobs of a chain.
 
-    jobs: their ids. command: the one that submitted the first. missing: why there are fewer jobs than requested, else
-    ''.
+    jobs: their job ids.
+    command: the sbatch command that submitted the first job.
+    missing: why there are fewer jobs than requested, or ''.
     """
 
     jobs: Sequence[str]
@@ -56,9 +60,11 @@ class Links:
 
 
 def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) -> Links:
-    """Submit the jobs of a run. submit: takes options of sbatch, returns the job id and the command.
+    """Submit the job or the chain of jobs of a run.
 
-    Raise SubmitError if the first one fails. If a later one fails, keep the jobs before it.
+    Raise SubmitError if the first job cannot be submitted. If a later one cannot, keep the jobs before it.
+
+    submit: a function that takes options for sbatch, and returns the job id and the command.
     """
     job_id, command = submit()
     jobs = [job_id]

@@ -1,4 +1,4 @@
-"""`hpcinit resubmit RUN [key=value ...] [-- train.py ...]`: submits the same request again, in a new run folder."""
+"""Implements `hpcinit resubmit RUN [key=value ...] [-- train.py ...]`: submits the same request again, as a new run."""
 
 from __future__ import annotations
 

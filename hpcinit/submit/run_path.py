@@ -1,4 +1,4 @@
-"""Writes the run folder's path into a batch script, where sbatch and the shell read paths by different rules."""
+"""Writes the path of the run folder into a batch script. sbatch and the shell read paths by different rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcinit.records import run_folder
 
 @dataclass(frozen=True)
 class RunPath:
-    """The folder of one run."""
+    """The folder of one run, in the forms that a batch script needs."""
 
     path: Path
 
@@ -21,31 +21,38 @@ class RunPath:
     own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
 
     def component(self, number: int) -> RunPath:
-        """Return the folder of a component that is a separate world. The first component uses the run folder."""
+        """Return the folder of one component of a heterogeneous job, if each component is a separate world.
+
+        The first component uses the run folder itself.
+        """
         return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 
     def in_directive(self, name: str) -> str:
-        """Return the path of the file `name` as a file name pattern for an #SBATCH line."""
+        """Return the path of the file `name` for an #SBATCH line, which reads it as a file name pattern."""
         return quoting.pattern(str(self.path / name))
 
     def in_shell(self, name: str = "") -> str:
-        """Return the path of the file `name` for the shell. The caller must quote it, unless it is Raw."""
+        """Return the path of the file `name` for a shell command. The caller must quote the path, unless it is Raw."""
         return str(self.path / name)
 
     def pattern_in_shell(self, name: str) -> str:
-        """Return the path of the folder `name` as the start of srun's file name pattern.
+        """Return the path of the folder `name`, as the start of a file name pattern for srun in a shell command.
 
-        The caller must quote it, unless it is Raw.
+        The caller must quote the path, unless it is Raw.
         """
         return quoting.pattern(self.in_shell(name))
 
 
 @dataclass(frozen=True)
 class TaskPath(RunPath):
-    """The folders of an array's tasks. path: the folder of the sweep. Task `base` has index 0 in the array.
+    """The run folders of the tasks of an array, in the forms that a batch script needs.
 
-    digits: the number of digits of the highest index below `base`. Task 2017 has index 17 in the array with base 2000
-    and 3 digits, and Slurm writes its folder as '2%3a'.
+    path: the folder of the sweep.
+    base: the number of the task that has index 0 in the array.
+    digits: how many digits the highest index has.
+
+    For example, with base 2000 and 3 digits, task 2017 has index 17 in the array, and Slurm writes its folder as
+    '2%3a'.
     """
 
     base: int = 0

@@ -1,5 +1,7 @@
-"""Renders the batch script from a Config: its comments, directives, blocks, set-up (job_setup.py) and the
-step that starts the ranks (srun_step.py).
+"""Renders the batch script of a run from its Config.
+
+The script consists of comments, directives, blocks, the set-up (job_setup.py) and the step that starts the ranks
+(srun_step.py).
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ ALONE = "# It needs the run folder that hpcinit submit creates, also for its log
 
 
 def program_of(config: Config) -> str:
-    """Return the user's program with its arguments, as typed after --."""
+    """Return the user's program with its arguments, as the user typed it after --."""
     job = config.job
     program = ["-m", job.module] if job.module else [job.script or job.command or ""]
     return shlex.join([*program, *job.args])
 
 
 def origin(config: Config, argv: Sequence[str], folder: Path) -> list[str]:
-    """Return comments with version, user, date, config and command. argv: the command line without secrets."""
+    """Return comments for the top of the script: version, user, date, config and command.
+
+    argv: the command line, without secrets.
+    """
     version = versions.by_folder(tuple(sys.path)).get("hpcinit", "")
     command = shlex.join(argument for argument in argv if argument != "dry_run=true")
     user = _user()
@@ -61,21 +66,22 @@ def _user() -> str:
 
 
 def recorded_origin(script: str) -> list[str]:
-    """Return the comments of origin() in a submitted script."""
+    """Return the comments that origin() wrote, from a script that was submitted."""
     return [line for line in script.splitlines()[1:4] if line.startswith((WRITTEN, COMMAND))]
 
 
 def comment(text: str) -> str:
-    """Return `text` as one line of a shell comment, whatever characters it contains."""
+    """Return `text` as one line of a shell comment, whatever characters `text` contains."""
     return console.plain(text).replace("\n", "\\n").encode("utf-8", "backslashreplace").decode(errors="replace")
 
 
 def render(
     config: Config, folder: Path, workdir: Path, code: SnapshotPlan | None = None, origin: Sequence[str] = ()
 ) -> str:
-    """Return the script of the run in `folder`. The config has passed its checks.
+    """Return the batch script of the run in `folder`. The config must have passed its checks.
 
-    code: the snapshot, if any. origin: comments about the submission.
+    code: the code snapshot, if the run has one.
+    origin: comments about the submission.
     """
     place = code.place(folder) if code else workdir
     return render_at(config, RunPath(folder), place, code, program_of(config), origin)
@@ -90,9 +96,10 @@ def render_at(
     origin: Sequence[str] = (),
     tasks: Sequence[Config] = (),
 ) -> str:
-    """Return the script of the run in `run`, whose job starts in `workdir`. program, origin, tasks: for the comments.
+    """Return the batch script of the run in `run`. Its job starts in the folder `workdir`.
 
-    tasks: the configs of all tasks of an array.
+    program, origin: for the comments at the top.
+    tasks: the configs of all tasks if the script is for an array, also for the comments.
     """
     shape = components.shape(hetjob.parts(config))
     about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
@@ -125,7 +132,10 @@ def _about_ranks(configs: Sequence[Config], program: str) -> list[str]:
 
 
 def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: Sequence[str] = ()) -> str:
-    """Return the script as submitit renders it. header: comments at the top."""
+    """Return the script as submitit renders it.
+
+    header: comments for the top of the script.
+    """
     # Imported here because submitit takes 0.06 s, and only a submission needs it.
     from hpcinit.submit.executor import Executor  # noqa: PLC0415
 
@@ -155,7 +165,7 @@ def _directive(line: str) -> bool:
 
 
 def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan | None = None) -> dict[str, Any]:
-    """Return submitit's parameters. A parameter that is None gets no directive."""
+    """Return the parameters for submitit. A parameter that is None gets no #SBATCH line."""
     cluster = config.cluster
     known = {
         **{option.replace("-", "_"): keys.value(config, key) for option, key in keys.options("sbatch").items()},
@@ -193,7 +203,7 @@ def _data(value: Any) -> Any:
 
 
 def slurm_time(minutes: int) -> str:
-    """Return a time limit as Slurm prints it: '01:30:00', '1-12:00:00'."""
+    """Return a time limit in Slurm's form, such as '01:30:00' or '1-12:00:00'."""
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00" if days else f"{hours:02}:{minutes:02}:00"
@@ -229,10 +239,11 @@ def _words(values: Sequence[str]) -> Raw:
 
 
 def with_files(text: str, files: Mapping[str, str]) -> str:
-    """Append to a dry run's script, as comments, the files that the job reads. It remains a valid script.
+    """Append the files that the job reads to the script of a dry run, as comments. The result is still a valid script.
 
-    files: path below the run's or sweep's folder -> text. Of several files with one name, show the first, and where the
-    others differ from it.
+    If several files have the same name, show the first one, and only the differing lines of the others.
+
+    files: the text of each file, by its path below the folder of the run or sweep.
     """
     lines = [f"{text}", "# End of the script. The job also reads these files of its folder:"]
     shown: dict[str, str] = {}
@@ -264,7 +275,7 @@ def _end_time(config: Config) -> list[str]:
 
 
 def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
-    """Return lines that put the snapshot's packages first on PYTHONPATH."""
+    """Return shell lines that put the packages in the code snapshot first on PYTHONPATH."""
     if code is None:
         return []
     path = quoting.shell(":".join(code.python_path(run.path)))

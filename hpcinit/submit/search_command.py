@@ -1,4 +1,4 @@
-"""Runs the trials of a search: submits each batch as a sweep, waits for it, and reads its results."""
+"""Runs the trials of a hyperparameter search: submits each batch as a sweep, waits for it, and reads the results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ TRIALS = "trials.jsonl"  # a line for each trial
 
 
 class Trials:
-    """The trials of a search.
+    """Runs the trials of a hyperparameter search, batch by batch.
 
-    submit: submits requests, waits for them, stores their run folders by number, and returns an exit status.
+    submit: a function that submits requests and waits for them. It stores their run folders by number, and returns an
+        exit status.
     """
 
     def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Inserts the bash files in lib/ as blocks into the batch script."""
+"""Inserts the bash files in lib/ into the batch script, as blocks of lines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ VARIABLE = re.compile(r"(?P<head>(?:export )?(?P<name>\w+)=)''(?:\s+(?P<comment>
 
 
 def block(name: str, values: Mapping[str, str | int] | None = None) -> list[str]:
-    """Return the lines of lib/NAME.sh. Set its variables to `values`, quoted unless they are Raw.
+    """Return the lines of lib/NAME.sh, with its variables set to `values`.
 
-    Only variables that are '' in the lines below the first comment are set, and all of them. Raise ValueError
-    otherwise.
+    Each value is quoted, unless it is Raw. The variables are those that are set to '' directly below the first comment.
+    Raise ValueError unless `values` contains exactly these variables.
     """
     left = dict(values or {})
     first, *lines = _text(name).splitlines()

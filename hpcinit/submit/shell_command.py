@@ -1,4 +1,4 @@
-"""`hpcinit shell RUN`: opens a shell beside the ranks of a run, in the same way as exec_command.py runs a command."""
+"""Implements `hpcinit shell RUN`: opens a shell on the node of a running rank, in the same way as exec_command.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records the names of the shell variables that a job gets. `resubmit` prints which of them differ.
+"""Records the names of the shell's variables that a job gets, so that `hpcinit resubmit` can print which ones differ.
 
 Values are not recorded: docs/decisions/0165-names-of-the-shells-variables.md.
 """
@@ -26,14 +26,16 @@ SHOWN = 8  # names in a message
 
 
 def names(env: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of `env`, the job's environment, without variables of the session."""
+    """Return the sorted names of the variables in the job's environment `env`, without those of the login session."""
     return sorted(name for name in env if not SESSION.fullmatch(name))
 
 
 def differences(run: str, recorded: Iterable[str], config: Config) -> str:
-    """Return a sentence that lists the variables that differ from the first submission, or ''.
+    """Return a sentence that lists the variables that differ from the first submission, or '' if none does.
 
-    recorded: names() of that submission. Variables of the config are ignored, because they are submitted again.
+    Variables that the config sets are ignored, because they are submitted again.
+
+    recorded: what names() returned at the first submission.
     """
     env, _ = job_environment.job_environment(os.environ, config)
     then, now = set(recorded), set(names(env))

@@ -1,10 +1,10 @@
-"""Renders the srun command of the batch script: srun, its options, and the command of each task.
+"""Renders the srun command of the batch script: srun, its options, and what each task runs.
 
-- launch=srun: a task per rank, `python -m hpcinit.run SPEC`
-- launch=fork: a task per node, the fork server `python -m hpcinit.fork SPEC`
-- launch=torchrun: a task per node, the elastic agent `python -m hpcinit.elastic SPEC`
+- launch=srun: one task per rank runs `python -m hpcinit.run SPEC`
+- launch=fork: one task per node runs the fork server, `python -m hpcinit.fork SPEC`
+- launch=torchrun: one task per node runs the elastic agent, `python -m hpcinit.elastic SPEC`
 
-With cluster=local, `python -m hpcinit.engine.local_step` replaces srun and takes the same options.
+With cluster=local, `python -m hpcinit.engine.local_step` replaces srun and accepts the same options.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN_LOG = 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1;
 
 
 def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the lines that start the ranks: one srun, or one per world of a heterogeneous job."""
+    """Return the shell lines that start the ranks: one srun, or one per world of a heterogeneous job."""
     if not config.hetjob:
         return [srun_step_line(config, run, workdir)]
     return (_worlds if config.worlds == hetjob.EACH else _one_world)(config, run, workdir)
@@ -90,9 +90,10 @@ def _own_log(run: RunPath) -> list[str]:
 def srun_step_line(
     config: Config, run: RunPath, workdir: Path, more: Mapping[str, Any] | None = None, before: Sequence[str] = ()
 ) -> str:
-    """Return the command that starts the ranks, on several lines: the options of srun, then what each task runs.
+    """Return the srun command that starts the ranks, on several lines: srun's options, and then what each task runs.
 
-    more: further options. before: a command to put in front of what each task runs.
+    more: additional options.
+    before: a command to put in front of what each task runs.
     """
     python = environment.python(config)
     here = sys.executable if config.container.image else python
@@ -107,7 +108,7 @@ def srun_step_line(
 
 
 def wrapped(arguments: Iterable[str]) -> list[str]:
-    """Join the arguments to lines of at most WIDTH characters, without splitting any."""
+    """Join the arguments to lines of at most WIDTH characters. No argument is split."""
     lines = [""]
     for argument in arguments:
         if lines[-1] and len(lines[-1]) + len(argument) >= WIDTH:
@@ -117,7 +118,10 @@ def wrapped(arguments: Iterable[str]) -> list[str]:
 
 
 def options(config: Config, run: RunPath) -> dict[str, Any]:
-    """Return srun's options. With one task per node, the task gets the resources of all ranks and binds them."""
+    """Return the options for srun.
+
+    If there is one task per node, it gets the resources of all ranks and binds the ranks.
+    """
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     start = STARTS[launch.kind]
     alone = start.task_per_rank
@@ -143,7 +147,7 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
 
 
 def memory_option(config: Config) -> str | None:
-    """Return the value of --mem, the memory per node, or None if the job does not set it."""
+    """Return the value for --mem, the memory per node, or None if the config does not set it."""
     return None if (memory := mem_gb(config)) is None else _mem(memory)
 
 

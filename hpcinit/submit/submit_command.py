@@ -1,4 +1,4 @@
-"""`hpcinit submit cluster=x nodes=8 [key=value ...] [-- train.py --its-own arguments]`"""
+"""Implements `hpcinit submit cluster=x nodes=8 [key=value ...] [-- train.py --its-own arguments]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ SMOKE = "hpcinit.jobs.smoke"  # the program without -- train.py
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser for hpcinit's own options. Hydra parses the rest and prints --help from conf/hydra/help."""
+    """Return the parser for the options of `hpcinit submit`. Hydra parses the other arguments.
+
+    Hydra also prints --help, from conf/hydra/help.
+    """
     parser = argparse.ArgumentParser(prog="hpcinit submit", add_help=False, allow_abbrev=False)
     return console.add_verbosity_options(parser, "one JSON object per job, for programs")
 
@@ -78,10 +81,13 @@ def main(argv: Sequence[str]) -> int:
 def submit_all(
     requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path] | None = None, as_json: bool = False
 ) -> int:
-    """Submit the checked requests, and follow them with wait=true. argv: the command line to record.
+    """Submit the requests and return an exit status. With wait=true, wait until the runs have ended.
 
-    runs: receives the run folder of each submitted request, by number. as_json: print an object per job on stdout, and
-    the output of wait=true on stderr.
+    The requests must have passed their checks.
+
+    argv: the command line to record.
+    runs: receives the run folder of each submitted request, by number.
+    as_json: print one JSON object per job on stdout, and the output of wait=true on stderr.
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
@@ -103,7 +109,7 @@ def submit_all(
 
 
 def announced(requests: Sequence[Request]) -> Sequence[Request]:
-    """Return the requests with the excluded nodes. Print these nodes, and each warning only once."""
+    """Return the requests with failed nodes excluded. Print these nodes and the warnings, each only once."""
     requests, notes = excluded_nodes.excluded(requests)
     for line in notes:
         console.always(line)
@@ -118,9 +124,13 @@ def announced(requests: Sequence[Request]) -> Sequence[Request]:
 
 
 def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[str]]:
-    """Return the arguments before the first --, and the program after it; [] without a --.
+    """Split the command line at the first --.
 
-    command: for the example in an error. Raise RequestError for an incomplete program.
+    Return the arguments before it, and the program after it ([] without a --).
+
+    Raise RequestError if the program is incomplete.
+
+    command: the name of the command, for the example in the error.
     """
     if "--" not in argv:
         return list(argv), []
@@ -139,11 +149,13 @@ def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[st
 
 
 def set_program(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
-    """Make the job run `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
+    """Make the job run the program that the user typed: `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
 
-    The program's arguments are added to job.args, which a sweep may set, unless job already names a program.
-    command: the command line before --. The values of its keys replace ${key} in the arguments. Raise RequestError if
-    keys of hpcinit are after --; a second -- passes them on to the program.
+    The program's arguments are added to job.args, which a sweep may set, unless the job config already names a program.
+    ${key} in the arguments is replaced by the value of the key. Raise RequestError if keys of hpcinit are after --.
+    After a second --, they are passed to the program.
+
+    command: the command line before --.
     """
     typed, given = program, program_arguments.given_keys(command)
     program = program_arguments.interpolated(program[program[0] == "--" :], request, given)

@@ -1,4 +1,7 @@
-"""Submits a sweep to Slurm. Combinations with the same resources share a job array, and each task has a run folder."""
+"""Submits a sweep to Slurm.
+
+Combinations with the same resources share a job array. Each task has its own run folder.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,12 @@ from hpcinit.submit.transaction import Transaction
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. file: the script's name in the sweep's folder. text: the script. size: tasks in a block.
+    """A job or a job array of the sweep, which one call of sbatch submits.
 
-    env_names: variables that each task reads from its own file.
+    file: the name of the script in the sweep's folder.
+    text: the script.
+    size: how many tasks a block has.
+    env_names: the variables that each task reads from its own file.
     """
 
     requests: Sequence[Request]
@@ -52,12 +58,15 @@ class Job:
         return f"an array of {counted(len(self.requests), 'task')}, {ranges(self.numbers)}: {first} to {last}"
 
     def id_of(self, number: int, job_id: str) -> str:
-        """Return '4242_17', Slurm's id of the task with index 17."""
+        """Return Slurm's id of a task, such as '4242_17' for the task with index 17."""
         return f"{job_id}_{number % self.size}" if self.is_array else job_id
 
 
 def sweep_jobs(requests: Sequence[Request], path: Path, argv: Sequence[str]) -> list[Job]:
-    """Return the jobs of the sweep in `path`, in the order of their first tasks. argv: the command without secrets."""
+    """Return the jobs that the sweep in `path` needs, in the order of their first tasks.
+
+    argv: the command line, without secrets.
+    """
     alike: dict[object, list[Request]] = {}
     for request in requests:
         config = request.config
@@ -93,10 +102,10 @@ DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 def fill_sweep_folder(
     path: Path, requests: Sequence[Request], jobs: Sequence[Job], provenance: Provenance
 ) -> dict[int, dict[str, Any]]:
-    """Write all files except submission.json, which means that the jobs exist.
+    """Write all files of the sweep except submission.json, which is written when the jobs exist.
 
-    Return for each task the fields of submission.json about its request: the program, and what the user typed. Raise
-    SubmitError if a file cannot be written.
+    Return the fields of each task's submission.json that describe its request: the program, and what the user typed.
+    Raise SubmitError if a file cannot be written.
     """
     summaries: dict[int, dict[str, Any]] = {}
     names = {request.number: job.env_names for job in jobs for request in job.requests}
@@ -123,7 +132,7 @@ def fill_sweep_folder(
 
 
 def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
-    """Write the task's submission.json: its job exists. Raise MaybeSubmitted if it cannot be written."""
+    """Write submission.json of a task whose job exists. Raise MaybeSubmitted if it cannot be written."""
     try:
         folder.write(f"{task}/{run_folder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
     except OSError as error:
@@ -147,9 +156,11 @@ def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str
 
 @dataclass(frozen=True)
 class Submitted:
-    """A sweep whose jobs exist. ids: the job id of each submitted task, by number.
+    """A sweep whose jobs have been submitted.
 
-    refused: why the others were not submitted, or ''. expected: a line for each start time that Slurm estimates.
+    ids: the job id of each submitted task, by number.
+    refused: why the other tasks were not submitted, or ''.
+    expected: one line for each start time that Slurm estimates.
     """
 
     path: Path
@@ -161,7 +172,7 @@ class Submitted:
 
 
 def is_one(requests: Sequence[Request]) -> bool:
-    """Return whether `requests` can be submitted as job arrays."""
+    """Return whether `requests` can be submitted together, as job arrays."""
     configs = [request.config for request in requests]
     return (
         len(configs) > 1
@@ -171,7 +182,7 @@ def is_one(requests: Sequence[Request]) -> bool:
 
 
 def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield for each job that submit_all() would submit: a description, the script, and the files of its tasks."""
+    """Yield, for each job that submit_all() would submit, a description, the script, and the files of its tasks."""
     config = requests[0].config
     path = folder.next_path(job_spec.runs_dir(config), config.name)
     for job in sweep_jobs(requests, path, secret_names.masked(argv, config.secret_names)):
@@ -189,12 +200,12 @@ def submit_all(
     argv: Sequence[str],
     write_more: Callable[[Path, int], None] = lambda path, number: None,
 ) -> Submitted:
-    """Write the sweep's folder and submit its jobs. The requests have passed their checks.
+    """Create the folder of the sweep and submit its jobs. The requests must have passed their checks.
 
-    write_more: writes more files into the run folder of the request with this number.
+    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted. In these cases the
+    folder is removed, but not after MaybeSubmitted.
 
-    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted. Then remove the
-    folder, except after MaybeSubmitted.
+    write_more: a function that writes additional files into the run folder of the request with this number.
     """
     config = requests[0].config
     tasks = [request.combination for request in requests]

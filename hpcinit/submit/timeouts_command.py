@@ -1,4 +1,4 @@
-"""`hpcinit timeouts [OVERRIDES...]`: prints the start-up timeout in force."""
+"""Implements `hpcinit timeouts [OVERRIDES...]`: prints the start-up timeout that a job with these settings has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return the exit status. Raise RequestError or ConfigError for a wrong request."""
+    """Run the command and return its exit status. Raise RequestError or ConfigError if the request is wrong."""
     options = console.parse_arguments(parser(), list(argv), intermixed=True)
     from hpcinit.config import compose, job_spec, overrides  # noqa: PLC0415
 

@@ -1,5 +1,4 @@
-"""Makes one submission of a run, a chain or a sweep: creates the folder, submits the jobs, and undoes it if no job
-exists.
+"""Submits a run, a chain or a sweep: creates the folder, submits the jobs, and cleans up if there is no job.
 
     with begin(config, argv) as transaction:
         transaction.refuse_duplicates(request, jobs=1)
@@ -8,7 +7,7 @@ exists.
         job_id, command = transaction.submit(script)
         mark(transaction.path, transaction.record(job_id, command))
 
-If the block fails, the folders whose jobs certainly do not exist are removed. The others are kept.
+If the block fails, the folders whose jobs certainly do not exist are removed. The other folders are kept.
 """
 
 from __future__ import annotations
@@ -44,8 +43,10 @@ from hpcinit.submit.provenance import Provenance
 class Transaction:
     """One submission of a run or a sweep, until its jobs exist.
 
-    path: the folder of the run or sweep. env: the environment for sbatch, without `dropped`. parts: folders inside
-    `path` that belong to one job each and can be removed alone: the tasks of a sweep.
+    path: the folder of the run or sweep.
+    env: the environment for sbatch.
+    dropped: the variables that `env` does not contain, although the user's environment does.
+    parts: folders inside `path` that belong to one job each and can be removed separately: the tasks of a sweep.
     """
 
     def __init__(
@@ -68,13 +69,18 @@ class Transaction:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether Ctrl-C, SIGTERM or SIGHUP arrived."""
+        """Return whether the user pressed Ctrl-C, or SIGTERM or SIGHUP arrived."""
         return bool(self._received)
 
     def refuse_duplicates(self, request: str, jobs: int) -> None:
-        """Claim the request with this hash and start squeue. jobs: the number of jobs.
+        """Claim a request, so that no other process submits it.
 
-        Raise RequestError if another process has the claim, and SubmitError if it cannot be written.
+        Also start squeue, to look for a job with the same request.
+
+        Raise RequestError if another process has claimed the request, and SubmitError if the claim cannot be written.
+
+        request: the hash that identifies the request.
+        jobs: how many jobs it needs.
         """
         self._request = request
         if self._config.engine.has_queue and not self._config.again:
@@ -83,23 +89,25 @@ class Transaction:
             self._queued = tokens.own_jobs(self.env, ended=False)
 
     def check_duplicates(self) -> None:
-        """Read squeue's output. Raise RequestError if the request is already in the queue."""
+        """Read squeue's output. Raise RequestError if a job with the same request is already in the queue."""
         if self._queued is not None:
             duplicates.refuse_duplicate(self._queued, self._request)
         self.check_interrupted()
 
     def check_interrupted(self) -> None:
-        """Raise KeyboardInterrupt after Ctrl-C."""
+        """Raise KeyboardInterrupt if the user has pressed Ctrl-C."""
         if self.interrupted:
             raise KeyboardInterrupt
 
     def submit(
         self, script: Path, options: Sequence[str] = (), parts: Sequence[Path] = ()
     ) -> tuple[str, Sequence[str]]:
-        """Submit `script` to the engine, exactly once. Return the job id and the command.
+        """Submit `script` to the engine so that there is exactly one job. Return the job id and the command.
 
-        options: options of sbatch. parts: the run folders that belong to this job. Raise SubmitError if there is no
-        job, and its subclass MaybeSubmitted if there may be one.
+        Raise SubmitError if there is no job. If there may be one, raise its subclass MaybeSubmitted.
+
+        options: options for sbatch.
+        parts: the run folders that belong to this job.
         """
         self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own
         exists = True  # the job exists or may exist
@@ -114,7 +122,7 @@ class Transaction:
                 self._kept |= {self.path, *parts}
 
     def record(self, job_id: str, command: Sequence[str]) -> dict[str, Any]:
-        """Return the content of submission.json for a new job."""
+        """Return the content of submission.json for a job that was just submitted."""
         return {
             "job_id": job_id,
             "engine": self._config.cluster.engine,
@@ -150,7 +158,7 @@ class Transaction:
             waiting.end()
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return what to raise for `error`. Remove the folders whose jobs certainly do not exist."""
+        """Remove the folders whose jobs certainly do not exist, and return the error to raise instead of `error`."""
         if self._queued is not None:
             self._queued.drop()
         if self._token and not isinstance(error, (SubmitError, KeyboardInterrupt)):
@@ -167,10 +175,11 @@ class Transaction:
 def begin(
     config: Config, argv: Sequence[str], below: Sequence[str] = (run_folder.LOGS, run_folder.ERRORS)
 ) -> Iterator[Transaction]:
-    """Make the folder of the run or sweep with the folders `below` in it, and defer Ctrl-C during the block.
+    """Create the folder of a run or sweep, with the folders `below` in it. During the block, Ctrl-C is deferred.
 
-    argv: the command line to record. Raise RequestError for a wrong request, and SubmitError if the folder cannot be
-    made.
+    Raise RequestError if the request is wrong, and SubmitError if the folder cannot be created.
+
+    argv: the command line to record.
     """
     require_sbatch(config)
     provenance = Provenance(job_spec.workdir(config), secret_names.masked(argv, config.secret_names))
@@ -193,7 +202,7 @@ def begin(
 
 
 def mark(path: Path, record: Mapping[str, Any]) -> None:
-    """Write submission.json: the job exists. Raise MaybeSubmitted if it cannot be written."""
+    """Write submission.json, because the job exists. Raise MaybeSubmitted if the file cannot be written."""
     try:
         folder.mark_submitted(path, record)
     except OSError as error:
@@ -205,7 +214,7 @@ def mark(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def require_sbatch(config: Config) -> None:
-    """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS names another cluster."""
+    """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS names a different cluster."""
     if not config.engine.uses_slurm:
         return
     other, named = os.environ.get("SLURM_CLUSTERS"), config.cluster.clusters
@@ -247,10 +256,12 @@ def _started_by(script: Path) -> Callable[[], str]:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A submitted job. interrupted: the user pressed Ctrl-C during the submission.
+    """A run that has been submitted.
 
-    jobs: all jobs of a chain. missing: why there are fewer jobs than requested, else ''. expected: a sentence with the
-    start time that Slurm estimates.
+    jobs: the ids of its jobs. A chain has several.
+    missing: why there are fewer jobs than requested, or ''.
+    expected: a sentence with the start time that Slurm estimates.
+    interrupted: whether the user pressed Ctrl-C during the submission.
     """
 
     job_id: str
@@ -263,9 +274,9 @@ class Submitted:
 
 
 def dry_run(config: Config, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the script that submit() would submit, and the files that the job reads. The config has passed its checks.
+    """Return the script that submit() would submit, and the files that its job would read.
 
-    The files are as files_read() returns them.
+    The files are as files_read() returns them. The config must have passed its checks.
     """
     path, workdir = folder.next_path(job_spec.runs_dir(config), config.name), job_spec.workdir(config)
     origin = script.origin(config, secret_names.masked(argv, config.secret_names), path)
@@ -277,9 +288,9 @@ def dry_run(config: Config, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 def files_read(
     config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None
 ) -> dict[str, str]:
-    """Return the files of the run folder `path` that the ranks will read (name -> text).
+    """Return the text of each file in the run folder `path` that the ranks will read, by name.
 
-    The job's secret is a placeholder in them; submit() makes the real one.
+    The job's secret in these files is a placeholder. submit() makes the real secret.
     """
     files = {}
     for number, world in enumerate(hetjob.worlds(config)):
@@ -291,11 +302,13 @@ def files_read(
 def submit(
     asked: Request, argv: Sequence[str], write_more: Callable[[Path, int], None] = lambda path, number: None
 ) -> Submitted:
-    """Render the script, write the run folder and submit the job. The config has passed its checks.
+    """Render the script, write the run folder and submit the job. The config must have passed its checks.
 
-    argv: the command line to record. write_more: writes more files into the run folder of the request with this number.
-    Raise RequestError if the same request is already queued, or SubmitError. Then no job and no folder exist, except
-    after MaybeSubmitted.
+    Raise RequestError if the same request is already queued, and SubmitError for other failures. After an error there
+    is no job and no folder, except after MaybeSubmitted.
+
+    argv: the command line to record.
+    write_more: a function that writes additional files into the run folder of the request with this number.
     """
     config, document = asked.config, asked.document
     workdir = job_spec.workdir(config)

@@ -1,1 +1,4 @@
-"""The optional training layer: run.wrap() and checkpoints. A program that uses neither never imports it."""
+"""The optional training layer: run.wrap() and checkpoints.
+
+If a program uses neither, this package is never imported.
+"""

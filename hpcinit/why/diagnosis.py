@@ -1,7 +1,7 @@
-"""Finds the first failure in the evidence of a run: reads all findings, and ranks them.
+"""Finds the first failure of a run: collects what each source of evidence shows, and ranks these findings.
 
-Each source of evidence has a reader, read_*.py, which yields findings; ranking.py decides. Functions take Evidence,
-return a Verdict, and read no file.
+Each source of evidence has a reader, read_*.py, which yields findings. ranking.py decides which finding is the first
+failure. These functions get Evidence and return a Verdict. They read no files.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ diagnose_silence = read_hang.of_silence
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """Return the findings of all sources."""
+    """Return the findings of all sources of evidence."""
     return [finding for reader in READERS for finding in reader(evidence)]
 
 
 def diagnose(evidence: Evidence) -> Verdict:
-    """Return the first failure and its cause."""
+    """Return the verdict: what failed first, and why."""
     first = ranking.first(findings(evidence))
     verdict = replace(first.verdict, ranks=first.ranks)
     if evidence.setup and not evidence.setup.ended:
@@ -49,9 +49,10 @@ def diagnose(evidence: Evidence) -> Verdict:
 
 
 def has_only_secondary_errors(evidence: Evidence) -> bool:
-    """Return whether all errors of ranks are secondary. Then the first one is missing.
+    """Return whether every error of a rank is secondary, that is, caused by another rank's failure.
 
-    The rank that fails first writes its record first, but a reader on another machine may not see that file yet.
+    In that case, the first error is missing. The rank that fails first writes its record first, but on another machine
+    the file may not be visible yet.
     """
     if any(read_records.is_cause(one, evidence) for one in evidence.found):
         return False

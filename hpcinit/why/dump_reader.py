@@ -1,7 +1,7 @@
-"""Reads the files of torch's flight recorder, which another user may have written, with limits of time and memory.
+"""Reads dumps of torch's flight recorder within limits of time and memory, because another user may have written them.
 
-Of each file, only the fields that the verdict needs are kept, and only for the newest calls, as if the recorder had
-been smaller.
+Only the fields that the verdict needs are kept, and only those of the newest calls, as if the recorder had been
+smaller.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
 
 
 class ReadLimits:
-    """The CPU time for all files of a query, and the number of calls to keep per file."""
+    """How much CPU time reading all dumps may take, and how many calls per dump are kept."""
 
     def __init__(self, files: int = 1, most_s: float = MOST_S) -> None:
         self.most_s = most_s
@@ -69,7 +69,10 @@ def _memory() -> int:
 
 
 def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
-    """Return the needed part of a dump. Raise ValueError or OSError if the dump is damaged or cannot be read."""
+    """Read a dump and return the part that the verdict needs.
+
+    Raise ValueError if the dump is damaged, and OSError if it cannot be read.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO does not block
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
@@ -87,9 +90,11 @@ def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
 
 
 def load(data: bytes, limits: ReadLimits | None = None) -> dict[str, Any]:
-    """Return the needed part of a dump, pickled or JSON: version, groups, newest calls.
+    """Return the part of a dump that the verdict needs: version, groups and newest calls.
 
     Raise ValueError if the dump is damaged.
+
+    data: the content of the dump, a pickle or JSON.
     """
     limits = limits or ReadLimits()
     try:

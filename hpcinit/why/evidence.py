@@ -1,4 +1,4 @@
-"""Defines the input and the output of a diagnosis: Evidence about a run, and the Verdict on it."""
+"""Defines the input and the output of a diagnosis: the Evidence about a run, and the Verdict."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ AGREE_S = 0.5  # clocks that differ by less count as equal: writing a file may t
 class SetupLine:
     """A line of the batch script that failed before the ranks started.
 
-    typed: as the user wrote it, '' if unknown. message, output: what was printed then. ended: whether the script ended
-    there; otherwise the ranks were started.
+    typed: the line as the user wrote it, or '' if unknown.
+    message, output: what was printed when it failed.
+    ended: whether the script ended there. Otherwise, the ranks were started.
     """
 
     typed: str
@@ -38,11 +39,14 @@ Position = tuple[int, str, tuple[str | None, ...]]  # number of a call, its type
 
 @dataclass(frozen=True)
 class Watched:
-    """A message of torch's watchdog on a rank.
+    """A message that torch's watchdog printed on a rank.
 
-    rank: -1 if unknown. group: '' for the group of all ranks, None if unknown. position: the call that timed out, or
-    None. enqueued: the number of the last call that the rank made, None if unknown. stuck: whether the watchdog itself
-    is blocked. place: the rank in the group, -1 if unknown.
+    rank: the rank, or -1 if unknown.
+    group: the process group, '' for the group of all ranks, or None if unknown.
+    position: the call that timed out, or None.
+    enqueued: the number of the last call that the rank made, or None if unknown.
+    stuck: whether the watchdog itself is blocked.
+    place: the rank's number in the group, or -1 if unknown.
     """
 
     rank: int
@@ -55,22 +59,32 @@ class Watched:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts about one run that a diagnosis uses.
+    """All facts about one run that a diagnosis uses.
 
-    state, reason, exit_status: as `hpcinit status` shows them. who: the user who canceled the job, '' if unknown.
-    clocks: the file server's clock minus the node's, by host. nodes: Slurm's reason for each node that is down. hang:
-    the hang report, or None. silence: what the ranks do while none prints, or None if one prints. flight: the verdict
-    on the dumps of torch's flight recorder. tails: the last line in the log of each rank without an error record. step:
-    the last step that rank 0 reported, or -1. uses: how much of hpcinit the program used (records/program_use.py).
-    size: the world size, 0 if unknown. hosts: rank -> its host, if known. returned: ranks whose program ended with
-    status 0. every_end_is_logged: whether the job's log has a line for each rank whose exit status is not 0. has_clock:
-    whether the times of the errors are times, not only an order. preempted: whether Slurm reports that it preempted
-    this start of the job. lists_failed_ranks: whether ranks may be missing because the log lists only those that
-    failed. setup: a line of the batch script that failed before the ranks started, or None. watched: messages of
-    torch's NCCL watchdog. cut: ranks whose tracebacks are cut off by the end of the log. handled: errors after which
-    training continued in that process. alarms: lines of a log that may show a failure but that no reader recognizes,
-    with their ranks. trains: whether a log shows steps. finished: whether it shows that the program or the job
-    completed.
+    state, reason, exit_status: as `hpcinit status` shows them.
+    who: the user who canceled the job, or '' if unknown.
+    clocks: for each host, the file server's clock minus the node's.
+    nodes: for each node that is down, Slurm's reason.
+    hang: the hang report, or None.
+    silence: what the ranks are doing if all have stopped printing, else None.
+    flight: what the dumps of torch's flight recorder show.
+    tails: the last line in the log of each rank without an error record.
+    step: the last step that rank 0 reported, or -1.
+    uses: how much of hpcinit the program used (records/program_use.py).
+    size: the world size, or 0 if unknown.
+    hosts: the host of each rank, if known.
+    returned: the ranks whose program ended with status 0.
+    every_end_is_logged: whether the job's log has a line for each rank whose exit status is not 0.
+    has_clock: whether the times of the errors are real times. Otherwise, they only show the order.
+    preempted: whether Slurm reports that it preempted the job since its last start.
+    lists_failed_ranks: whether ranks may be missing because the log lists only those that failed.
+    setup: a line of the batch script that failed before the ranks started, or None.
+    watched: the messages of torch's NCCL watchdog.
+    cut: the ranks whose tracebacks are cut off at the end of the log.
+    handled: errors after which training continued in that process.
+    alarms: log lines that may show a failure but that no reader recognizes, with their ranks.
+    trains: whether a log shows training steps.
+    finished: whether a log shows that the program or the job completed.
     """
 
     state: str
@@ -105,17 +119,17 @@ class Evidence:
 
     @property
     def at_step(self) -> str:
-        """Return ' (step 41)', or ''."""
+        """Return the last step as part of a sentence, such as ' (step 41)', or '' if no step was reported."""
         return f" (step {self.step})" if self.step >= 0 else ""
 
     @property
     def oom(self) -> str:
-        """Return the line in which Slurm reports the kernel's OOM killer, or ''."""
+        """Return the line in which Slurm reports that the kernel killed a process for its memory, or ''."""
         return self.log.oom or "Slurm: OUT_OF_MEMORY" * (self.state == "OUT_OF_MEMORY")
 
     @functools.cached_property
     def ordered(self) -> list[Found]:
-        """Return the error records in the order of one common clock."""
+        """Return the error records, oldest first, after correcting for differences between the nodes' clocks."""
         return sorted(self.found, key=self.when)
 
     def when(self, one: Found) -> float:
@@ -124,20 +138,20 @@ class Evidence:
 
     @property
     def hangs(self) -> bool:
-        """Return whether the stacks or dumps show that ranks wait for others."""
+        """Return whether stacks or dumps show that ranks wait for other ranks."""
         report = self.hang or self.silence
         return bool(self.flight.culprits or (report and report.waiting))
 
     def verdict(self, headline: str, kind: str, do: str, **more: Any) -> Verdict:
-        """Return a verdict with the last reported step."""
+        """Return a Verdict that also contains the last reported step."""
         return Verdict(headline, kind, do, step=self.step, **more)
 
     def last_output(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return the last lines of these ranks' logs, where known."""
+        """Return the last line in the log of each of these ranks, if known."""
         return tuple(f"the last output of rank {rank}: {self.tails[rank]}" for rank in ranks if rank in self.tails)
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return 'ranks 2-3 on n2'."""
+        """Return these ranks as text with their hosts, such as 'ranks 2-3 on n2'."""
         found = sorted(ranks)
         hosts = sorted({self.hosts.get(rank, "") for rank in found} - {""})
         return named(found) + (f" on {', '.join(hosts)}" if hosts else "")
@@ -147,11 +161,16 @@ class Evidence:
 class Verdict:
     """The result of a diagnosis.
 
-    headline: what failed first, and how. kind: one of base/failure_kinds.py. do: what the user should do. rank: the
-    rank that failed, or None. ranks: all ranks at fault. time: on the common clock, None if unknown. flight: which
-    ranks cause a hang, from torch's flight recorder. resubmit: whether the advice is to submit the run again; `why`
-    replaces it if anything continues the run (observe/continuation.py). error: the program's, without rank and time, to
-    group the tasks of a sweep, or '' if the kind is enough.
+    headline: what failed first, and how.
+    kind: one of base/failure_kinds.py.
+    do: what the user should do.
+    rank: the rank that failed, or None.
+    ranks: all ranks at fault.
+    time: when it failed, by the clock of the file server, or None if unknown.
+    flight: which ranks cause a hang, according to torch's flight recorder.
+    resubmit: whether the advice is to submit the run again. If the run is continued anyway, `hpcinit why` replaces this
+        advice (observe/continuation.py).
+    error: the program's error without rank and time, which groups the tasks of a sweep. '' if the kind is enough.
     """
 
     headline: str
@@ -170,10 +189,12 @@ class Verdict:
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the file server's clock minus each node's, by host; {} if all agree within AGREE_S.
+    """Return for each host the file server's clock minus the node's clock, or {} if all agree within AGREE_S seconds.
 
-    differences: (host, a file's time by the server's clock minus the time in the file by the node's clock). A delayed
-    write makes a difference larger, never smaller, so the smallest one of each host counts.
+    A delayed write makes a difference larger, never smaller. So the smallest difference of each host counts.
+
+    differences: for a file that a node wrote, the host, and the file's time by the server's clock minus the time that
+        the node wrote into the file.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

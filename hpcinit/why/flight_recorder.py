@@ -1,7 +1,7 @@
-"""Reads the dumps of torch's flight recorder: what each rank has called in each group, and which calls are pending.
+"""Reads dumps of torch's flight recorder: what each rank has called in each group, and which calls are unfinished.
 
-A dump is a pickle (dicts, lists, texts and numbers only) or JSON. Another user may be able to write to its folder, and
-a pickle can name any function to be called, so a pickle that names anything is refused.
+A dump is a pickle (only dicts, lists, texts and numbers) or JSON. Another user may be able to write to its folder, and
+a pickle can name any function to call. So a pickle that names a function or class is refused.
 
 Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp), formats
 2.2 to 2.10. Each may be missing:
@@ -59,8 +59,10 @@ GroupOf = Callable[[int, str], "Group"]  # of a rank and a group's name
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group. members: global ranks, or None if no dump lists them (gloo). order: the members by their rank in
-    the group.
+    """A process group.
+
+    members: the global ranks of its members, or None if no dump lists them (gloo).
+    order: the members in the order of their ranks in the group.
     """
 
     name: str
@@ -75,7 +77,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The `number`-th message from one rank to another in a group; src and dst are ranks of the group."""
+    """The `number`-th message from one rank to another in a group.
+
+    src, dst: the sender and the receiver, as ranks of the group.
+    """
 
     src: int
     dst: int
@@ -87,12 +92,13 @@ Operation = tuple[Group, "int | Message"]  # a collective by its number in the g
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One rank's call of an operation.
+    """One rank's call of a collective, a send or a receive, or of a batch of these.
 
-    kinds ('all_reduce', 'send'), input_sizes, output_sizes, input_dtypes, output_dtypes: one item for each part of a
-    coalesced batch. order: its place among all calls of the rank, the same for all parts of a batch. created_ns: since
-    1970, on the rank's own clock. failed_ns: when the call would have timed out, if torch gave it up before it
-    finished, else 0.
+    kinds, input_sizes, output_sizes, input_dtypes, output_dtypes: one item for each part of the batch. kinds are such
+        as 'all_reduce' or 'send'.
+    order: the number of the call among all calls of the rank. All parts of a batch have the same number.
+    created_ns: when it was called, in nanoseconds since 1970, by the rank's own clock.
+    failed_ns: when the call would have timed out, if torch gave up the call before it finished, else 0.
     """
 
     kinds: tuple[str, ...]
@@ -108,23 +114,30 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Return 'all_reduce', or the kinds of a batch: 'all_gather and 2 more'."""
+        """Return the kind of the call, such as 'all_reduce'.
+
+        For a batch, return the first kind, as in 'all_gather and 2 more'.
+        """
         first, *more = self.kinds
         return f"{first} and {len(more)} more" if more else first
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank's dump contains. last: the number of the newest collective called in each group.
+    """What the dump of one rank contains.
 
-    timed: the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING). untimed: it has seen one finish
-    but not start. complete: it has kept every call since the start, so that messages to a peer can be counted.
-    backends: 'nccl', 'gloo'. pending: the oldest unfinished call in each group and to each peer, in the order of the
-    calls. places: for each group, the ranks in the group that its messages name: (the rank's own, its peer's).
-    written_ns: when the dump was written, 0 if unknown. only_active: finished calls are not listed
-    (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing. counted: the newest call of each group by pg_status,
-    which may be a message. maybe_pending: sends and receives that are unfinished, or whose batch has finished. kept:
-    the number of entries in the dump.
+    last: for each group, the number of the newest collective that the rank has called.
+    timed: whether the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING).
+    untimed: whether it has seen a call finish but not start.
+    complete: whether it has kept every call since the start. Only then can messages to a peer be counted.
+    backends: such as 'nccl' and 'gloo'.
+    pending: the oldest unfinished call in each group and to each peer, in the order of the calls.
+    places: for each group, the pairs of ranks in the group (the rank's own and its peer's) in the rank's messages.
+    written_ns: when the dump was written, or 0 if unknown.
+    only_active: whether finished calls are not listed (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing.
+    counted: for each group, the newest call according to pg_status. It may be a message.
+    maybe_pending: sends and receives that are unfinished, or whose batch has finished.
+    kept: the number of entries in the dump.
     """
 
     rank: int
@@ -145,23 +158,23 @@ class Recording:
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
 
     def call(self, operation: Operation) -> Call | None:
-        """Return the rank's call of an operation, or None if the recorder has none."""
+        """Return the rank's call in an operation, or None if the recorder does not contain that call."""
         if operation not in self._calls and (batch := self._batches.get(operation)):
             cut = not self.complete and not self.only_active and not batch[0][0] and _is_end(batch[-1][1])
             self._calls[operation] = replace(_call(batch), cut=cut)
         return self._calls.get(operation)
 
     def operations(self) -> Iterable[Operation]:
-        """Return the operations that the recorder lists."""
+        """Return all operations that the recorder contains."""
         return self._batches.keys()
 
     def collectives(self) -> list[tuple[int, Group]]:
-        """Return the place of each recorded collective among the rank's calls, and its group."""
+        """Return, for each recorded collective, its position among the rank's calls, and its group."""
         return [(_order(*batch[0]), group) for (group, what), batch in self._batches.items() if isinstance(what, int)]
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Return whether an unfinished call, or the other end of a peer's message, may have been overwritten.
+        """Return whether the recorder may have overwritten an unfinished call, or the other end of a peer's message.
 
         Such a call is older than all calls that the recorder kept. Calls on other streams of the device may have
         finished since.
@@ -171,15 +184,20 @@ class Recording:
 
 
 def load(data: bytes) -> Mapping[str, Any]:
-    """Return the content of a dump, a pickle or JSON.
+    """Return the content of a dump, which is a pickle or JSON.
 
-    Raise ValueError if it is neither, or if loading it would run code.
+    Raise ValueError if it is neither, or if loading the pickle would run code.
     """
     return dump_reader.load(data)
 
 
 def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
-    """Return the recordings of the ranks whose dumps can be read. Each group has the same name and members in all."""
+    """Return what the readable dumps contain, by rank.
+
+    In the result, each group has the same name and members on all ranks.
+
+    dumps: for each rank, the content of its dump.
+    """
     dumps = {rank: dump for rank, dump in dumps.items() if UNREADABLE not in dump}
     configs = {rank: _configured(dump) for rank, dump in dumps.items()}
     listed: dict[str, list[Group]] = {}
@@ -547,7 +565,7 @@ def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: I
 
 
 def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[str, Any]]:
-    """Return the dumps flight/JOB.STEP.RESTART.rank_N of an attempt, by rank."""
+    """Return the dumps of an attempt by rank, from the files flight/JOB.STEP.RESTART.rank_N in the run folder."""
     found: dict[int, Path] = {}
     for path in sorted((run / FLIGHT).glob("*.rank_*")):
         attempt, _, rank = path.name.rpartition(".rank_")
@@ -561,12 +579,13 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
 
 
 def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
-    """Return the dumps in a folder and below it by rank, the number at the end of each name; {} if there are none.
+    """Return the dumps in a folder and below it, by rank. The number at the end of a file's name is the rank.
 
-    Files with different prefixes belong together if their ranks differ (a prefix or a folder for each node). Otherwise
-    they are from several attempts, and the newest ones count. A file beside readable dumps that is not a dump itself,
-    such as a truncated one, counts as an unreadable dump of its rank. unreadable: if none can be read, return those
-    with 'rank' in their names.
+    If files have different prefixes but all ranks differ, they belong together: there is one prefix or folder per node.
+    Otherwise they are from several attempts, and the newest ones count. If a file next to readable dumps is not a dump
+    itself, for example because it is truncated, it counts as an unreadable dump of its rank.
+
+    unreadable: if no dump can be read, return the files that have 'rank' in their names.
     """
     sets: dict[tuple[Path, str], dict[int, Path]] = {}
     for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
@@ -590,7 +609,7 @@ def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[
 
 
 def has_a_dump(dumps: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether one of the dumps can be read."""
+    """Return whether at least one of the dumps can be read."""
     return any(UNREADABLE not in dump for dump in dumps.values())
 
 

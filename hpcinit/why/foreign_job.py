@@ -1,6 +1,6 @@
-"""Explains a job that hpcinit did not submit: what Slurm reports about it, and the evidence in its logs.
+"""Explains a job that hpcinit did not submit, from what Slurm reports about it and from its logs.
 
-The logs are from srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
+The logs may be from srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 
 @dataclass(frozen=True)
 class Foreign:
-    """What the logs of a job show that hpcinit did not start.
+    """What the logs show about a job that hpcinit did not start.
 
-    evidence: what they show. unknown: what they do not show, with the log line that would show it.
+    evidence: the facts in the logs.
+    unknown: what the logs do not show, with the log line that would show it.
     """
 
     evidence: Evidence
@@ -80,10 +81,11 @@ def gather(
     dumps: Mapping[int, Mapping[str, object]] | None = None,
     preempted_at: str = "",
 ) -> Foreign:
-    """Return the evidence in the logs.
+    """Return what the logs show about the failure of a job.
 
-    state: Slurm's state of the job, '' if unknown. dumps: those of torch's flight recorder. preempted_at: when Slurm
-    preempted the job, or ''.
+    state: Slurm's state of the job, or '' if unknown.
+    dumps: the dumps of torch's flight recorder.
+    preempted_at: when Slurm preempted the job, or ''.
     """
     known = log_lines.labels(logs)
     by_log = [_last_attempt([*log_lines.lines(log, known)]) for log in logs]
@@ -272,7 +274,8 @@ OVER = {"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL",
 class ForeignJob:
     """A job that hpcinit did not start.
 
-    files: the logs that were read. slurm: the fields of sacct or scontrol, by their names, for JSON.
+    files: the logs that were read.
+    slurm: the fields that sacct or scontrol prints, by their names, for JSON.
     """
 
     files: tuple[Path, ...]
@@ -287,10 +290,9 @@ class ForeignJob:
 
 
 def find(name: str, dumps: Mapping[int, Mapping[str, object]] | None = None) -> ForeignJob | None:
-    """Return the job whose logs are at the path `name`.
+    """Return the job whose logs are at the path `name`, or None if there are no logs or if it is a run folder.
 
-    Return None if there is no file or folder with logs, or if it is a run folder. dumps: those of torch's flight
-    recorder, beside the logs.
+    dumps: the dumps of torch's flight recorder, found next to the logs.
     """
     place = Path(name)
     if not name or not place.exists() or (place.is_dir() and any(_ours(place))):
@@ -309,7 +311,10 @@ def _ours(place: Path) -> list[Path]:
 
 
 def of_slurm(job_id: str) -> ForeignJob | None:
-    """Return the job with this id from Slurm, or None if Slurm does not know it, or it neither failed nor has a log."""
+    """Return the job with this id from Slurm. Return None if Slurm does not know the job.
+
+    Also return None if the job has not failed and has no log.
+    """
     if not re.fullmatch(r"\d+(_\d+)?", job_id):
         return None
     shown = _shown(job_id)
@@ -336,7 +341,7 @@ def _job(
 
 
 def state(slurm: Mapping[str, str]) -> str:
-    """Return the state without its reason: CANCELLED for 'CANCELLED by 1000'."""
+    """Return Slurm's state without its reason: CANCELLED for 'CANCELLED by 1000'."""
     return slurm.get("State", "").partition(" ")[0]
 
 

@@ -1,4 +1,4 @@
-"""Gathers the evidence of a run: error records, logs, hang reports, and what Slurm reports about job and nodes."""
+"""Collects the evidence about a run: error records, logs, hang reports, and Slurm's reports about job and nodes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ _NOT_LAST = re.compile(r"^(slurmstepd\S*:(?! error: execve\(\))|srun:|hpcinit: |
 
 
 def gather(path: Path, now: state.State) -> Evidence:
-    """Return the evidence of the last attempt of the run in `path`. now: the run's state."""
+    """Return the evidence about the last attempt of the run in `path`.
+
+    now: the state of the run.
+    """
     attempt = safe_files.json_or_empty(path / run_folder.EXIT)
     job_id = str(attempt.get("job", "")) or now.job_id
     restart = attempt.get("restart")
@@ -116,7 +119,10 @@ def gather(path: Path, now: state.State) -> Evidence:
 
 
 def dumps(path: Path, now: state.State) -> tuple[Mapping[int, Mapping[str, Any]], frozenset[int]]:
-    """Return the flight recorder's dumps of the last attempt, and the ranks whose program ended with status 0."""
+    """Return the flight recorder's dumps of the last attempt, and the ranks whose program ended with status 0.
+
+    now: the state of the run.
+    """
     attempt = safe_files.json_or_empty(path / run_folder.EXIT)
     job_id, restart = str(attempt.get("job", "")) or now.job_id, attempt.get("restart")
     returned = (rank.rank for rank in _started(path, job_id, restart) if rank.returned is not None)
@@ -182,7 +188,7 @@ def _silence(path: Path, now: state.State, job_id: str, restart: object) -> Hang
 
 
 def age_s(path: Path, found: Evidence) -> float:
-    """Return the seconds since the newest error record or line of the job's log."""
+    """Return how many seconds ago the newest error record or line of the job's log was written."""
     written = [one.written for one in found.found]
     with contextlib.suppress(OSError):
         written.append((path / run_folder.JOB_LOG).stat().st_mtime)
@@ -190,9 +196,9 @@ def age_s(path: Path, found: Evidence) -> float:
 
 
 def unwritable(path: Path) -> str:
-    """Return why no file can be written in the run folder now ('No space left on device', a quota).
+    """Return why no file can be written in the run folder now, such as 'No space left on device' or a quota.
 
-    Return '' if one can, or if this user has no permission to write there.
+    If a file can be written, or if this user has no permission to write there, return ''.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix=".hpcinit-", dir=path / run_folder.LOGS, buffering=0) as file:
@@ -212,8 +218,12 @@ def _differences(path: Path, found: Sequence[Found]) -> Iterator[tuple[str, floa
 
 
 class LogEnd(NamedTuple):
-    """The end of a rank's log. last: the last line of the program. oom: Slurm's line about the OOM killer, or ''.
-    watched, ended: the messages of torch's watchdog after the last step. written: when the log changed.
+    """The end of a rank's log.
+
+    last: the last line that the program printed.
+    oom: the line in which Slurm reports that the kernel killed a process for its memory, or ''.
+    watched, ended: the messages of torch's watchdog after the last step, and the errors with which it ended the rank.
+    written: when the log last changed.
     """
 
     last: str
@@ -223,7 +233,7 @@ class LogEnd(NamedTuple):
     written: float
 
     def errors(self, rank: int, host: str) -> Iterator[Found]:
-        """Yield the error with which the watchdog ended the rank, which has no record."""
+        """Yield the error with which torch's watchdog ended the rank. There is no error record of it."""
         for one in self.ended[:1]:
             yield Found(ErrorRecord(self.written, rank, host, one.text, ""), self.written)
 

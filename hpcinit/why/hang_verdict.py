@@ -1,12 +1,13 @@
 """Finds the ranks that cause a hang, from the flight recorder's dumps of all ranks.
 
-Each unfinished call of a rank waits for the other members of its group. A member has not called (its program is
-elsewhere), or has called while its device does not advance, or has left no dump. A member that waits in another group
-itself is a victim, and the search continues with what it waits for. What remains are the root causes.
+Each unfinished call of a rank waits for the other members of its group. Such a member has not made the call (its
+program is elsewhere), or has made the call but its device does not advance, or has left no dump. If a member waits in
+another group itself, it is a victim, and the search continues with the call in which it waits. The ranks that remain
+are the root causes.
 
-A device executes the calls of a rank in order, and a kernel of NCCL starts whether or not its peers have called. So if
-a rank's oldest pending call has not started, or its peers have finished that call, its device or a link does not
-advance.
+A device executes the calls of a rank in order. A kernel of NCCL starts whether or not its peers have made the call. So
+if a rank's oldest unfinished call has not started, or its peers have finished that call, then its device or a link does
+not advance.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ ADVICE = {
 class Culprit:
     """A rank that causes a hang.
 
-    kind: 'not-called', 'device-stuck', 'mismatch', 'no-dump' or 'peer-lost'. group, description, collective, number:
-    the call in which the others wait, with torch's name of the group; number is None for a send or receive.
-    waiting_ranks: those that wait in it. since_ns: when the first of them called, since 1970, or 0 if no dump shows it.
-    shared: the evidence without its subject, worded for several ranks.
+    kind: 'not-called', 'device-stuck', 'mismatch', 'no-dump' or 'peer-lost'.
+    group, description, collective, number: the call in which the other ranks wait. `group` is torch's name of the
+        group. number is None for a send or receive.
+    waiting_ranks: the ranks that wait in this call.
+    since_ns: when the first of them made the call, in nanoseconds since 1970, or 0 if no dump shows it.
+    shared: the evidence as a clause that fits several ranks.
     """
 
     rank: int
@@ -88,12 +91,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Which ranks cause a hang, and which only wait.
+    """Which ranks cause a hang, and which ranks only wait.
 
-    culprits: root causes, the first one first. victims: ranks that wait because of them. unknown: what the dumps do not
-    show, with the log line that would show it. differ: whether ranks called different things, and it is unknown whose
-    call is wrong. shown: whether the dumps show a hang. It is False if there are only lines about unreadable dumps, and
-    no rank waits.
+    culprits: the root causes, the first one first.
+    victims: the ranks that wait because of them.
+    unknown: what the dumps do not show, with the log line that would show it.
+    differ: whether ranks made different calls and it is unknown which call is wrong.
+    shown: whether the dumps show a hang. False if no rank waits, and there is nothing but lines about unreadable dumps.
     """
 
     culprits: tuple[Culprit, ...] = ()
@@ -107,12 +111,12 @@ class HangVerdict:
 
     @property
     def kind(self) -> str:
-        """Return the kind of the failure, as in base/failure_kinds.py."""
+        """Return the kind of the failure, one of base/failure_kinds.py."""
         mismatch = self.culprits[0].kind == MISMATCH if self.culprits else self.differ
         return failure_kinds.MISMATCH if mismatch else failure_kinds.HANG
 
     def lines(self) -> tuple[str, ...]:
-        """Return one sentence per root cause, then what is unknown. Ranks with the same cause share a sentence."""
+        """Return one sentence per root cause, and then what is unknown. Ranks with the same cause share a sentence."""
         shared: dict[tuple[str, str], list[Culprit]] = {}
         for one in self.culprits:
             shared.setdefault((one.kind, one.shared or one.evidence), []).append(one)
@@ -120,7 +124,7 @@ class HangVerdict:
         return (*sentences, *self.unknown)
 
     def document(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the verdict as plain values that JSON can store."""
         culprits = [{k: v for k, v in asdict(one).items() if k not in ("since_ns", "shared")} for one in self.culprits]
         secondary = [f"{_ranks(self.victims)} {_plural(self.victims, 'wait')} because of this"] if self.victims else []
         return {"culprits": culprits, "secondary": secondary, "unknown": list(self.unknown)}
@@ -129,9 +133,11 @@ class HangVerdict:
 def verdict(
     dumps: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str] | None = None, ended: Collection[int] = ()
 ) -> HangVerdict:
-    """Return the root causes of a hang. dumps: rank -> result of flight_recorder.load(). hosts: rank -> its host.
+    """Return which ranks cause a hang, according to the dumps of all ranks.
 
-    ended: ranks whose program ended with status 0.
+    dumps: for each rank, the result of flight_recorder.load().
+    hosts: for each rank, its host.
+    ended: the ranks whose program ended with status 0.
     """
     if not dumps:
         return HangVerdict()
@@ -142,13 +148,13 @@ def verdict(
 
 
 def search(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = ()) -> Search:
-    """Return the wait-for graph of the dumps, for verdict() and for a replay."""
+    """Return which ranks wait for which others, according to the dumps. verdict() and a replay use this."""
     unreadable = {rank: str(dump[UNREADABLE]) for rank, dump in dumps.items() if UNREADABLE in dump}
     return Search(flight_recorder.recordings(dumps), unreadable, ended)
 
 
 class Search:
-    """The wait-for graph of one hang."""
+    """Which ranks wait for which others in one hang."""
 
     def __init__(
         self, ranks: Mapping[int, Recording], unreadable: Mapping[int, str], ended: Collection[int] = ()
@@ -248,11 +254,11 @@ class Search:
         return next(filter(fits, candidates), candidates[0])
 
     def is_listed(self, group: Group) -> bool:
-        """Return whether the dumps list all members, even those that never used the group."""
+        """Return whether the dumps list all members of the group, even members that never used it."""
         return bool(group.members) or group.description == DEFAULT
 
     def concerned(self, operation: Operation) -> frozenset[int]:
-        """Return the global ranks that take part in an operation."""
+        """Return the ranks that take part in an operation, as global ranks."""
         group, what = operation
         if isinstance(what, Message):
             order = self.orders[group]
@@ -262,7 +268,7 @@ class Search:
     # What a rank has done about an operation
 
     def state(self, rank: int, operation: Operation) -> str | None:
-        """Return the state of a rank's call, or None if the rank has made no call."""
+        """Return the state of a rank's call in an operation, or None if the rank has not made the call."""
         one = self.ranks[rank]
         if call := one.call(operation):
             return call.state
@@ -454,7 +460,7 @@ class Search:
         return calls, sized, typed
 
     def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
-        """Return what must be equal on all ranks that have called the operation, by rank."""
+        """Return, for each rank that has called the operation, the values that must agree between the ranks."""
         return self._keys(operation, *self._compared(operation, ranks))
 
     def _keys(
@@ -668,7 +674,7 @@ class Search:
         return [call for call in calls if call]
 
     def called(self, operation: Operation) -> str:
-        """Return the operation as in 'all_reduce number 42 of group tp (3)'."""
+        """Return the operation as text, such as 'all_reduce number 42 of group tp (3)'."""
         name = _message(operation) if isinstance(operation[1], Message) else self.name(operation)
         return f"{name} {_where(operation)}"
 
@@ -708,7 +714,7 @@ class Search:
 
 
 class Clause(NamedTuple):
-    """The evidence against a culprit without its subject, in the singular and the plural."""
+    """The evidence against a rank, worded as a clause without a subject. It has a singular and a plural form."""
 
     one: str
     several: str

@@ -1,4 +1,4 @@
-"""Reads those parts of a large log that can show a failure: its start, its end, and lines after failure messages."""
+"""Reads the parts of a large log that can show a failure: the start, the end, and lines after failure messages."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\))
 
 
 def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
-    """Return the text, with a line '...' for each skipped part, and the number of skipped bytes.
+    """Return the text of a log, and how many bytes were skipped. Each skipped part is replaced by a line '...'.
 
-    most: logs of up to this many bytes are read completely. Raise OSError if the file cannot be read.
+    Raise OSError if the file cannot be read.
+
+    most: logs of up to this many bytes are read completely.
     """
     size = os.fstat(file.fileno()).st_size
     if size <= max(most, START):
@@ -65,7 +67,7 @@ def read(file: BinaryIO, most: int = WHOLE) -> tuple[str, int]:
 
 
 def decoded(data: bytes) -> str:
-    """Return the text of a log without colors and a byte-order mark."""
+    """Return the text of a log, without color codes and without a byte-order mark."""
     text = data.decode(errors="replace").removeprefix("\ufeff")
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 

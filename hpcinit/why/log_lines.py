@@ -1,9 +1,9 @@
-"""Reads log lines without the prefixes of launchers, containers and log frameworks, and finds the rank of each line.
+"""Reads log lines, removes the prefixes that launchers, containers and log frameworks add, and finds each line's rank.
 
-The lines of a rank are recognized by their prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun,
-'[rank: 3]' of Lightning, '[1,3]<stderr>:' of mpirun) or by the name of their file. A task of srun can be a torchrun
-agent, and '[default1]:' is a local rank; both then name no rank. Prefixes can be in any order. Others are learned: text
-that precedes a traceback or a message of Slurm on several lines is a prefix.
+The rank follows from a prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun, '[rank: 3]' of
+Lightning, '[1,3]<stderr>:' of mpirun) or from the name of the file. If a task of srun is a torchrun agent, or
+'[default1]:' is a local rank, the prefix does not show a rank. A line may have several prefixes, in any order. Other
+prefixes are learned: if the same text precedes several lines of a traceback or of Slurm's messages, it is a prefix.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ _AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
 class Log:
     """The text of one log.
 
-    text: the file's content. rank: the rank that writes it, None if several do. written: its modification time.
-    skipped: the number of bytes missing in the text.
+    text: the content of the file.
+    rank: the rank that writes this log, or None if several ranks do.
+    written: when the file last changed.
+    skipped: how many bytes are missing in the text.
     """
 
     text: str
@@ -96,8 +98,11 @@ class Log:
 
 
 class Line(NamedTuple):
-    """A line without its prefixes. rank: who printed it, NO_RANK if unknown. stream: equal for lines of one process.
-    clock: the time of day at its start, or ''.
+    """A log line without its prefixes.
+
+    rank: the rank that printed it, or NO_RANK if unknown.
+    stream: equal for all lines of the same process.
+    clock: the time of day at the start of the line, or ''.
     """
 
     rank: int
@@ -107,7 +112,7 @@ class Line(NamedTuple):
 
 
 def files(place: Path) -> list[Path]:
-    """Return the log files at `place`, a file or a folder."""
+    """Return the log files at `place`, which is a file or a folder."""
     if place.is_file():
         return [place]
     found = {path for name in NAMES for path in place.rglob(name) if path.is_file()}
@@ -115,7 +120,7 @@ def files(place: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path]) -> list[Log]:
-    """Return the logs, oldest first. Skip files that cannot be read."""
+    """Return the logs, oldest first. Unreadable files are skipped."""
     found = []
     numbers = _numbers([path.name for path in paths])
     for path in paths:
@@ -143,7 +148,11 @@ def _numbers(names: Sequence[str]) -> set[int]:
 
 @dataclass(frozen=True)
 class Labels:
-    """Whether a task of srun, and a local rank of torchrun, is a rank."""
+    """What the numbers in prefixes mean.
+
+    task: whether the number of an srun task is a rank.
+    local: whether the number of a torchrun process on its node is a rank.
+    """
 
     task: bool
     local: bool
@@ -155,7 +164,7 @@ def labels(logs: Sequence[Log]) -> Labels:
 
 
 def lines(log: Log, known: Labels) -> Iterator[Line]:
-    """Yield the lines of a log."""
+    """Yield the lines of a log, without their prefixes."""
     text = _WITHOUT_LINE_END.sub("\n", textwrap.dedent(log.text))
     every = [part for line in text.splitlines() for part in _unpacked(line[:MOST_LINE].rstrip())]
     outer = _Prefixes([_TIME.sub("", line, count=1) for line in every])

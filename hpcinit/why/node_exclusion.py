@@ -1,4 +1,4 @@
-"""Finds failures that a node caused, and records them in the table of the cluster's nodes."""
+"""Finds failures that a node caused, and adds them to the cluster's record of failed nodes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FAULTS = (b"Node failure on", b"Task launch for")  # printed by srun; records/jo
 
 
 def record_faulty_nodes(run: Path, found: Evidence) -> None:
-    """Add the node failures in the evidence `found` to the table, if this user owns the run.
+    """Add the node failures in the evidence to the cluster's record, if this user owns the run.
 
-    Ignore it if the table cannot be written.
+    If the record cannot be written, do nothing.
     """
     if not safe_files.is_own(run):
         return
@@ -41,7 +41,7 @@ def record_faulty_nodes(run: Path, found: Evidence) -> None:
 
 
 def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[NodeFailure]:
-    """Return the node failures of the runs in `runs_dir` on this cluster that changed in the last `expiry_h` hours.
+    """Return the node failures in those runs of `runs_dir` on this cluster that changed in the last `expiry_h` hours.
 
     Every submission calls this, so it neither queries Slurm nor reads the logs of ranks.
     """
@@ -154,7 +154,8 @@ class NodeFault(NamedTuple):
 def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
     """Return each faulty node, once per kind of fault.
 
-    If the OOM killer acted, Slurm's messages do not show a faulty node, because a lack of memory can take a node down.
+    If the kernel killed a process for its memory, Slurm's messages do not prove that the node is faulty, because a lack
+    of memory can take a node down.
     """
     found = [*_of_errors(evidence)]
     if not evidence.oom:
@@ -188,7 +189,7 @@ def _of_errors(evidence: Evidence) -> Iterator[NodeFault]:
 
 
 def hardware_fault(text: str) -> str:
-    """Return 'Xid 79', 'ECC', ... for an error message about broken hardware, else ''."""
+    """Return the kind of hardware fault that an error message reports, such as 'Xid 79' or 'ECC', or ''."""
     for number in _XID.findall(text):
         if int(number) in node_records.DEVICE_XIDS:
             return f"Xid {number}"

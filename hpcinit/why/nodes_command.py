@@ -1,4 +1,7 @@
-"""`hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]`: shows or changes excluded nodes."""
+"""Implements `hpcinit nodes`: shows and changes which nodes are excluded because they failed.
+
+hpcinit nodes [cluster=x ...] [--json] [--add NODE --why TEXT] [--forget NODE]
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from hpcinit.slurm import nodelist
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings of a submission: the cluster's name, excluded_nodes.limit and excluded_nodes.expiry_h."""
+    """The settings that decide whether a node of a cluster is excluded.
+
+    limit, expiry_h: excluded_nodes.limit and excluded_nodes.expiry_h.
+    """
 
     cluster: str
     limit: int
@@ -27,7 +33,10 @@ class Limits:
 
 
 def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
-    """Run the command. Return the exit status. configured: returns the limits of a submission with overrides."""
+    """Run the command and return its exit status.
+
+    configured: a function that returns the limits that a submission with these overrides has.
+    """
     options = console.parse_arguments(nodes_parser(), list(argv))
     if odd := [one for one in options.overrides if "=" not in one]:
         raise RequestError(f"{odd[0]!r} is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3")

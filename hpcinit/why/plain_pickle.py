@@ -1,9 +1,9 @@
 """Reads a pickle of plain values that another user may have written. It calls nothing, and limits time and memory.
 
-Python's unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every value, so
-a dump of 200 MB takes 2 GB. This reader knows only the opcodes of plain values, executes each in constant time, and
-creates only the last items of a long list of dicts. It finds the ends of the others with a regular expression, because
-a Python loop over all opcodes of 200 MB takes 10 s.
+Python's own unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every
+value, so a dump of 200 MB takes 2 GB of memory. This reader knows only the opcodes of plain values and executes each in
+constant time. Of a long list of dicts, it creates only the last items. It finds where the other items end with a
+regular expression, because a Python loop over all opcodes of 200 MB takes 10 s.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MOST_KEY = 1 << 31  # among larger numbers, many can have one hash
 
 
 class Incomplete(ValueError):
-    """The bytes end too early."""
+    """The data ends too early."""
 
 
 class Forgotten(ValueError):
-    """A value refers to part of an item that was skipped."""
+    """A value refers to part of an item that the reader has skipped."""
 
 
 EARLY = "it ends too early"
@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class Reader:
-    """A machine for the opcodes of one pickle."""
+    """Reads one pickle by executing its opcodes."""
 
     def __init__(
         self,
@@ -66,8 +66,10 @@ class Reader:
     ) -> None:
         """Prepare to read the dict in `data` and the last `most` items of its list `key`.
 
-        take: called with each complete item; returns what to keep of it. check: called regularly; raises ValueError to
-        stop reading. skip: do not create other items. If a later value refers to part of one, it contains FORGOTTEN.
+        take: a function that is called with each complete item. It returns what to keep of the item.
+        check: a function that is called regularly. It raises ValueError to stop reading.
+        skip: whether to skip all other items of the list. If a later value refers to part of a skipped item, it
+            contains FORGOTTEN.
         unneeded: a key of items whose value may be FORGOTTEN too.
         """
         self.data, self.key, self.take, self.check = data, key, take, check
@@ -82,7 +84,7 @@ class Reader:
     def read(self) -> tuple[dict[Any, Any], list[Any], int]:
         """Return the dict, the last items of its list `key`, and the number of earlier items.
 
-        The list in the dict is empty. Raise ValueError for other values, and Incomplete for part of a pickle.
+        In the dict, the list is empty. Raise ValueError for other values, and Incomplete if the pickle is cut off.
         """
         document = self._run(0)
         if not isinstance(document, dict):

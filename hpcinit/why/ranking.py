@@ -1,33 +1,26 @@
-"""Ranks the findings: which one is the first cause.
+"""Ranks the findings to decide which one is the first cause of the failure.
 
-A finding that another one explains does not count. Of the rest, the first one with the highest grade is the verdict.
+If another finding explains a finding, it does not count. The verdict is the first of the remaining findings with the
+highest grade.
 
-| grade      | what shows the failure                                                      | explained by          |
-|------------|-----------------------------------------------------------------------------|-----------------------|
-| PROVEN     | dumps of torch's flight recorder name ranks that others wait for            | a failure of that rank|
-| WAITING    | stacks: some ranks wait in a collective, and others do not                  | a failure of that rank|
-| STATED     | a message of torch, NCCL or gloo names the rank that others wait for        | a failure of that rank|
-| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: those, NODE |
-| RAISED     | an error that no other rank causes, after which its rank printed no step    |                       |
-| NODE       | Slurm reports the loss of a node                                            |                       |
-| MEMORY     | Slurm reports the kernel's OOM killer                                       |                       |
-| HUNG       | ranks timed out in a collective, and nothing shows for which rank they wait | any failure above     |
-| ENDED      | Slurm ended the job: a time limit, scancel, a preemption                    |                       |
-| STOPPED    | most ranks died of SIGTERM                                                  |                       |
-| TERMINATED | a rank died of SIGTERM before Slurm ended the step                          |                       |
-| INTERRUPTED| a rank was interrupted by SIGINT                                            |                       |
-| NOTED      | a line without a traceback has a known message of a failure                 |                       |
-| EXITED     | a launcher lists an exit status other than 0 of a rank without an error     |                       |
-| EARLY      | a rank ended with status 0 while others failed                              |                       |
-| DIFFERENT  | errors were raised in different collectives                                 |                       |
-| UNLISTED   | all ranks that are listed failed because of one that is not                 |                       |
-| MISSING    | a rank has no error, and the collective of all others timed out             |                       |
-| LOST       | all errors are consequences of another rank's failure                       |                       |
-| SCRIPT     | the batch script or srun failed, and no rank did                            |                       |
-| NOTHING    | no failure is in the evidence                                               |                       |
+| grade | what shows the failure | explained by |
+|------------|-----------------------------------------------------------------------------|-----------------------| |
+PROVEN | dumps of torch's flight recorder name ranks that others wait for | a failure of that rank| | WAITING | stacks:
+some ranks wait in a collective, and others do not | a failure of that rank| | STATED | a message of torch, NCCL or gloo
+names the rank that others wait for | a failure of that rank| | KILLED | a signal ended a rank, and no rank had failed
+before | an abort: those, NODE | | RAISED | an error that no other rank causes, after which its rank printed no step | |
+| NODE | Slurm reports the loss of a node | | | MEMORY | Slurm reports the kernel's OOM killer | | | HUNG | ranks timed
+out in a collective, and nothing shows for which rank they wait | any failure above | | ENDED | Slurm ended the job: a
+time limit, scancel, a preemption | | | STOPPED | most ranks died of SIGTERM | | | TERMINATED | a rank died of SIGTERM
+before Slurm ended the step | | | INTERRUPTED| a rank was interrupted by SIGINT | | | NOTED | a line without a traceback
+has a known message of a failure | | | EXITED | a launcher lists an exit status other than 0 of a rank without an error
+| | | EARLY | a rank ended with status 0 while others failed | | | DIFFERENT | errors were raised in different
+collectives | | | UNLISTED | all ranks that are listed failed because of one that is not | | | MISSING | a rank has no
+error, and the collective of all others timed out | | | LOST | all errors are consequences of another rank's failure | |
+| SCRIPT | the batch script or srun failed, and no rank did | | | NOTHING | no failure is in the evidence | |
 
-A failure of a rank is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain every
-hang.
+"A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain
+every hang.
 """
 
 from __future__ import annotations
@@ -72,11 +65,12 @@ OF_RANKS = (Grade.KILLED, Grade.RAISED, Grade.TERMINATED, Grade.EXITED, Grade.EA
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding of one source of evidence.
+    """What one source of evidence shows about a failure.
 
-    verdict: the text and the fields of the answer if this is the first cause. ranks: those at fault; () if unknown.
+    verdict: the answer to the user if this is the first cause.
+    ranks: the ranks at fault, or () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
-    shown: False if the failure only follows from a missing line. Then it explains nothing.
+    shown: False if the failure only follows from a missing line. Such a finding explains no other.
     """
 
     grade: Grade
@@ -87,7 +81,7 @@ class Finding:
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
-    """Return whether `cause` is why `effect` happened."""
+    """Return whether `cause` is the reason why `effect` happened."""
     if effect.abort:
         return cause.grade in (*HANGS, Grade.RAISED, Grade.NODE)
     if effect.grade not in HANGS or cause.abort or not cause.shown:
@@ -102,7 +96,10 @@ def explains(cause: Finding, effect: Finding) -> bool:
 
 
 def first(findings: Sequence[Finding]) -> Finding:
-    """Return the finding that is the first cause. Readers return findings of the same grade in the order of time."""
+    """Return the finding that is the first cause of the failure.
+
+    If findings have the same grade, the first in the list counts, because readers yield findings in the order of time.
+    """
     left = [one for one in findings if not any(explains(other, one) for other in findings)]
     found = min(left or findings, key=lambda one: one.grade)
     named = [one for one in findings if one.grade in HANGS and len(one.ranks) == 1 and explains(found, one)]

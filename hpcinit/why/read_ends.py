@@ -1,4 +1,4 @@
-"""Finds how ranks ended, from the lists of srun and other launchers, and which ranks are missing among the errors."""
+"""Finds how ranks ended, from the lists that srun and other launchers print, and which ranks have no error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READ_LOGS = "read the job's log, and the logs of ranks without an error record"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the ends that no error record explains."""
+    """Yield how ranks ended, if no error record explains it."""
     yield from _signals(evidence)
     yield from _sigterm(evidence)
     yield from _exits(evidence)
@@ -45,9 +45,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return the ranks that a signal killed before the step was aborted.
+    """Return the ranks that a signal killed before the step was aborted, or None.
 
-    Return None if the launcher listed a rank that failed with an error before.
+    If the launcher listed a rank that failed with an error before that, return None, too.
     """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:

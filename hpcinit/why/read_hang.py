@@ -1,4 +1,4 @@
-"""Findings about hangs, from dumps of torch's flight recorder, the hang report, and stacks of a silent program."""
+"""Finds which ranks cause a hang, from flight recorder dumps, the hang report, and the stacks of a silent program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STUCK = (
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what the dumps prove and what the stacks show."""
+    """Yield what the dumps and the stacks show about a hang."""
     report = evidence.hang or _of_record(evidence)
     culprits = evidence.flight.culprits
     waits = report is not None and not report.nobody_waits
@@ -89,7 +89,11 @@ def _of_report(report: HangReport, evidence: Evidence) -> Finding:
 
 
 def of_odd_call(odd: Waiting, calls: tuple[Waiting, ...], evidence: Evidence) -> Verdict:
-    """Return the verdict on ranks that wait in a different call than the majority."""
+    """Return the verdict on ranks that wait in a different call than the majority does.
+
+    odd: these ranks and their call.
+    calls: all calls in which ranks wait.
+    """
     others = next(call for call in calls if call is not odd)
     head = f"the ranks called different collectives{evidence.at_step}: {odd}; {others}"
     host = evidence.hosts.get(odd.ranks[0], "")
@@ -97,7 +101,10 @@ def of_odd_call(odd: Waiting, calls: tuple[Waiting, ...], evidence: Evidence) ->
 
 
 def of_silence(evidence: Evidence, report: HangReport, head: str = "") -> Verdict:
-    """Return the verdict on a run that reports no steps while no rank prints. head: the state of its job."""
+    """Return the verdict on a run that reports no steps and whose ranks have all stopped printing.
+
+    head: the state of the job.
+    """
     first, *rest = report.lines()
     if not report.stuck and (odd := hang_report.different_call(report.waiting)):
         verdict = of_odd_call(odd, report.waiting, evidence)

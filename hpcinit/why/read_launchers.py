@@ -1,4 +1,4 @@
-"""Reads how ranks ended from the messages of torchrun, accelerate, DeepSpeed, mpirun and Lightning."""
+"""Reads how ranks ended, from the messages of torchrun, accelerate, DeepSpeed, mpirun and Lightning."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def is_of_launcher(error: Error) -> bool:
 
 
 def is_report(error: Error) -> bool:
-    """Return whether with this error a launcher only reports that something else failed."""
+    """Return whether the error is only a launcher's report that something else failed."""
     return bool(_LAUNCHER.search(error.text))
 
 
 def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
-    """Yield an error for each host that pdsh could not reach. ssh prints its own message before it."""
+    """Yield an error for each host that pdsh could not reach. ssh prints its own message before that."""
     for number, line in enumerate(lines):
         if found := _SSH.match(line.text):
             own = [one.text for one in lines[:number] if one.stream.startswith(f"{found[1]}:")]
@@ -90,9 +90,9 @@ def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
 
 
 def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
-    """Return (time, whether it is not the first observed failure, end) for the ranks in torchrun's tables.
+    """Return how ranks ended, according to the tables that torchrun prints on every node.
 
-    Every node prints a table.
+    Each item is (time, whether it is not the first observed failure, how the rank ended).
     """
     ends: list[tuple[str, bool, End]] = []
     fields: dict[str, str] = {}
@@ -116,14 +116,16 @@ def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
 
 
 def about_ends(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines that can report how a rank ended."""
+    """Return the lines that may report how a rank ended."""
     return [line for line in lines if _WORDS.search(line.text)]
 
 
 def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
-    """Return the ends of ranks that other launchers report. lines: those about ends.
+    """Return how ranks ended, according to the messages of other launchers than torchrun.
 
-    with_error: ranks that printed an error. listed: whether srun or torchrun list how ranks ended.
+    lines: what about_ends() returned.
+    with_error: the ranks that printed an error.
+    listed: whether srun or torchrun already list how ranks ended.
     """
     known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_by_rank(lines)]
     return known if known or listed else _without_rank(lines)

@@ -1,4 +1,4 @@
-"""Findings about errors, from the error records of ranks and the logs of other launchers."""
+"""Finds the error that caused a failure, from the error records of ranks and the logs of other launchers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the errors that are not consequences of another rank's, in order, then an interrupt."""
+    """Yield the errors that no other rank's failure caused, in the order of time.
+
+    If a rank was interrupted, yield that last.
+    """
     ordered = evidence.ordered
     for one in ordered:
         if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:
@@ -62,7 +65,7 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
 
 
 def is_cause(one: Found, evidence: Evidence) -> bool:
-    """Return whether the error is not a consequence of another rank's failure or of the end of the job."""
+    """Return whether neither another rank's failure nor the end of the job caused this error."""
     if causes.is_secondary(one.record) or is_interrupt(one.record):
         return False
     ended = evidence.log.cancelled
@@ -115,7 +118,10 @@ def _stated(
 
 
 def who(record: ErrorRecord) -> str:
-    """Return 'rank 3 on n2', without a part that the log of another launcher does not show."""
+    """Return the rank with its host, such as 'rank 3 on n2'.
+
+    A part that the log of another launcher lacks is omitted.
+    """
     subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{subject} on {record.host}" if record.host else subject
 

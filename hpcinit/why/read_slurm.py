@@ -1,4 +1,4 @@
-"""Findings from Slurm: a lost node, the OOM killer, the end of the job, a batch script or srun that failed."""
+"""Finds failures that Slurm reports: a lost node, the OOM killer, the end of the job, a failed batch script or srun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = "read the message: an option, a variable of the environment, a file or
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what Slurm reports about the job and its nodes."""
+    """Yield the failures that Slurm reports about the job and its nodes."""
     log, ended = evidence.log, evidence.log.cancelled
     lost = log.lost or tuple(evidence.nodes if evidence.state == "NODE_FAIL" else ())
     if lost or evidence.state in ("NODE_FAIL", "BOOT_FAIL") or (ended and ended.why == "NODE FAILURE"):

@@ -1,7 +1,8 @@
 """Reads errors from log lines: tracebacks of Python and rich, exception groups, and messages without a traceback.
 
-Ranks write to one log, so tracebacks are interleaved, and each process is read separately. If exceptions were raised
-while another was handled, the last counts. An error after which its process continued training was handled.
+Ranks may write to the same log, so that their tracebacks are interleaved. Therefore the lines of each process are read
+separately. If an exception was raised while another was handled, the last one counts. If a process continued training
+after an error, the error was handled.
 """
 
 from __future__ import annotations
@@ -65,12 +66,17 @@ _HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback
 
 @dataclass(frozen=True)
 class Error:
-    """An error in a log. rank: who printed it, or whom the message names. text: its message, of several lines.
+    """An error in a log.
 
-    traceback: with its frames. number: that of its line. handled: whether its process continued training. alone:
-    whether the message has no traceback, because the program caught the exception. host: in the prefix of its line, ''
-    if unknown. raised_from: the message of the exception that is its direct cause. in_thread: whether it ended only a
-    thread of its process.
+    rank: the rank that printed it, or the rank that the message names.
+    text: the message, which may have several lines.
+    traceback: the traceback with its frames.
+    number: the number of its line in the log.
+    handled: whether the process continued training after the error.
+    alone: whether the message has no traceback, because the program caught the exception.
+    host: the host in the prefix of the line, or '' if unknown.
+    raised_from: the message of the exception that is its direct cause.
+    in_thread: whether the error ended only a thread of its process.
     """
 
     rank: int
@@ -85,12 +91,12 @@ class Error:
 
     @property
     def whole(self) -> str:
-        """Return its message and that of its direct cause, which may show the kind of failure."""
+        """Return the message together with that of its direct cause, which may show the kind of failure."""
         return f"{self.text}\n{self.raised_from}".rstrip()
 
 
 def read(lines: Sequence[Line]) -> list[Error]:
-    """Return the errors in the order of their lines."""
+    """Return the errors in the log, in the order of their lines."""
     streams: dict[str, list[tuple[int, Line]]] = {}
     for number, line in enumerate(lines):
         streams.setdefault(line.stream, []).append((number, line))

@@ -1,4 +1,4 @@
-"""Reads what torch's NCCL watchdog prints on each rank, and finds the rank for which the others wait.
+"""Reads what torch's NCCL watchdog prints on each rank, and finds the rank for which the others are waiting.
 
 ProcessGroupNCCL.cpp prints '[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812,
 OpType=ALLREDUCE, NumelIn=1024, ...)', '... last enqueued NCCL work: 812, last completed NCCL work: 811', and "watchdog
@@ -45,7 +45,7 @@ BLOCKED = "a call of CUDA or NCCL does not return there: look for Xid errors in 
 
 
 def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
-    """Return what the watchdogs of ranks report, and the errors that ended the ranks."""
+    """Return the messages of the watchdogs, and the errors with which they ended ranks."""
     watched: list[Watched] = []
     errors: list[Error] = []
     for number, line in enumerate(lines):
@@ -86,7 +86,10 @@ def _rank(line: Line, found: re.Match[str]) -> int:
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the ranks for which the others wait, from number and type of the call in which each rank timed out."""
+    """Yield the ranks for which the others are waiting, according to the call in which each rank timed out.
+
+    The calls are compared by their numbers and types.
+    """
     known = [one for one in evidence.watched if one.rank != NO_RANK]
     if not evidence.watched:
         return

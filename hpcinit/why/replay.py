@@ -1,7 +1,8 @@
-"""Replays a hang: a gloo program with the calls of the dumps must block at the same call, and finish when repaired.
+"""Checks the verdict on a hang with a replay: a gloo program makes the calls in the dumps.
 
-If the verdict blames a rank that only waits, or misses one at fault, the unrepaired program does not block as the dumps
-do (why/replay_program.py). jobs/replay_ranks.py runs the programs with one process per rank.
+The program must block at the same call, and must finish after it is repaired. The verdict may be wrong: it may blame a
+rank that only waits, or miss a rank at fault. Then the unrepaired program does not block as the dumps do
+(why/replay_program.py). jobs/replay_ranks.py runs the programs with one process per rank.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ NO_DEVICE = "all ranks have made the calls that do not finish: a device or a lin
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay. text: the same as a sentence.
+    """The result of a replay.
 
-    ranks, groups, calls: how many were replayed. blocked_at: the calls that the ranks at fault did not make, and in
-    which others wait. same_call: whether the calls that blocked are those that the dumps show as unfinished, or None if
-    nothing was replayed. finished: whether the repaired program finished, or None without one. not_replayed: what the
-    replay does not show.
+    text: the result as a sentence.
+    ranks, groups, calls: how many were replayed.
+    blocked_at: the calls that the ranks at fault did not make, and in which other ranks wait.
+    same_call: whether the calls that blocked are those that the dumps show as unfinished. None if nothing was replayed.
+    finished: whether the repaired program finished. None if there is no repaired program.
+    not_replayed: what the replay does not show.
     """
 
     text: str
@@ -62,9 +65,12 @@ class Replay:
 
 
 def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), python: str = "") -> Replay:
-    """Run the program of the dumps as it is, and repaired. ended: ranks whose program ended with status 0.
+    """Run the program that makes the calls in the dumps, once unchanged and once repaired. Return what happened.
 
-    python: an interpreter with torch, '' for this one. Raise RequestError if it has no torch.
+    Raise RequestError if the interpreter has no torch.
+
+    ended: the ranks whose program ended with status 0.
+    python: an interpreter with torch, or '' for the one that runs this process.
     """
     try:
         program = Program(hang_verdict.search(dumps, ended))
@@ -77,7 +83,7 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
 
 
 def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
-    """Return what jobs/replay_ranks.py found with the program as it is, and with the repaired one."""
+    """Return the result of a replay, given what jobs/replay_ranks.py reports about both programs."""
     if failed := next((one for one in results if one["error"] or not one["settled"]), None):
         raise NotReplayable(failed["error"] or "a rank of the replay has ended")
     steps = {rank: program.steps(rank, repaired=False) for rank in program.ranks}
@@ -148,7 +154,7 @@ def _not_replayed(program: Program) -> Iterator[str]:
 
 
 def run(programs: Sequence[Mapping[str, Any]], python: str, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
-    """Run the programs one after the other with jobs/replay_ranks.py, and leave no process behind."""
+    """Run the programs one after the other with jobs/replay_ranks.py. No process is left behind."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pipes |= {"text": True, "errors": "replace", "start_new_session": True}

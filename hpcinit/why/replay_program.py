@@ -1,11 +1,12 @@
-"""Makes the program of a replay: for each rank the calls that its dump lists, as they are and repaired.
+"""Makes the program for a replay: for each rank, the calls that its dump lists, unchanged and repaired.
 
-It has the process groups of the dumps. A collective of any kind is an all_reduce of one number, because with gloo the
-root of a broadcast or a scatter does not wait for the others. Where ranks make different calls, gloo raises an error
-and NCCL waits. So a call that differs is made in a copy of the group, which the other ranks do not use.
+The program has the process groups of the dumps. Every kind of collective becomes an all_reduce of one number, because
+with gloo the root of a broadcast or a scatter does not wait for the others. If ranks make different calls, gloo raises
+an error, but NCCL waits. So a call that differs is made in a copy of the group, which the other ranks do not use.
 
-A dump ends where its rank waits. A rank that only waits would continue afterwards, so in the replay it makes, after
-its unfinished calls, those in which others wait for it. A rank at fault makes them only in the repaired program.
+A dump ends where its rank waits. A rank that only waits would continue afterwards. So in the replay, after its
+unfinished calls, it makes the calls in which other ranks wait for it. A rank at fault makes these calls only in the
+repaired program.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ PENDING = (SCHEDULED, STARTED)
 
 
 class Step(NamedTuple):
-    """A call of one rank. variant: which of different calls it is, 0 for the usual one. after: the rank's steps that
-    must have finished, by index.
+    """A call that one rank makes in the replay.
+
+    variant: which call it is if ranks made different calls, or 0 for the usual one.
+    after: which of the rank's steps, by index, must have finished before.
     """
 
     operation: Operation
@@ -36,11 +39,14 @@ class Step(NamedTuple):
 
 
 class NotReplayable(ValueError):
-    """The dumps cannot be replayed. The text is the reason."""
+    """The dumps cannot be replayed. The text of the error is the reason."""
 
 
 class Program:
-    """The calls of all ranks. Raise NotReplayable if there are too many, or no unfinished one."""
+    """The calls of all ranks in a replay.
+
+    Raise NotReplayable if there are too many calls, or no unfinished one.
+    """
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -68,7 +74,7 @@ class Program:
             return frozenset()
         near = frozenset().union(*(self.search.concerned(operation) for operation in self.causes.values()))
         if not 0 < len(near) <= MOST_RANKS:
-            raise NotReplayable(f"{len(near) or size} ranks take part, and a replay has at most {MOST_RANKS}")
+            raise NotReplayable(f"{len(near) or size} ranks take part, but a replay can have at most {MOST_RANKS}")
         self.left[f"the other {size - len(near)} ranks, and calls that wait for an older one"] = 1
         return near
 
@@ -81,7 +87,7 @@ class Program:
         if self.near:
             operations = {one: None for one in operations if self.near.issuperset(self.search.concerned(one))}
         if (size := sum(len(self.search.concerned(one)) for one in operations)) > MOST_RECORDED:
-            raise NotReplayable(f"the dumps have {size} calls, and a replay reads at most {MOST_RECORDED}")
+            raise NotReplayable(f"the dumps contain {size} calls, but a replay reads at most {MOST_RECORDED}")
         joined = {operation[0] for operation in operations if self._lacks_a_member(operation)}
         for operation in operations:
             group, what = operation
@@ -96,7 +102,7 @@ class Program:
             elif isinstance(what, int) or not complete:
                 self.left["finished calls that the recorder of a rank has overwritten"] += 1
         if not any(map(is_open, found.values())):
-            raise NotReplayable("the dumps show no rank that waits in a call whose ranks they list")
+            raise NotReplayable("no rank in the dumps waits in a call whose members the dumps list")
         return found
 
     def _lacks_a_member(self, operation: Operation) -> bool:
@@ -152,7 +158,7 @@ class Program:
             (streams, MOST_STREAMS, "streams of calls"),
         ):
             if number > most:
-                raise NotReplayable(f"the dumps have {number} {what}, and a replay has at most {most}")
+                raise NotReplayable(f"the dumps contain {number} {what}, but a replay can have at most {most}")
 
     # In which order
 
@@ -167,7 +173,7 @@ class Program:
         return sorted(found, key=lambda operation: self._order(rank, operation))
 
     def is_queued(self, operation: Operation) -> bool:
-        """Return whether all ranks made the same unfinished call: it waits for an older one on a device."""
+        """Return whether all ranks made the same call and it waits on a device for an older unfinished call."""
         states = self.states[operation]
         return is_open(states) and None not in states.values() and operation not in self.variants
 
@@ -187,7 +193,7 @@ class Program:
         return collectives if any(collectives.values()) else older
 
     def steps(self, rank: int, *, repaired: bool) -> list[Step]:
-        """Return the calls of a rank, with those of each stream in order."""
+        """Return the calls of a rank. The calls on each stream are in order."""
         mine = [operation for operation, states in self.states.items() if rank in states]
         mine.sort(key=lambda operation: self._order(rank, operation))
         made = [operation for operation in mine if self.states[operation][rank] is not None]
@@ -216,7 +222,7 @@ class Program:
         return "send" if self.search.orders[group][what.src] == rank else "recv"
 
     def document(self, *, repaired: bool) -> dict[str, Any]:
-        """Return the program for jobs/replay_ranks.py."""
+        """Return the program in the form that jobs/replay_ranks.py reads."""
         at = {rank: place for place, rank in enumerate(self.ranks)}
         members: dict[Any, list[int]] = {}  # of each group, and of its copies for different calls
         for operation, states in self.states.items():

@@ -1,4 +1,4 @@
-"""Finds the line of the setup (cluster.modules, venv, conda, setup) that failed before the ranks started."""
+"""Finds which line of the set-up (cluster.modules, venv, conda, setup) failed before the ranks started."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ _PROBLEM = re.compile(r"(?i)error|not found|no such|unknown|denied|fail|cannot")
 
 
 def read(path: Path, attempt: Mapping[str, Any], output: Sequence[str]) -> SetupLine | None:
-    """Return the line that ended the script before the ranks started, or else the first that failed, or None.
+    """Return the set-up line that ended the script before the ranks started.
 
-    attempt: exit.json. output: the last lines of the job's log that are not Slurm's.
+    If there is none, return the first line that failed, or None if no line did.
+
+    attempt: the content of exit.json.
+    output: the last lines of the job's log, without Slurm's.
     """
     ended = _NOTED.fullmatch(str(attempt.get("line", "")))
     failed = _NOTED.fullmatch(str(attempt.get("failed", "")))
@@ -47,13 +50,13 @@ def _line(script: Path, number: int) -> str:
 
 
 def described(line: SetupLine) -> str:
-    """Return the line with its status and message."""
+    """Return the failed line with its exit status and its message, as text."""
     which = line.typed or "a line of cluster.modules or cluster.setup"
     return f"{which}: exit status {line.status}" + (f": {line.message}" if line.message else "")
 
 
 def verdict(line: SetupLine) -> Verdict:
-    """Return the verdict on a script that ended at a line before the ranks started."""
+    """Return the verdict on a batch script that ended at this line, before the ranks started."""
     do = "correct cluster.modules, cluster.venv or cluster.setup, whichever has this line, and submit again"
     if line.status == 127:
         do = f"the command does not exist on that node, or is not in PATH: {do}"

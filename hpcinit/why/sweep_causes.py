@@ -1,4 +1,4 @@
-"""Groups the failed tasks of a sweep by cause."""
+"""Groups the failed tasks of a sweep by the cause of their failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from hpcinit.why.evidence import Verdict
 
 @dataclass(frozen=True)
 class Group:
-    """Failed tasks with one cause. verdict: the verdict on the first of them."""
+    """Failed tasks that have the same cause.
+
+    verdict: the verdict on the first of them.
+    """
 
     tasks: tuple[Task, ...]
     verdict: Verdict
@@ -28,7 +31,10 @@ class Group:
 
 
 def grouped(tasks: Sequence[Task], explain: Callable[[Task], Verdict]) -> list[Group]:
-    """Return the failed tasks by the kind of failure and its error, in which numbers may differ; largest first."""
+    """Group the failed tasks by the kind of failure and by the error, largest group first.
+
+    Errors that differ only in numbers count as equal.
+    """
     found: dict[tuple[str, str], tuple[list[Task], Verdict]] = {}
     for task in tasks:
         if (task.state.over and task.state.status) or task.state.purged:
@@ -40,7 +46,7 @@ def grouped(tasks: Sequence[Task], explain: Callable[[Task], Verdict]) -> list[G
 
 
 def lines(path: Path, tasks: Sequence[Task], groups: Sequence[Group]) -> list[str]:
-    """Return the text for a terminal."""
+    """Return the groups as text for a terminal."""
     failed = sum(len(group.tasks) for group in groups)
     text = [f"{failed or 'none'} of {counted(len(tasks), 'task')} failed ({find_runs.count_states(tasks)})"]
     for group in groups:

@@ -1,4 +1,4 @@
-"""`hpcinit why RUN [--replay] [--json]`: shows the first failure of a run, its cause, and what to do next."""
+"""Implements `hpcinit why RUN [--replay] [--json]`: shows a run's first failure, its cause, and what to do next."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, u
 
 
 def culprits(verdict: Verdict) -> list[dict[str, Any]]:
-    """Return the ranks at fault with the fields of a hang verdict's culprits; [] if unknown."""
+    """Return the ranks at fault, each with the fields of a Culprit, or [] if unknown."""
     if verdict.rank is None:
         return []
     call = {"group": "", "description": "", "collective": "", "number": None, "waiting_ranks": ()}
@@ -221,7 +221,7 @@ def culprits(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def explain_run(path: Path, now: state.State) -> Verdict:
-    """Return the verdict on a run, with a warning about process groups whose size differs from the job's."""
+    """Return the verdict on a run. If a process group's size differs from the job's, add a warning."""
     with slurm_client.on_cluster(job_record.clusters(path)):
         verdict, found = _explain(path, now), world_size.read(path)
         if (
@@ -378,7 +378,7 @@ def _of_unfinished(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def lines(path: Path, verdict: Verdict) -> list[str]:
-    """Return the verdict as text for a terminal, at most a screen."""
+    """Return the verdict as text for a terminal, at most one screen long."""
     run = shlex.quote(str(path))
     before = [restarts.restarts_line(restarts.read(path)), restarts.line_inside(restarts.read_inside(path))]
     text = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, *before] if line)]

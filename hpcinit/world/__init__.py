@@ -1,7 +1,7 @@
-"""The World: the rank of this process, the number of ranks, its host and the host of rank 0.
+"""Defines World: the rank of this process, the number of ranks, this rank's host and the host of rank 0.
 
-All values are read from the variables of one launcher. Reading each variable separately could combine a stale `RANK`
-with a current `SLURM_LOCALID`; then nothing fails until a collective hangs.
+All values are read from the variables of one launcher. If each variable were read separately, a stale `RANK` could be
+combined with a current `SLURM_LOCALID`. Nothing would fail until a collective hangs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hpcinit.base.errors import WorldError
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all ranks. The values of a World are always consistent.
+    """This rank's place among all ranks. The values of a World never contradict each other.
 
-    Raise WorldError if the values contradict each other.
+    Raise WorldError if the given values contradict each other.
 
     Attributes:
         launcher: the launcher whose variables were read, as in 'slurm'.
@@ -28,7 +28,7 @@ class World:
         hosts: node names in the order of node_rank; empty if the launcher does not name them (torchrun).
         master_addr: the host of rank 0.
         master_ports: candidates for rank 0's port, in order of preference.
-        job: the unique name of this start (job, step, restart). Ports and nonces depend on it.
+        job: the unique name of this attempt (job, step, restart). Ports and nonces depend on it.
         warnings: contradicting values of other launchers in the environment, one sentence each.
         master_known: False if this rank cannot know rank 0's host. Then master_addr and the order of hosts are
             guesses, and rank 0, whose master_addr is its own host, must publish it.
@@ -66,12 +66,15 @@ class World:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes, computed from the sizes if the launcher neither names nor counts them."""
+        """Return the number of nodes.
+
+        If the launcher neither names nor counts them, compute it from the numbers of ranks.
+        """
         return len(self.hosts) or self.node_count or -(-self.world_size // self.local_world_size)
 
     @property
     def host(self) -> str:
-        """Return this rank's node name, or '' if the launcher does not name hosts."""
+        """Return the name of this rank's node, or '' if the launcher does not name the nodes."""
         return self.hosts[self.node_rank] if self.hosts else ""
 
 
@@ -81,7 +84,7 @@ def _within(name: str, value: int, size_name: str, size: int) -> None:
 
 
 def number(env: Mapping[str, str], key: str, advice: str) -> int:
-    """Return `env[key]` as an int. Raise WorldError with `advice` if it is missing or not a number."""
+    """Return the variable `key` as a whole number. If it is missing or not a number, raise WorldError with `advice`."""
     text = env.get(key)
     if text is None:
         raise WorldError(f"{key} is not set, expected a number: {advice}")
@@ -97,10 +100,10 @@ ENV_WORLD = "HPCINIT_WORLD"
 
 
 def exports(world: World) -> dict[str, str]:
-    """Return the variables of torch's `env://` and of torchrun, so that scripts for either run unchanged.
+    """Return the environment variables that scripts for torch's `env://` and for torchrun read.
 
-    Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment variables). HPCINIT_WORLD, the world's
-    job, shows to which world the others belong.
+    So these scripts run unchanged. Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment
+    variables). HPCINIT_WORLD, which contains the job of this world, shows to which world the other variables belong.
     """
     return {
         "RANK": str(world.rank),

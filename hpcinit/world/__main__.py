@@ -1,4 +1,4 @@
-"""`python -m hpcinit.world`: prints what hpcinit reads from its environment, as one JSON object."""
+"""Implements `python -m hpcinit.world`: prints what hpcinit reads from the environment, as one JSON object."""
 
 from __future__ import annotations
 

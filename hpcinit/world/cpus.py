@@ -1,4 +1,4 @@
-"""Reads the CPUs that the kernel lists, and shares them among ranks."""
+"""Reads which CPUs the kernel lists, and divides them among ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ PROC = Path("/proc")
 
 
 def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
-    """Return the CPUs for the rank at `place` among the `ranks` that share these cores. Each core is given as its CPUs.
+    """Return the CPUs for one rank when several ranks divide these cores among themselves.
 
-    Ranks get whole cores if there are enough, else single CPUs. If there are fewer CPUs than ranks, every rank gets
-    all.
+    If there are enough cores, each rank gets whole cores, else single CPUs. If there are fewer CPUs than ranks, every
+    rank gets all CPUs.
+
+    cores: the cores, each given as its CPUs.
+    ranks: how many ranks divide the cores.
+    place: the number of this rank among them, from 0.
     """
     parts = [list(core) for core in cores]
     if len(parts) < ranks:
@@ -29,7 +33,7 @@ def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
 
 
 def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
-    """Return the CPUs that an unbound process of this job could use: those online and in its control group."""
+    """Return the CPUs that a process of this job could use without a binding: online and in the job's control group."""
     online = numbers((sysfs / "devices/system/cpu/online").read_text())
     for line in read_or_empty(proc / "self/cgroup").splitlines():
         # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.
@@ -47,7 +51,7 @@ def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
 
 
 def cores(near: set[int], sysfs: Path = SYSFS) -> list[list[int]]:
-    """Return the CPUs in `near` grouped by core, ordered by the first CPU of each."""
+    """Group the CPUs in `near` by core, in the order of each core's first CPU."""
     found: dict[tuple[int, ...], list[int]] = {}
     for cpu in sorted(near):
         siblings = read_or_empty(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -1,4 +1,4 @@
-"""What a rank runs: versions, commit and run folder. All are read from files, without importing any package."""
+"""Finds out what a rank runs (versions, commit and run folder) from files, without importing any package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu
 
 
 def fingerprint(folder: Path | None = None) -> dict[str, str]:
-    """Return versions, the commit of the working folder, and the run folder. Import no package."""
+    """Return what this rank runs: versions, the commit of the working folder, and the run folder.
+
+    No package is imported for this.
+    """
     made_of = {"python": platform.python_version()}
     for package in PACKAGES:
         if version := versions.installed(package):
@@ -26,7 +29,10 @@ def fingerprint(folder: Path | None = None) -> dict[str, str]:
 
 
 def commit(folder: Path) -> str:
-    """Return the commit that is checked out in `folder` or above it, or ''. This reads two small files, without git."""
+    """Return the git commit that is checked out in `folder` or in a folder above it, or ''.
+
+    This reads two small files and does not run git.
+    """
     for place in (folder, *folder.parents):
         try:
             head = (place / ".git/HEAD").read_text().strip()

@@ -1,7 +1,8 @@
-"""Finds an address of a node that every other node can reach, and this node's own interfaces. Linux.
+"""Finds an address of a node that every other node can reach, and lists this node's own interfaces. Linux only.
 
-For example, the template '{host}i' makes jwb0001i from jwb0001, for a cluster whose fast network has separate names. A
-plain suffix is added to the first label: 'i' makes n1i.site from n1.site. Two kinds of address are never used:
+If the fast network of a cluster has separate names, a template describes them. For example, the template '{host}i'
+makes jwb0001i from jwb0001. A plain suffix is added to the first label: 'i' makes n1i.site from n1.site. Two kinds of
+address are never used:
 
 - 127.0.1.1: Debian's installer maps a machine's own name to it, and no other node can connect to it.
 - fe80::1 (link-local): it means a different machine on each interface.
@@ -34,17 +35,21 @@ _ALIAS = re.compile(r"([^:,]+):(\[[^]]*\]|[^:,\[\]]*):([^:,]*)")
 
 
 class Found(NamedTuple):
-    """An address, and a note about how it was found, or ''."""
+    """An address of a node.
+
+    note: how the address was found, or ''.
+    """
 
     address: str
     note: str = ""
 
 
 def rename_host(host: str, template: str) -> str:
-    """Return the name of `host` on the network that `template` describes: '{host}-ib0', or a plain suffix.
+    """Return the name of `host` on the network that `template` describes.
 
-    With '' it is unchanged. Raise ConfigError unless the template has exactly one {host} and no other placeholder.
-    Raise WorldError if the result is not a host name.
+    The template is as in '{host}-ib0', or a plain suffix. With the template '', return `host` unchanged. Raise
+    ConfigError unless the template has exactly one {host} and no other placeholder. Raise WorldError if the result is
+    not a host name.
     """
     rest = template.replace(PLACEHOLDER, "", 1)
     if "{" in rest or "}" in rest:
@@ -59,14 +64,14 @@ def rename_host(host: str, template: str) -> str:
         name = host if _is_address(host) else f"{label}{template}{dot}{domain}"
     if not (_is_address(name) or (_NAME.fullmatch(name) and len(name) <= 255)):
         raise WorldError(
-            f"the host template {template!r} makes {name!r} of the node {host!r}, which is not a host name: expected "
-            "letters, digits, '-' and '.'"
+            f"the host template {template!r} makes {name!r} from the node name {host!r}, but that is not a host name: "
+            "expected letters, digits, '-' and '.'"
         )
     return name
 
 
 def resolve(host: str) -> Sequence[str]:
-    """Return the addresses of a name, in the system's order. Raise OSError if the name does not resolve."""
+    """Return the addresses of a host name, in the system's order. Raise OSError if the name does not resolve."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -78,11 +83,14 @@ def find_address(
     node_addr: Callable[[str], str | None] = lambda _: None,
     template: str = "",
 ) -> Found:
-    """Return an address of `host` for a job on `nodes` nodes.
+    """Return an address of `host` that the other nodes of the job can reach.
 
-    Try the name that the template makes, then `host`, then Slurm's address. All nodes get the same result, unless some
-    cannot resolve names that others can. node_addr: returns Slurm's address of the node (NodeAddr); called only if no
-    name resolves. Raise WorldError if no address is found.
+    Try the name that the template makes, then `host`, then the address that Slurm has for the node. All nodes get the
+    same result, unless some nodes cannot resolve names that others can. Raise WorldError if no address is found.
+
+    nodes: the number of nodes in the job.
+    node_addr: a function that returns the address that Slurm has for a node (NodeAddr). Called only if no name
+        resolves.
     """
     renamed = rename_host(host, template) if template else host
     made = f" (which cluster.host_template {template!r} makes of {host})" if renamed != host else ""
@@ -119,7 +127,7 @@ def find_address(
 
 
 def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
-    """Return one of a name's addresses: no loopback, IPv4 before IPv6, else in the given order.
+    """Choose one of the addresses of a name: no loopback, IPv4 before IPv6, and otherwise the first.
 
     Raise WorldError if other nodes cannot connect to any of them.
     """
@@ -129,22 +137,22 @@ def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
         usable = [ip for ip in parsed if ip.is_loopback]
     if not usable:
         raise WorldError(
-            f"{host} is {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address that the "
-            f"other {nodes - 1} nodes can connect to: a line of /etc/hosts on {socket.gethostname()} maps the name to "
-            "the machine itself; remove the name from that line"
+            f"{host} resolves to {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address "
+            f"that the other {nodes - 1} nodes can connect to: a line in /etc/hosts on {socket.gethostname()} maps the "
+            "name to the machine itself; remove the name from that line"
         )
     return str(min(usable, key=lambda ip: ip.version))
 
 
 def in_url(host: str, port: int) -> str:
-    """Return 'n1:20000', or '[fd00::1]:20000' for an IPv6 address."""
+    """Return host and port for a URL, such as 'n1:20000', or '[fd00::1]:20000' for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def node_aliases(text: str) -> dict[str, str]:
-    """Return the address of each node in SLURM_NODE_ALIASES, which Slurm sets for nodes whose names may not resolve.
+    """Return the address of each node in SLURM_NODE_ALIASES. Slurm sets this variable if nodes' names may not resolve.
 
-    '(null)' means none. Raise WorldError for text that Slurm would not have written.
+    '(null)' means that there is none. Raise WorldError if Slurm would not have written such a text.
     """
     if text in {"", "(null)"}:
         return {}
@@ -171,7 +179,10 @@ def _is_address(text: str) -> bool:
 
 
 def holding(address: str) -> str:
-    """Return the interface that has `address`, as in 'eth0', or '' if none has it or interfaces cannot be read."""
+    """Return the name of the interface that has `address`, such as 'eth0'.
+
+    If no interface has it, or if the interfaces cannot be read, return ''.
+    """
     wanted = ipaddress.ip_address(address.partition("%")[0])
     try:
         found = _ipv4() if wanted.version == 4 else _ipv6()
@@ -182,12 +193,15 @@ def holding(address: str) -> str:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Return the address family of a numeric address."""
+    """Return the address family (IPv4 or IPv6) of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def towards(address: str) -> str:
-    """Return this node's address from which the kernel would send to `address`, or '' without a route. Send nothing."""
+    """Return which of this node's addresses the kernel would use to send to `address`, or '' if there is no route.
+
+    Nothing is sent.
+    """
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -197,9 +211,10 @@ def towards(address: str) -> str:
 
 
 def default_address() -> str:
-    """Return this node's address on its default route, or else its first one that is not loopback or link-local.
+    """Return this node's address on its default route. Without one, return its first usable address.
 
-    Return '' if it has none. Nothing is sent to the addresses below; they are reserved for documentation.
+    Loopback and link-local addresses are not usable. If there is no usable address, return ''. Nothing is sent to the
+    addresses below; they are reserved for documentation.
     """
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):
@@ -212,7 +227,7 @@ def default_address() -> str:
 
 
 def blind_spot(name: str, resolver: Resolver = resolve) -> str:
-    """Explain why other nodes could not connect to a program that listens at this node's own `name`, or return ''.
+    """Return why other nodes could not connect to a program that listens at this node's own name, or '' if they could.
 
     gloo uses the first of the name's addresses that it can bind, or loopback if there is none (torch,
     GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
@@ -227,7 +242,7 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
 
 
 def interface_names() -> tuple[str, ...]:
-    """Return the sorted names of this node's interfaces, including labels of addresses such as 'eth0:1'."""
+    """Return the sorted names of this node's network interfaces, including address labels such as 'eth0:1'."""
     found = {name for _, name in socket.if_nameindex()}
     with contextlib.suppress(OSError, ValueError):  # labels are rare
         found.update(name for name, _ in _ipv4())
@@ -235,20 +250,25 @@ def interface_names() -> tuple[str, ...]:
 
 
 def unmatched_by_gloo(value: str, there: Collection[str]) -> list[str]:
-    """Return the names in GLOO_SOCKET_IFNAME, 'eth0,eth1', that do not exist. torch requires all of them, in full.
+    """Return the names in GLOO_SOCKET_IFNAME (such as 'eth0,eth1') that are not interfaces of this node.
 
-    torch (2.13) ignores a value with only one character.
+    torch requires that all of them exist under exactly these names. torch (2.13) ignores a value with only one
+    character.
+
+    there: the names of this node's interfaces.
     """
     return [name for name in value.split(",") if name and name not in there] if len(value) > 1 else []
 
 
 def unmatched_by_nccl(value: str, there: Collection[str]) -> list[str]:
-    """Return [value] if NCCL_SOCKET_IFNAME selects none of the interfaces, else [].
+    """Return [value] if NCCL_SOCKET_IFNAME selects none of this node's interfaces, else [].
 
         eth,ib              those that start with one of these      =eth0,ib0       exactly these
         ^docker,lo          all but those that start so             ^=docker0       all but exactly this
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+
+    there: the names of this node's interfaces.
     """
     listed = value.removeprefix("^")
     exact = listed.startswith("=")
@@ -269,7 +289,7 @@ READS: dict[str, tuple[str, Callable[[str, Collection[str]], list[str]]]] = {
 
 
 def first_of_ours(addresses: Sequence[str]) -> str:
-    """Return the first of `addresses` that belongs to this node, or ''."""
+    """Return the first of `addresses` that is an address of this node, or ''."""
     for address in addresses:
         with socket.socket(family(address), socket.SOCK_STREAM) as probe:
             try:

@@ -1,8 +1,10 @@
-"""Computes a job's candidate ports for the rendezvous, torch's store and MASTER_PORT. They are the same on every rank.
+"""Computes which ports a job may use for the rendezvous, torch's store and MASTER_PORT.
 
-They are outside the range that the kernel assigns, unless the user sets `comm.ports` for a site whose firewall opens
-only some ports. The batch script exports that value as HPCINIT_PORTS, and rank 0's node then uses no other ports. gloo
-and NCCL still use ports in the kernel's range for connections between ranks.
+Every rank computes the same ports.
+
+These ports are outside of the range that the kernel assigns to connections. If a site's firewall opens only some ports,
+the user sets `comm.ports`. The batch script exports that value as HPCINIT_PORTS, and rank 0's node then uses no other
+ports. gloo and NCCL still use ports from the kernel's range for connections between ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ _SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
 
 
 def candidate_ports(job: str) -> tuple[int, ...]:
-    """Return PORT_COUNT + LOW_PORT_COUNT different ports for one start of a job, the same on every rank.
+    """Return the ports that one attempt of a job may use, equal on every rank.
 
-    job: the name of the job, its step and its restart. They are spread by a hash, because jobs with consecutive ids
-    share nodes, and consecutive ports would collide when one job needs two.
+    There are PORT_COUNT + LOW_PORT_COUNT different ones. A hash determines them, because jobs with consecutive ids
+    share nodes. If the ports were consecutive too, jobs that need two ports each would collide.
+
+    job: the name of the attempt: job, step and restart.
     """
     span, low_span = LAST_PORT - FIRST_PORT + 1, LOW_LAST_PORT - LOW_FIRST_PORT + 1
     digest = hashlib.sha256(job.encode()).digest()
@@ -48,9 +52,9 @@ def candidate_ports(job: str) -> tuple[int, ...]:
 
 
 def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the candidates, first those that this node does not assign to outgoing connections.
+    """Sort the ports so that those that this node does not assign to outgoing connections are first.
 
-    Also return a warning if there are fewer than the two that rank 0 needs, else ''.
+    Also return a warning if there are fewer of these than the two that rank 0 needs, else ''.
     """
     try:
         first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
@@ -69,7 +73,10 @@ def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
 
 
 def problem(text: str) -> str:
-    """Explain why `text` is not a value of comm.ports, as a message without the key's name; return '' if it is one."""
+    """Return why `text` is not a valid value of comm.ports, or '' if it is valid.
+
+    The message does not contain the name of the key.
+    """
     if text == FROM_ENV:
         return ""
     first, dash, last = text.partition("-")
@@ -88,7 +95,10 @@ def problem(text: str) -> str:
 
 
 def candidates(text: str, job: str) -> tuple[int, ...]:
-    """Return the candidate ports for one start of a job. A single port is used as MASTER_PORT, and the next two."""
+    """Return the ports that one attempt of a job may use, according to comm.ports.
+
+    A single port becomes MASTER_PORT, and the two ports after it are used, too.
+    """
     first, dash, last = text.partition("-")
     low = int(first)
     if not dash:
@@ -99,7 +109,7 @@ def candidates(text: str, job: str) -> tuple[int, ...]:
 
 
 def of_job(env: Mapping[str, str], job: str) -> tuple[int, ...]:
-    """Return the candidate ports for one start of a job, the same on every rank: the user's, or hpcinit's.
+    """Return the ports that one attempt of a job may use, equal on every rank: the user's if set, or else hpcinit's.
 
     Raise WorldError if HPCINIT_PORTS is not valid.
     """
@@ -116,7 +126,7 @@ def of_job(env: Mapping[str, str], job: str) -> tuple[int, ...]:
 
 
 def fixed(env: Mapping[str, str], world: World) -> World:
-    """Return `world` with the user's ports, and with the user's MASTER_ADDR if HPCINIT_PORTS=env requests that."""
+    """Return `world` with the user's ports. If HPCINIT_PORTS=env, also use the user's MASTER_ADDR."""
     if not env.get(ENV_PORTS) or len(world.master_ports) == 1:  # a single port is already the user's or torchrun's
         return world
     address = env.get("MASTER_ADDR") if env[ENV_PORTS] == FROM_ENV else None

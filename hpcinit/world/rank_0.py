@@ -1,4 +1,7 @@
-"""Finds rank 0: its host and addresses as seen from this node, and what rank 0 writes into the run folder."""
+"""Finds rank 0: its host, and the addresses under which this node can reach it.
+
+Rank 0 can publish them in the run folder.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from hpcinit.world import World, network, ports
 
 
 def addresses(world: World, template: str) -> list[network.Found]:
-    """Return rank 0's addresses as seen from this node, likeliest first. Raise WorldError with what to fix.
+    """Return the addresses under which this node may reach rank 0, likeliest first.
+
+    If there is none, raise WorldError that shows what to fix.
 
     template: comm.host_template, or ''.
     """
@@ -87,12 +92,13 @@ def _rank_0_file(world: World) -> Path | None:
 
 
 def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
-    """Write rank 0's host to a file, for ranks that cannot compute it (--distribution=arbitrary without its file).
+    """Write rank 0's host into the run folder, for ranks that cannot compute it.
 
-    With `address`, where rank 0 listens, write that too, for nodes that cannot resolve its name. me: {host, pid}.
+    This is the case with --distribution=arbitrary if there is no host file. With `address`, also write the address at
+    which rank 0 listens, for nodes that cannot resolve the host's name. If the file shows that a second process acts as
+    rank 0 on another node, raise BringUpError that names both.
 
-    The file also reveals a second process that claims rank 0 and listens on another node. Then raise BringUpError that
-    names both.
+    me: the host and the process id of rank 0.
     """
     path = _rank_0_file(world)
     if path is None or world.nodes == 1:

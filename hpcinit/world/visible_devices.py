@@ -1,4 +1,4 @@
-"""Reads which devices the environment lets this process see, and which of them is this rank's.
+"""Reads which devices the environment lets this process see, and which of them this rank should use.
 
 CUDA_VISIBLE_DEVICES    "2,1"            in this order; the first invalid entry ends the list ("0,2,-1,1" is 0 and 2)
                         "" "-1" "0,0"    none; Slurm writes "NoDevFiles" for none
@@ -45,7 +45,7 @@ LOCAL_SIZES = {
 
 @dataclass(frozen=True)
 class Visible:
-    """The devices that a process can see.
+    """The devices that this process can see.
 
     names: indices or UUIDs as the variables list them, or None if no variable restricts them.
     set_by: the variables that have an effect, as 'NAME=value'.
@@ -60,10 +60,11 @@ class Visible:
 
 
 def read(env: Mapping[str, str], kind: str, is_task: bool = False) -> Visible:
-    """Return the devices of `kind` (cuda, rocm or xpu) that `env` makes visible. Other kinds are not restricted.
+    """Return which devices the environment `env` lets this process see.
 
-    is_task: whether this rank is a task that Slurm started. Under torchrun or mpirun, a task's devices belong to all
-    ranks that it started.
+    kind: cuda, rocm or xpu. For other kinds, nothing is restricted.
+    is_task: whether Slurm started this rank as a task. A rank under torchrun or mpirun is none: the devices of the task
+        belong to all ranks that the task started.
     """
     names = _READERS[kind](env) if kind in _READERS else None
     bound = _PER_TASK.search(next((env[name] for name in BINDINGS if name in env), "")) if is_task else None
@@ -78,9 +79,12 @@ def read(env: Mapping[str, str], kind: str, is_task: bool = False) -> Visible:
 
 
 def index_of(env: Mapping[str, str], kind: str, count: int, world: World) -> int:
-    """Return the index of this rank's device among the `count` of `kind` that torch sees.
+    """Return the index of the device that this rank should use, among the devices that torch sees.
 
     Raise BringUpError, on every rank of the node, if there are more ranks than devices.
+
+    kind: cuda, rocm or xpu.
+    count: how many devices of this kind torch sees.
     """
     visible = read(env, kind, is_task=world.launcher == "slurm")
     size = world.local_world_size
@@ -95,7 +99,7 @@ def index_of(env: Mapping[str, str], kind: str, count: int, world: World) -> int
 
 
 def given(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables, as 'NAME=value', that give this process devices; () if one of them hides all devices."""
+    """Return the variables that give this process devices, as 'NAME=value'. If one hides all devices, return ()."""
     if any(reader(env) == () for reader in (cuda, _rocr, xpu)):
         return ()
     names = (*GIVEN, *dict.fromkeys(name for names in VARIABLES.values() for name in names))
@@ -103,7 +107,7 @@ def given(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tuple[str, ...] | None:
-    """Return the list as torch and the driver read it, or None if the variable is not set."""
+    """Return the devices in the variable in the way in which torch and the driver read it, or None if it is not set."""
     text = env.get(variable)
     if text is None:
         return None
@@ -120,7 +124,10 @@ def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tupl
 
 
 def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the entries of HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES."""
+    """Return the ROCm devices that this process can see, or None if no variable restricts them.
+
+    These are the entries of HIP_VISIBLE_DEVICES, or else of CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES.
+    """
     inner = cuda(env, "HIP_VISIBLE_DEVICES") if "HIP_VISIBLE_DEVICES" in env else cuda(env)
     outer = _rocr(env)
     if outer is None or inner is None:
@@ -134,7 +141,10 @@ def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def xpu(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the devices. Tiles count as devices; with ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE, cards do."""
+    """Return the XPU devices that this process can see, or None if no variable restricts them.
+
+    Each tile counts as a device. With ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE, each card does.
+    """
     text = env.get("ZE_AFFINITY_MASK")
     if not text:
         return None  # as if it were not set
@@ -165,8 +175,9 @@ def _number(word: str) -> str:
 
 
 def _on_node(env: Mapping[str, str]) -> int | None:
-    """Return SLURM_GPUS_ON_NODE, the step's devices on this node. --ntasks-per-gpu multiplies it, because tasks share
-    them.
+    """Return SLURM_GPUS_ON_NODE, the step's devices on this node.
+
+    --ntasks-per-gpu multiplies it, as tasks share them.
     """
     devices, sharing = env.get("SLURM_GPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_GPU", "1")
     return int(devices) * int(sharing) if devices.isdigit() and sharing.isdigit() else None

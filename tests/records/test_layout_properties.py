@@ -74,7 +74,7 @@ def reason(message: str, degrees: dict[str, int], nodes: int, per_node: int, acr
     if found := re.match(r"parallel\.(\w+) is (-?\d+), expected 1 or more", message):
         assert degrees[found[1]] == int(found[2]) < 1
         return "value"
-    if "are -1, expected at most one" in message:
+    if "are -1, but at most one of them may be" in message:
         assert len(open_) == 2
         return "open"
     if found := re.match(r"ep (\d+) does not divide (\w+) (\d+)", message):

@@ -144,7 +144,7 @@ def test_two_jobs_with_the_same_ports(world: World) -> None:
             {"key": "from before the requeue"},
             "a process of this job with another secret: start all ranks in one folder",
         ),
-        ({"job": "77.0.1#0"}, "hpcinit of another job, start or version"),
+        ({"job": "77.0.1#0"}, "a rank 0 of another job, of another attempt, or with another version of hpcinit"),
     ],
 )
 def test_a_rank_of_another_start_is_not_accepted(

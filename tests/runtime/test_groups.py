@@ -231,7 +231,7 @@ def test_a_missing_process_of_another_project(peers: str) -> None:
     """Without a process that uses vLLM's or torch's functions, rank 0's error names address, time and cause."""
     port = free_port()
     said = str(_join(0, port, 2, peers=peers))
-    assert f"side group 's' at 127.0.0.1:{port}: no group of 2 in 2 s: " in said
+    assert f"side group 's' at 127.0.0.1:{port}: could not form a group of 2 processes within 2 s: " in said
     assert f"Do all other ranks use {peers}'s functions with this address, port and number of processes?" in said
 
 

@@ -212,7 +212,7 @@ def test_what_a_function_cannot_do(folder: Path) -> None:
     with pytest.raises(ConfigError, match="stderr_to_stdout is a parameter of submitit that does not apply"):
         run.update_parameters(stderr_to_stdout=False)
     run.max_pickle_size_gb = 0
-    with pytest.raises(RequestError, match="GB of pickles, expected at most 0"):
+    with pytest.raises(RequestError, match="GB as pickles, expected at most 0"):
         run.submit(abs, 1)
     assert not [path for path in (folder / "jobs").iterdir() if path.is_dir()]
 

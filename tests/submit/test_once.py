@@ -334,7 +334,7 @@ def test_there_is_no_third_attempt(
     with pytest.raises(MaybeSubmitted) as raised:
         hand_over(script_in(tmp_path), os.environ, tokens.new(), patience_s=20, confirm=True)
     assert (tmp_path / "calls").read_text() == "called\n" * 2
-    assert "2 attempts may each have made a job, but Slurm shows none of them; the job may exist" in str(raised.value)
+    assert "2 attempts may each have made a job, but Slurm shows no such job; the job may exist" in str(raised.value)
     assert [f"scontrol show job {job_id}" for job_id in named] == re.findall(r"scontrol show .*", str(raised.value))
 
 

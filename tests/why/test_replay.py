@@ -142,13 +142,13 @@ def test_what_cannot_be_replayed() -> None:
     assert modeled(job.dumps()).text.startswith("all ranks have made the calls that do not finish: a device or a link")
     job = hang_scenarios.Job({"0": ("default_pg", FOUR)})
     job.all("0", "all_reduce")
-    assert modeled(job.dumps()).text.startswith("the dumps show no rank that waits")
+    assert modeled(job.dumps()).text.startswith("no rank in the dumps waits in a call")
     job = hang_scenarios.Job({"0": ("default_pg", range(100))})
     job.all("0", "all_reduce", hang_scenarios.STARTED, but=[7])
-    assert modeled(job.dumps()).text == "100 ranks take part, and a replay has at most 64"
+    assert modeled(job.dumps()).text == "100 ranks take part, but a replay can have at most 64"
     job = hang_scenarios.Job({"0": ("default_pg", FOUR)}, kept=4000)
     job.all("0", "all_reduce", hang_scenarios.SCHEDULED, but=[3], times=3000)
-    assert modeled(job.dumps()).text == "the dumps have 3000 unfinished calls, and a replay has at most 2000"
+    assert modeled(job.dumps()).text == "the dumps contain 3000 unfinished calls, but a replay can have at most 2000"
 
 
 def test_a_group_of_many_ranks() -> None:

@@ -190,8 +190,8 @@ def test_complete_variables_without_a_launcher() -> None:
     assert launchers.read(STALE | {"WORLD_SIZE": "1", "RANK": "0"}).launcher == "single"
     without = {name: value for name, value in STALE.items() if name != "LOCAL_RANK"}
     assert refusal(without) == (
-        "RANK is 7 and WORLD_SIZE is 8, but LOCAL_RANK is not set, expected this rank's number among those that share "
-        "the node's devices (0 if the rank sees only its own device)"
+        "RANK is 7 and WORLD_SIZE is 8, but LOCAL_RANK is not set. Set it to this rank's index among the ranks that "
+        "share the node's devices (0 if the rank sees only its own device)"
     )
     assert refusal(STALE | {"RANK": "8"}) == "rank is 8, expected 0 to 7 (world_size is 8)"
 
@@ -404,7 +404,7 @@ def test_initialized_horovod_must_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert launchers.read(HOROVOD[1]).rank == 1
     assert refusal(HOROVOD[0]) == (
         "Horovod is initialized as rank 1 of 2, and horovod started this process as rank 0 of 2: start the ranks with "
-        "one of them only"
+        "only one of the two"
     )
     assert "Horovod is initialized as rank 1 of 2, and slurm started this process as rank 2 of 4" in refusal(step())
 

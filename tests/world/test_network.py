@@ -60,7 +60,9 @@ def test_a_template_that_makes_no_name(template: str) -> None:
     if template == "{host}.":
         assert network.rename_host("n1", template) == "n1."
         return
-    with pytest.raises(WorldError, match="of the node 'n1', which is not a host name: expected letters, digits"):
+    with pytest.raises(
+        WorldError, match="from the node name 'n1', but that is not a host name: expected letters, digits"
+    ):
         network.rename_host("n1", template)
 
 
@@ -90,8 +92,8 @@ def test_an_address_that_no_other_node_reaches(addresses: list[str]) -> None:
     with pytest.raises(WorldError) as caught:
         network.pick_address("n1", addresses, 4)
     assert str(caught.value) == (
-        f"n1 is {', '.join(addresses) or 'no address'} on {HERE}, expected an address that the other 3 nodes can connect "
-        f"to: a line of /etc/hosts on {HERE} maps the name to the machine itself; remove the name from that line"
+        f"n1 resolves to {', '.join(addresses) or 'no address'} on {HERE}, expected an address that the other 3 nodes can "
+        f"connect to: a line in /etc/hosts on {HERE} maps the name to the machine itself; remove the name from that line"
     )
 
 

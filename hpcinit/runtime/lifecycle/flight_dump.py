@@ -1,8 +1,8 @@
-"""Writes torch's flight recorder when hpcinit detects a hang, long before a collective times out.
+"""Writes a dump of torch's flight recorder when hpcinit detects a hang, long before a collective times out.
 
-gloo never writes its recorder to a file, so this rank does, and adds the members of its groups, which gloo does not
-record. NCCL writes the same file itself when it receives a byte through its pipe. A C++ thread reads the pipe, without
-Python.
+gloo never writes its recorder to a file, so this rank writes it. The rank adds the members of its groups, which gloo
+does not record. NCCL writes the same file itself when it receives a byte through its pipe. A C++ thread reads the pipe,
+without Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 def path(world: World, folder: Path) -> Path:
-    """Return the file of this rank's dump. NCCL writes the same file (records/safeguards.py)."""
+    """Return the path of this rank's dump. NCCL writes the same file (records/safeguards.py)."""
     return folder / FLIGHT / f"{scratch.folder_name(world.job)}.rank_{world.rank}"
 
 
@@ -35,7 +35,7 @@ def _distributed() -> Any:
 
 
 def collectives() -> tuple[int, ...]:
-    """Return how many collectives this rank has called in each of its groups; () without groups. Never raise."""
+    """Return how many collectives this rank has called in each of its groups, or () without groups. Never raise."""
     found: list[int] = []
     with contextlib.suppress(AttributeError):  # the program imports torch at the moment
         dist = _distributed()
@@ -46,7 +46,7 @@ def collectives() -> tuple[int, ...]:
 
 
 def write(world: World, folder: Path) -> None:
-    """Write this rank's dump, or make NCCL write it. Do nothing without a process group.
+    """Write this rank's dump, or make NCCL write it. Without a process group, do nothing.
 
     Raise OSError if the file cannot be written.
     """
@@ -72,7 +72,7 @@ def write(world: World, folder: Path) -> None:
 
 
 def ranks_at_fault(world: World, folder: Path) -> tuple[int, ...]:
-    """Return the ranks that cause the hang, judging by the dumps of all ranks; () if these do not show it."""
+    """Return the ranks that cause the hang, according to the dumps of all ranks, or () if the dumps do not show it."""
     from hpcinit.why import flight_recorder, hang_verdict  # noqa: PLC0415 - only in a hang
 
     job, _, rest = scratch.folder_name(world.job).partition(".")
@@ -81,7 +81,7 @@ def ranks_at_fault(world: World, folder: Path) -> tuple[int, ...]:
 
 
 def remove(world: World, folder: Path) -> None:
-    """Remove the dump, because the rank continues."""
+    """Remove this rank's dump, because the rank continues."""
     with contextlib.suppress(OSError):
         path(world, folder).unlink(missing_ok=True)
 

@@ -1,7 +1,8 @@
-"""Heartbeats: each rank reports its steps. If no step finishes for too long, the ranks write stacks and a hang report.
+"""Watches whether the ranks still take steps. If no step finishes for too long, all ranks write stacks and a report.
 
-The ranks of a node share a table, a file on the node's own disk. So a heartbeat costs a microsecond, and one rank
-writes for its node. A thread checks the table. It cannot run while C code keeps the GIL, but the threads of the node's
+Each rank reports its steps (its heartbeat) in a table that the ranks of a node share: a file on the node's own disk. So
+a heartbeat takes only a microsecond, and one rank can write the heartbeats of its whole node to the run folder. In each
+rank, a thread checks the table. The thread cannot run while C code keeps the GIL, but then the threads of the node's
 other ranks notice that.
 """
 
@@ -33,16 +34,19 @@ from hpcinit.world import World
 
 
 class Table:
-    """A file of slots, written with pwrite(2).
+    """A file with one slot per rank, written with pwrite(2).
 
-    Writing to a mapping would end the process with SIGBUS if the disk is full or another process truncates the file. A
-    pwrite costs about a microsecond.
+    The file is not memory-mapped, because a write to a mapping ends the process with SIGBUS if the disk is full or
+    another process truncates the file. A pwrite takes about a microsecond.
     """
 
     def __init__(self, path: Path, size: int, at: int, slot: bytes) -> None:
-        """Open or create the file of `size` bytes, and write this rank's first `slot` at the offset `at`.
+        """Open or create the file, and write this rank's first slot. Raise OSError if that fails.
 
-        Raise OSError if that fails. Afterwards the bytes of this slot are allocated, so later writes need no space.
+        Afterwards the disk space of this slot is allocated, so later writes need no space.
+
+        size: the size of the file in bytes.
+        at: the offset of this rank's slot.
         """
         self._size = size
         # A file object is closed automatically.
@@ -52,12 +56,15 @@ class Table:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def write(self, at: int, data: bytes) -> None:
-        """Write one slot. Never raise, because a lost heartbeat must not fail a step."""
+        """Write a slot at the offset `at`. Never raise, because a lost heartbeat must not fail a training step."""
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, data, at)
 
     def read(self) -> bytes:
-        """Return all slots, with zeros for ranks that have not written. Raise OSError if the file cannot be read."""
+        """Return all slots as bytes. The slots of ranks that have not written are zero.
+
+        Raise OSError if the file cannot be read.
+        """
         return os.pread(self._fd, self._size, 0).ljust(self._size, b"\0")
 
 
@@ -74,9 +81,11 @@ STATES = {"T": heartbeats.STOPPED, "t": heartbeats.STOPPED, "D": heartbeats.IN_K
 
 
 class Heartbeat:
-    """The heartbeat of one rank. The training loop calls step_done(); a thread does the rest.
+    """Reports the steps of one rank. The training loop calls step_done() after each step, and a thread does the rest.
 
-    Raise OSError if `table`, a path on the node's own disk, cannot be written.
+    Raise OSError if the table cannot be written.
+
+    table: the path of the table, on the node's own disk.
     """
 
     def __init__(self, world: World, asked: Hang, folder: Path, table: Path) -> None:

@@ -1,13 +1,13 @@
-"""Protects DataLoader workers against the signal that makes their rank save and stop.
+"""Protects DataLoader workers from the signal after which their rank saves and stops.
 
-Slurm signals every process of a step, including workers. If a worker dies, torch raises 'DataLoader worker (pid N) is
-killed by signal' in the middle of a step, the rank fails, and nothing is saved. So in a worker such a signal has an
-effect only if it would also end the rank.
+Slurm sends the signal to every process of a step, including these workers. If a worker dies, torch raises 'DataLoader
+worker (pid N) is killed by signal' in the middle of a step, so the rank fails and nothing is saved. So in a protected
+worker, such a signal has an effect only if it would also end the rank.
 
 This file contains all private names of torch and multiprocessing that are needed for this: `_worker_loop` of torch and
 torchdata, `_set_worker_signal_handlers`, `_error_if_any_worker_fails`, `BaseProcess._target`, `_popen` and
-`_start_method`; for awaited(): `_workers`, `_task_info` and `_rcvd_idx`. If a version lacks one, a signal ends the
-workers as it does without hpcinit, or the awaited worker is unknown.
+`_start_method`; for awaited(): `_workers`, `_task_info` and `_rcvd_idx`. If a version lacks one of them, a signal ends
+the workers as it does without hpcinit, or awaited() returns ''.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ PID = re.compile(r"\(pid (\d+)\)")
 
 
 def install(numbers: Collection[int]) -> None:
-    """Protect the workers that this rank starts from now on against these signals.
+    """Protect the DataLoader workers that this rank will start, so that certain signals do not end them.
 
-    numbers: the signals that make a rank save and stop. A second call replaces them.
+    numbers: the signals after which a rank saves and stops. A second call replaces them.
     """
     mine = state.loader_workers
     first, mine.rank_pid, mine.numbers = mine.rank_pid is None, os.getpid(), frozenset(numbers)
@@ -117,10 +117,10 @@ def _check_workers(original: Callable[[], None]) -> None:
 
 
 def behind(error: BaseException) -> BaseException:
-    """Return torch's error about a dead DataLoader worker if it caused `error`, else `error`.
+    """Return the error that caused `error`: torch's error about a dead DataLoader worker if there is one, else `error`.
 
-    The death of a worker also breaks its connection, which the rank may notice first. torch's SIGCHLD handler must have
-    been removed.
+    When a worker dies, its connection breaks too, and the rank may notice that first. Call this after torch's SIGCHLD
+    handler has been removed.
     """
     torch_signals = sys.modules.get(TORCH_SIGNALS)
     if torch_signals is None:
@@ -143,9 +143,9 @@ KERNEL = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk or a driv
 
 
 def awaited() -> str:
-    """Return the DataLoader worker for which the main thread waits, as in 'pid 4242, which sleeps in pipe_read', or ''.
+    """Return the DataLoader worker for which the main thread is waiting, or ''.
 
-    Call it in another thread. Never raise.
+    An example is 'pid 4242, which sleeps in pipe_read'. Call this in another thread. It never raises.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not frame.f_code.co_filename.endswith(LOADER):

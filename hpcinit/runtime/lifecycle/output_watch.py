@@ -1,8 +1,8 @@
-"""Detects that no rank prints anything, and writes all stacks: for programs that report no steps.
+"""Notices when no rank prints anything anymore, and writes all stacks. For programs that report no training steps.
 
-Rank 0 checks the logs of all ranks and marks a silence with a file, for which the other ranks look. All look for the
-file that marks a hang of ranks that report steps. It is only evidence for `hpcinit why`: a silence never ends a rank,
-and nothing is printed, which would end the silence.
+Rank 0 checks the logs of all ranks. If none has changed for long, it creates a file, and the other ranks notice the
+file. All ranks also look for the file that marks a hang of ranks that do report steps. The stacks are only evidence for
+`hpcinit why`: silence never ends a rank. Nothing is printed about it either, because that would end the silence.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ LOOKS_FOR_A_STACK = 2  # after this number a rank without a stack cannot write o
 
 
 def period(after_s: float) -> float:
-    """Return the seconds between two checks of a watch."""
+    """Return how many seconds a watch waits between two checks.
+
+    after_s: after how many seconds without output the stacks are written.
+    """
     return min(PERIOD_S, after_s / PERIODS)
 
 
 def write_stacks(path: Path, host: str = "", note: str = "") -> None:
-    """Write the stacks of all threads of this process, in the form that hang_report.place() reads.
+    """Write the stacks of all threads of this process in the form that hang_report.place() reads.
 
-    Write the file atomically, because a main thread in a loop may keep the GIL for long between two lines. Raise
+    The file is written atomically, because a main thread in a loop may keep the GIL for long between two lines. Raise
     OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,10 @@ def write_stacks(path: Path, host: str = "", note: str = "") -> None:
 
 
 class OutputWatch:
-    """A thread of one rank, until stop(). after_s: seconds without output of any rank until the stacks are written."""
+    """A thread of one rank that watches for silence until stop() is called.
+
+    after_s: how many seconds all ranks must be silent before the stacks are written.
+    """
 
     def __init__(self, world: World, after_s: float, folder: Path) -> None:
         self._world, self._folder = world, folder
@@ -138,7 +144,7 @@ def _newest_change(logs: Path, known: float) -> float:
 
 
 def main_frames() -> tuple[tuple[str, str, int], ...]:
-    """Return the file, function and line of each frame of the main thread, innermost first."""
+    """Return the file, function and line of each frame of the main thread, innermost frame first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = []
     while frame is not None:
@@ -158,13 +164,16 @@ def _main_place() -> tuple[object, ...]:
 
 
 def start(world: World, after_s: float, folder: Path) -> None:
-    """Watch the output of this run. Never raise: the program runs without it."""
+    """Start to watch the output of this run. Never raise, because the program can run without the watch."""
     stop()
     with contextlib.suppress(RuntimeError):  # this user may have no more threads
         state.output_watch = OutputWatch(world, after_s, folder)
 
 
 def stop(failed: bool = False) -> None:
-    """End the watch, because the program has ended or reports steps, which show more. failed: keep the stacks."""
+    """Stop watching, because the program has ended or now reports steps, which show more than its output.
+
+    failed: whether the program failed. Then the stacks are kept.
+    """
     if state.output_watch is not None:
         state.output_watch.stop(failed)

@@ -1,4 +1,4 @@
-"""The current phase of this rank, for error records and hang detection."""
+"""Keeps track of what this rank is doing (its phase), for error records and hang detection."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LONG = 10  # a save, a declared phase, or the first step may take this many time
 
 
 def now() -> tuple[str, int]:
-    """Return the phase and the last reported step, or -1 if there is none.
+    """Return the current phase and the last reported training step, or -1 if none was reported.
 
-    The phase is '' if a process group exists and no step was reported.
+    If a process group exists but no step was reported, the phase is ''.
     """
     distributed = sys.modules.get("torch.distributed")
     up = distributed is not None and distributed.is_available() and distributed.is_initialized()
@@ -40,10 +40,11 @@ def enter(phase: str, step: int | None = None) -> None:
 
 @contextlib.contextmanager
 def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
-    """Declare a phase: 'saving', 'loading', or the program's own name. During the block, silence is not a hang.
+    """Declare what the rank does in this block: 'saving', 'loading', or a name that the program chose.
 
-    limit: the maximum time, or None if the caller of silence_is_expected() decides. After an error the phase remains
-    set.
+    In the block, silence does not count as a hang. If the block raises an error, the phase stays set.
+
+    limit: the maximum time, or None to let the caller of silence_is_expected() decide.
     """
     mine = state.phase
     before = mine.name
@@ -63,17 +64,23 @@ def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
 
 
 def silence_is_expected(default_s: float) -> bool:
-    """Return whether a declared phase is active and within its limit (`default_s` seconds if it has none)."""
+    """Return whether the rank is in a declared phase that has not exceeded its time limit.
+
+    default_s: the time limit in seconds of a phase without its own limit.
+    """
     now_s, active = time.monotonic(), state.phase.declared[:]
     return any(now_s - each.began_s < (default_s if each.limit_s is None else each.limit_s) for each in active)
 
 
 def not_counted(seconds: float) -> None:
-    """Exclude a suspension of the process (SIGSTOP, scontrol suspend) from the time of active phases."""
+    """Don't count `seconds` as time in the current phases.
+
+    During this time, the process was suspended (SIGSTOP, scontrol suspend).
+    """
     for each in state.phase.declared[:]:
         each.began_s += seconds
 
 
 def last_end() -> float:
-    """Return when the last declared phase ended, by time.monotonic(), or 0 if none has."""
+    """Return when the last declared phase ended, as a time of time.monotonic(), or 0 if none has ended."""
     return state.phase.ended_s

@@ -1,7 +1,8 @@
-"""`run.should_save()`: all ranks agree, at the same step, that it is time for a checkpoint.
+"""Implements `run.should_save()`: all ranks agree, at the same step, that it is time for a checkpoint.
 
-Rank 0 decides from what a save costs, as measured here, and from the failures of this run. The ranks do not communicate
-at every step: rank 0 also sends the number of calls after which they look again, half of the steps that are left.
+Rank 0 decides. It considers how long a save takes, as measured here, and how often this run has failed. The ranks do
+not communicate at every step. Rank 0 also sends after how many calls the ranks should agree again: half of the steps
+that remain until the next save.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ LEAST_COST_S = 0.01  # an asynchronous save seems to cost nothing
 
 
 class SaveTiming:
-    """The choice of one rank. least, most: the bounds of the time between two saves."""
+    """Decides for one rank when to save.
+
+    least, most: the shortest and the longest time between two saves.
+    """
 
     def __init__(
         self, world: World, folder: Path | None, timeout: timedelta, least: timedelta, most: timedelta
@@ -44,7 +48,7 @@ class SaveTiming:
         self._calls = 0
 
     def ask(self) -> bool:
-        """Return whether to save now. Every rank calls it after every step."""
+        """Return whether to save now. Every rank must call it after every step."""
         now = time.monotonic()
         took, self._called = now - self._called, now
         if self._saves_now:  # this step and the save
@@ -69,7 +73,10 @@ class SaveTiming:
         return self._saves_now
 
     def interval_s(self, now: float) -> float:
-        """Return the time between two saves; before the first save is measured, the shortest one."""
+        """Return the time between two saves in seconds.
+
+        Until the first save is measured, this is the shortest allowed time.
+        """
         if self._cost_s is None:
             return self._least_s
         between_s = self.between_failures_s(now)
@@ -100,7 +107,7 @@ class SaveTiming:
 
 
 def history(folder: Path) -> tuple[int, float]:
-    """Return how often earlier attempts of the run in `folder` failed, and for how many seconds they trained."""
+    """Return how often earlier attempts of the run in `folder` failed, and how many seconds they trained in all."""
     reasons: Sequence[str] = [one.reason for one in requeues.read(folder)]
     failures = sum(reason != run_folder.TIME_LIMIT for reason in reasons) + len([*elastic_restarts.read(folder)])
     starts = [

@@ -1,7 +1,7 @@
-"""Notices signals to a rank at once, in a thread, whatever the main thread does.
+"""Notices a signal to a rank at once, in a separate thread, even if the main thread is blocked.
 
-A Python handler runs between two bytecodes of the main thread, so it never runs while a collective waits for a dead
-peer. The C handler writes a byte, which this thread reads (base/signals.py, Wakeup).
+A Python signal handler only runs between two bytecodes of the main thread. So it never runs while a collective waits
+for a dead rank. Here, Python's C handler writes a byte, and this thread reads it (base/signals.py, Wakeup).
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from hpcinit.runtime.process_state import state
 
 
 def note(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Without a Python handler the signal would end the process; a Watch does the work."""
+    """A signal handler that does nothing.
+
+    Without a Python handler the signal would end the process. A Watch reacts to it.
+    """
     state.early_signals.add(number)
 
 
 def hold(number: int) -> None:
-    """Keep this signal from ending the process until a Watch handles it. Call it in the main thread."""
+    """Keep this signal from ending the process until a Watch handles it. Call this in the main thread."""
     signals.Handlers([number], note, only_free=True)
 
 
 class Watch:
-    """Calls `noted(number)` in a thread for each received signal of `numbers`. Create it in the main thread.
+    """Calls `noted(number)` in a thread for each signal in `numbers` that arrives. Create it in the main thread.
 
-    A handler that the program has set is called too. Without one, the signal has no other effect.
+    If the program has set its own handler, that handler is called too. Otherwise, the signal has no other effect.
     """
 
     def __init__(self, numbers: Iterable[int], noted: Callable[[int], None]) -> None:
@@ -39,7 +42,7 @@ class Watch:
         self.listen(numbers, noted)
 
     def listen(self, numbers: Iterable[int], noted: Callable[[int], None]) -> None:
-        """Call `noted` for these signals from now on, and for those that have already arrived."""
+        """Call `noted` for these signals from now on, and also for signals that have already arrived."""
         before, self._noted, self.wanted = self.wanted, noted, set(numbers)
         self._handlers.append(signals.Handlers(self.wanted - before, note, only_free=True, restart_calls=True))
         for number in self.wanted & state.early_signals:

@@ -1,4 +1,4 @@
-"""Handles SIGTERM to a rank that saves: remembers it in the first step, and ends a rank that waits for a dead peer."""
+"""Handles SIGTERM in a rank that can save: a SIGTERM in the first step is remembered, and a stuck rank is ended."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is
 
 
 class FirstStepWatch:
-    """Remembers a SIGTERM before the first should_stop(), so that it does not end the rank.
+    """Remembers a SIGTERM that arrives before the first should_stop(), so that it does not end the rank.
 
-    Create it in the main thread. If a program has reported a step or has run for 10 minutes after init() without
-    calling should_stop(), it will not call it, and SIGTERM ends it at once.
+    Create it in the main thread. If the program has reported a step, or has run for 10 minutes after init(), and has
+    still not called should_stop(), it probably never will. SIGTERM then ends the rank at once.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,10 @@ class FirstStepWatch:
         self._watch = Watch({signal.SIGTERM}, self._noted)
 
     def hand_over(self, numbers: Iterable[int], noted: Callable[[int], None]) -> Watch:
-        """Return the Watch, which calls `noted` from now on, and also for a SIGTERM that has already arrived."""
+        """Return a Watch that replaces this object.
+
+        It calls `noted` for later signals, and for a SIGTERM that has arrived.
+        """
         self._over.set()
         self._watch.listen(numbers, noted)
         return self._watch
@@ -54,7 +57,7 @@ class FirstStepWatch:
 
 
 def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
-    """Return a FirstStepWatch if the run continues after a stop and no handler is set, else None."""
+    """Return a FirstStepWatch if a stopped run will be continued and the program has set no handler, else None."""
     wanted = asked.continues or asked.signal
     if not wanted or threading.current_thread() is not threading.main_thread():
         return None
@@ -62,10 +65,14 @@ def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
 
 
 def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
-    """Exit on SIGTERM if a collective waits for a dead peer, so that Slurm need not wait to send SIGKILL.
+    """After SIGTERM, end this rank if it is stuck in a collective that waits for a dead rank.
 
-    A rank that saves, or is in another declared phase, is not stuck. Neither is a main thread that works, as in an
-    evaluation, or that waits for a compiler. Checks are counted, not time, because a suspended process makes no checks.
+    So Slurm need not wait to send SIGKILL. A rank is not stuck while it saves, is in another declared phase, computes
+    in its main thread (for example an evaluation), or waits for a compiler. The function counts checks instead of
+    seconds, because a suspended process makes no checks.
+
+    is_over: a function that returns whether the rank has made progress since then, so that it is not stuck.
+    longest_s: how long the longest step took, in seconds.
     """
     turns, working, before = 0, 0, None
     while turns * TURN_S < STUCK_S + longest_s and working * TURN_S < FIRST_STEP_S:

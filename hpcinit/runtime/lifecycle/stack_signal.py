@@ -1,13 +1,13 @@
-"""A thread that writes this rank's Python stacks when `hpcinit stacks` asks for them, and a signal for when it cannot.
+"""Lets `hpcinit stacks` collect this rank's Python stacks: a thread writes them, or a signal handler if it cannot run.
 
 The thread waits for a byte in a pipe. Then it writes the stacks of all threads to a file in memory. It has the GIL
-while it writes, so the stacks do not change. If C code keeps the GIL, the thread cannot run: after some seconds the
-collector sends a signal to this thread, and a handler in C writes the stacks. The handler reads stacks that may change
-meanwhile. In a program whose threads run Python code, it ended one process with a segmentation fault in 83 signals, so
-a program whose thread answers never gets the signal. No thread of the program is interrupted.
+while it writes, so the stacks do not change. If C code keeps the GIL, the thread cannot run. After some seconds, the
+collector then sends a signal to this thread, and a handler in C writes the stacks. The handler may read stacks while
+they change. In a program whose threads run Python code, it ended one process with a segmentation fault in 83 signals.
+So if the thread answers, the program never gets the signal. No thread of the program is interrupted.
 
-The file's name contains all that observe/stack_collector.py needs, which finds it in /proc/PID/fd. The file and the
-handler both end with exec, so a process without the handler never gets the signal.
+The name of the file contains all that observe/stack_collector.py needs. The collector finds the name in /proc/PID/fd.
+The file and the handler both disappear with exec, so a process without the handler never gets the signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ NAME = "hpcinit-stacks {rank} {pid} {signal} {main:#018x} {thread} {pipe}"
 
 
 def install(rank: int) -> None:
-    """Start the thread, once per process. Never raise: some systems cannot do this, and the program runs without it."""
+    """Start the thread, once per process.
+
+    Never raise, because the program can run without it. Some systems don't support it.
+    """
     if state.stacks_of == os.getpid():
         return
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):

@@ -1,8 +1,8 @@
-"""`stopped.json` exists while a training run that can stop early is active, and stays if it stops before its end.
+"""Maintains `stopped.json`, which exists while a run that can stop early is training, and stays if it stopped early.
 
-Rank 0 writes it at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it at the end
-of a program that did not stop. If the file cannot be replaced, for example on a full disk, the first file stays and the
-next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
+Rank 0 writes the file at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it when a
+program ends that did not stop early. If the file cannot be replaced, for example on a full disk, the first file stays
+and the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from hpcinit.runtime.process_state import state
 
 
 class StopRecord:
-    """The stop record of one attempt. job: Slurm's job id, or '' without Slurm."""
+    """The file `stopped.json` of one attempt.
+
+    job: Slurm's job id, or '' without Slurm.
+    """
 
     def __init__(self, folder: Path, job: str) -> None:
         self._path, self._job, self._pid = folder / run_folder.STOPPED, job, os.getpid()
@@ -35,7 +38,10 @@ class StopRecord:
         atexit.register(self._remove)
 
     def stop(self, reason: Reason) -> None:
-        """Record that all ranks agreed to stop for `reason`. A user's request leaves nothing to continue."""
+        """Record that all ranks agreed to stop for `reason`.
+
+        If the user requested the stop, the run is not continued.
+        """
         if reason is Reason.USER:
             self._remove()
             return

@@ -1,4 +1,4 @@
-"""`run.should_stop()`: all ranks agree, at the same step, to save and exit."""
+"""Implements `run.should_stop()`: all ranks agree, at the same step, to save and exit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # end of torch's message 
 
 
 class Stopper:
-    """The stop logic of one rank. All collectives are in ask(), which every rank calls after each step."""
+    """Decides for one rank when to stop. All its collectives are in ask(), which every rank calls after each step."""
 
     def __init__(
         self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str],
@@ -75,7 +75,7 @@ class Stopper:
             threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
     def ask(self) -> Stop | None:
-        """Return the Stop on which all ranks have agreed, or None. A Stop is final."""
+        """Return the Stop on which all ranks have agreed, or None. Once there is a Stop, it stays."""
         took = time.monotonic() - self._before
         while self._lost_workers:
             say(f"warning: continuing until the save without a DataLoader worker: {self._lost_workers.pop(0)}")
@@ -89,7 +89,7 @@ class Stopper:
         return self._stop
 
     def left(self) -> timedelta | None:
-        """Return the time until the job's time limit, or None if unknown."""
+        """Return how much time remains until the job's time limit, or None if unknown."""
         return None if self._ends is None else timedelta(seconds=self._ends - time.monotonic())
 
     def close(self) -> None:
@@ -261,7 +261,13 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
-    """Return the steps between two agreements. They cost SHARE of the time and are at most most_s seconds apart."""
+    """Return how many steps to take between two agreements whether to stop.
+
+    Agreements may cost at most SHARE of the time, and are at most `most_s` seconds apart.
+
+    cost_s: how long an agreement takes.
+    step_s: how long a step takes.
+    """
     if step_s <= 0:
         return 1
     wanted = cost_s / (SHARE * step_s)

@@ -1,8 +1,8 @@
-"""Rank 0 records when it builds the model, loads, steps, saves, and is in a declared phase, for `hpcinit report`.
+"""Records on rank 0 what the program is doing (building the model, loading, training, ...) for `hpcinit report`.
 
-A step costs a few microseconds. A thread writes the file, at most once per second and 1,000 times in all, so that
-a disk neither slows the program nor ends it. A rank that is killed leaves a record that is older by at most a second,
-or by a thousandth of its time if that is longer.
+A step costs only a few microseconds. A thread writes the file, at most once per second and 1,000 times in all, so a
+slow or full disk neither slows the program down nor ends it. If a rank is killed, its record is at most a second old,
+or a thousandth of the rank's run time if that is longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ LEAST_S, SHARE = 1.0, 1e-3  # the time between two writes: in seconds, and as a 
 
 
 class TrainingRecord:
-    """The record of this process. folder: of its start's timeline."""
+    """Records what this process does.
+
+    folder: the timeline folder of this attempt.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path, self._pid = folder / training_spans.FILE, os.getpid()
@@ -34,17 +37,20 @@ class TrainingRecord:
         atexit.register(self._close)
 
     def step(self, step: int) -> None:
-        """Note a finished step; -1 without a number."""
+        """Record that a training step is finished.
+
+        step: its number, or -1 if the program gives none.
+        """
         self._record.step(step, startup.now())
         if not self._waits:
             self._write()
 
     def loaded(self, step: int) -> None:
-        """Note the step of the checkpoint that was loaded."""
+        """Record the step of the checkpoint that was loaded."""
         self._record.loaded(step)
 
     def switch(self, what: str) -> str:
-        """Record that the rank does something else now, and return what it did before."""
+        """Record that the rank starts to do something else, `what`, and return what it did before."""
         before = self._record.what
         if threading.current_thread() is threading.main_thread():  # others work beside the training steps
             self._record.switch(what, startup.now())
@@ -52,7 +58,7 @@ class TrainingRecord:
         return before
 
     def built(self) -> None:
-        """Record that the model is built, so that the first step follows."""
+        """Record that the model is built, and that the first step starts."""
         if self._record.what == training_spans.BUILD:
             self.switch(training_spans.FIRST)
 
@@ -74,6 +80,9 @@ class TrainingRecord:
 
 
 def begin(timeline: Path | None, rank: int) -> None:
-    """Start the record of this process if it is rank 0 and has none. timeline: its file, None without a run folder."""
+    """Start recording what this process does, if it is rank 0 and does not record already.
+
+    timeline: the timeline file of this process, or None without a run folder.
+    """
     if timeline is not None and rank == 0 and state.training_record is None:
         state.training_record = TrainingRecord(timeline.parent)

@@ -1,6 +1,6 @@
-"""Checkpoints in the formats of torch and DeepSpeed: a step is complete or absent, and other world sizes can load it.
+"""Saves and loads checkpoints. A checkpoint is complete or does not exist, and any number of ranks can load it.
 
-FOLDER/.owner.json                     the job that may publish steps here
+FOLDER/.owner.json                     the job that may publish checkpoints here
        step-00000042/checkpoint.json   a description, with the size and checksum of every file
                      dcp/              torch.distributed.checkpoint: ddp, fsdp, tensor parallelism
                      deepspeed/        DeepSpeed's format; universal/ is added for another number of ranks.
@@ -8,7 +8,7 @@ FOLDER/.owner.json                     the job that may publish steps here
                      random/           states of the random generators, one file per rank
                      extra.pt          the values that the program passed
 
-torch and DeepSpeed read both formats with pickle: load only checkpoints that you trust.
+torch and DeepSpeed read both formats with pickle, so load only checkpoints that you trust.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""run.save(..., wait=False): a process beside the rank, its writer, saves a copy of the rank's state.
+"""Implements run.save(..., wait=False): a process next to each rank, its writer, saves a copy of the rank's state.
 
-The rank copies its files into memory (staged_files.py) and sends their descriptors to its writer, whose program is
-writer_process.py. The writers of all ranks agree through files in the unfinished step. If one fails, or its rank finds
-that it was killed, it renames the unfinished step, so that the others fail too, and rank 0's publishes nothing.
+The rank copies its files into memory (staged_files.py) and sends their descriptors to its writer, which runs
+writer_process.py. The writers of all ranks agree through files in the unfinished checkpoint folder. If a writer fails,
+it renames that folder. If a writer was killed, its rank does so. Then the other writers fail too, and rank 0's writer
+publishes nothing.
 
-The writer is a new Python, not a fork: a rank has threads and a device. The kernel kills it together with its rank, so
-that it publishes nothing after another attempt may have started.
+The writer is a new Python process, not a fork, because a rank has threads and a device. The kernel kills the writer
+together with its rank, so that it publishes nothing after another attempt may have started.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ END_S = 5.0  # a writer without a save ends in milliseconds
 
 
 class BackgroundSaves:
-    """This rank's writer process, and the one save that it may be writing. staged: the rank's files in memory."""
+    """This rank's writer process, and the one save that it may be writing.
+
+    staged: the rank's files in memory.
+    """
 
     def __init__(self, ranks_here: int) -> None:
         self.staged = StagedFiles(ranks_here)
@@ -56,7 +60,7 @@ class BackgroundSaves:
         self._began, self._longest_s = 0.0, 0.0
 
     def start(self) -> str:
-        """Start the writer if there is none. Return why that failed, or ''."""
+        """Start the writer if there is none. If that fails, return the reason, else ''."""
         if self._process is not None and self._process.poll() is None:
             return ""
         self._end()
@@ -75,7 +79,12 @@ class BackgroundSaves:
     def hand_over(
         self, unfinished: Unfinished, described: dict[str, Any], names: list[str], rank: int, keep: int | None
     ) -> None:
-        """Have the writer save the staged files `names`. described: fields of the Description."""
+        """Let the writer save the files `names`, which are in memory.
+
+        unfinished: the checkpoint folder to write into.
+        described: fields for the Description.
+        keep: how many checkpoints to keep, or None for all.
+        """
         assert self._channel is not None
         request = {
             "path": str(unfinished.path.absolute()),
@@ -93,7 +102,10 @@ class BackgroundSaves:
             socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Wait at most `seconds` for the running save; return whether none is left. Report a writer that was killed."""
+        """Wait at most `seconds` for the running save. Return True if no save is running anymore.
+
+        If the writer was killed, print a warning.
+        """
         if self._running is None or self._channel is None or self._process is None:
             return True
         waiting = select.poll()
@@ -118,7 +130,10 @@ class BackgroundSaves:
         return True
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait until this rank's writer has finished. After the timeout kill it, and give the step up."""
+        """Wait until this rank's writer has finished.
+
+        After the timeout, kill the writer and give up this checkpoint.
+        """
         if not self.poll(timeout.total_seconds()) and self._process is not None:
             self._process.kill()
             if not self.poll(END_S):  # the file system does not respond
@@ -126,12 +141,12 @@ class BackgroundSaves:
                 self._running = None
 
     def longest_s(self) -> float:
-        """Return the duration of the longest save so far, also if it is still running."""
+        """Return how long the longest save so far took. A save that is still running counts, too."""
         running = not self.poll()
         return max(self._longest_s, time.monotonic() - self._began if running else 0.0)
 
     def close(self, timeout: timedelta) -> None:
-        """Finish the running save, end the writer and free the memory."""
+        """Wait for the running save, end the writer and free the memory."""
         self.finish(timeout)
         self._end()
         self.staged.free()
@@ -150,7 +165,7 @@ class BackgroundSaves:
 
 
 def of_this_process() -> BackgroundSaves:
-    """Return this rank's background saves; the first call creates them."""
+    """Return the BackgroundSaves of this rank. The first call creates it."""
     if state.background_saves is None:
         state.background_saves = BackgroundSaves(state.runtime.local_world_size if state.runtime else 1)
     saves: BackgroundSaves = state.background_saves
@@ -158,6 +173,6 @@ def of_this_process() -> BackgroundSaves:
 
 
 def finish(timeout: timedelta) -> None:
-    """Wait for the running save of this rank, if there is one."""
+    """If a save of this rank is running in the background, wait for it."""
     if state.background_saves is not None:
         of_this_process().finish(timeout)

@@ -1,9 +1,9 @@
-"""A folder of checkpoints: FOLDER/step-00000042 is complete, or it is not loaded.
+"""Manages a folder of checkpoints. FOLDER/step-00000042 is a complete checkpoint, or it is not loaded.
 
-A step is written into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random, and renamed when every file is on the
-disk. checkpoint.json is written last and lists all files with their sizes and checksums. It reveals a truncated copy,
-files that a purge deleted, a damaged file and a file of another save. owner.py has the rules for several jobs in one
-folder.
+A checkpoint is first written into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random. When every file is on the
+disk, that folder is renamed. checkpoint.json is written last. It lists all files with their sizes and checksums, and so
+reveals a truncated copy, files that a purge deleted, a damaged file and a file of another save. owner.py contains the
+rules for several jobs in one folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ THREADS = 8  # maximum
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return relative path -> checksum. Raise OSError if a file cannot be read."""
+    """Return the checksum of each file in `names`, by its relative path. Raise OSError if a file cannot be read."""
     segments = {name: range(0, (folder / name).stat().st_size, SEGMENT) for name in names}
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         started = {name: [pool.submit(_crc32, folder / name, at) for at in found] for name, found in segments.items()}
@@ -72,7 +72,7 @@ AT_EXIT_S = 10.0  # less than Slurm's KillWait of 30 s; a later save removes the
 
 
 def remove_later(work: Callable[[], None]) -> None:
-    """Run `work` in a thread, after all earlier removals. Print a warning if it raises OSError."""
+    """Run `work` in a thread, after all earlier removals have finished. If it raises OSError, print a warning."""
     if state.removal is None:
         atexit.register(wait_for_removals, AT_EXIT_S)
     before = state.removal
@@ -90,7 +90,7 @@ def remove_later(work: Callable[[], None]) -> None:
 
 
 def wait_for_removals(seconds: float) -> bool:
-    """Wait at most `seconds` until all removals are finished; return whether they are."""
+    """Wait at most `seconds` until all removals have finished. Return whether they have."""
     last = state.removal
     if last is None:
         return True
@@ -99,9 +99,11 @@ def wait_for_removals(seconds: float) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the folder before its removal, so that a partial one has another name. Return the name.
+    """Rename a folder that is about to be removed, and return its new name.
 
-    Raise OSError if a folder cannot be renamed.
+    A half-removed folder then has another name.
+
+    Raise OSError if the folder cannot be renamed.
     """
     aside = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}{SUFFIX}")
     path.rename(aside)
@@ -109,7 +111,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove the folder. Raise OSError, but not if another process removes it at the same time."""
+    """Remove the folder. Raise OSError if that fails, unless another process is removing it at the same time."""
     with suppress(FileNotFoundError):
         shutil.rmtree(path if path.name.endswith(SUFFIX) else set_aside(path))
 
@@ -125,7 +127,10 @@ _UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
 
 @dataclass(frozen=True)
 class File:
-    """A file that a rank wrote. checksum: see checksums()."""
+    """A file of a checkpoint, and the rank that wrote it.
+
+    checksum: what checksums() returned for it.
+    """
 
     bytes: int
     checksum: int
@@ -136,9 +141,12 @@ class File:
 class Description:
     """The content of checkpoint.json.
 
-    samples: processed by all ranks together. zero_stage: None without DeepSpeed. data_parallel: number of shares of the
-    data, each with its own loader position. save: a random id of this save. owner: the job that wrote it. files: maps
-    each relative path to a File.
+    samples: how many samples all ranks together had processed.
+    zero_stage: the ZeRO stage, or None without DeepSpeed.
+    data_parallel: how many shares the data had. Each share has its own loader position.
+    save: a random id of this save.
+    owner: the job that wrote the checkpoint.
+    files: a File for each relative path.
     """
 
     step: int
@@ -157,7 +165,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A step that is being written: its folder, the id of the save, and the owner."""
+    """A checkpoint that is being written: its folder, the id of the save, and the owner."""
 
     path: Path
     save: str
@@ -165,7 +173,7 @@ class Unfinished:
 
 
 def name(step: int) -> str:
-    """Return the folder name of a step. Raise RequestError for a negative step."""
+    """Return the name of the folder for the checkpoint of a step. Raise RequestError if the step is negative."""
     if step < 0:
         raise RequestError(f"the step of a checkpoint is {step}, expected 0 or more")
     return f"step-{step:08d}"
@@ -183,11 +191,13 @@ def _has_room(folder: Path) -> bool:
 
 
 def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unfinished:
-    """Make `owner` the owner of the folder, and create a new folder in it to write the step into.
+    """Make `owner` the owner of the folder, and create a new folder inside, into which the checkpoint is written.
 
-    The remains of dead jobs are removed in the background. removals_s: how long to wait for earlier removals, which
-    free disk space; shorter if the disk has enough space already. Raise RequestError if the step exists or the folder
-    belongs to another job, OSError if writing fails.
+    The unfinished checkpoints of ended jobs are removed in the background. Raise RequestError if there already is a
+    checkpoint of this step or if the folder belongs to another job. Raise OSError if writing fails.
+
+    removals_s: how many seconds to wait for earlier removals, which free disk space. The wait is shorter if the disk
+        already has enough space.
     """
     final = folder / name(step)
     patience_s = min(removals_s, SHORT_S) if _has_room(folder) else removals_s
@@ -213,10 +223,10 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
 
 
 def publish(unfinished: Unfinished, description: Description) -> Path:
-    """Rename the written folder to its final name.
+    """Rename the folder of an unfinished checkpoint to its final name, because it is complete.
 
-    Raise CheckpointError if a file of another node is not visible here, RequestError if another job has taken the
-    folder over or has published this step, OSError if writing fails.
+    Raise CheckpointError if this node cannot see a file that another node wrote. Raise RequestError if another job is
+    now using the folder or has published this step, and OSError if writing fails.
     """
     temporary = unfinished.path
     owners.claim(temporary.parent, unfinished.owner)  # a later owner may have removed the files
@@ -241,10 +251,10 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
 
 
 def sweep(folder: Path, owner: Owner) -> None:
-    """Remove, in the background, renamed folders and this user's unfinished steps whose job has ended.
+    """Remove, in the background, renamed folders and this user's unfinished checkpoints if their job has ended.
 
-    Print a line for an unfinished step whose job may still run. Do not call it while this job writes a step. Raise
-    OSError if `folder` cannot be read.
+    If the job of an unfinished checkpoint may still be running, print a message. Do not call this while this job is
+    writing a checkpoint. Raise OSError if `folder` cannot be read.
     """
     names = [path.name for path in folder.iterdir()]
     leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
@@ -261,13 +271,13 @@ def discard(path: Path) -> None:
 
 
 def abandon(unfinished: Path) -> None:
-    """Take the unfinished step away from all of its writers, whose next call fails, and remove it in the background."""
+    """Rename an unfinished checkpoint so that all its writers fail, and remove it in the background."""
     with suppress(OSError):  # already gone, or published
         discard(set_aside(unfinished))
 
 
 def what_is_left(folder: Path) -> str:
-    """Return the free space and the newest complete step, for the message of a save that failed."""
+    """Return the free disk space and the newest complete checkpoint, for the message about a save that failed."""
     before = newest(folder, lambda _: None)
     left = f"{before[0].name} is the newest checkpoint" if before else "there is no older checkpoint"
     try:
@@ -286,9 +296,9 @@ def _exists_already(final: Path) -> str:
 
 
 def remove_if_ended(path: Path, mine: Owner) -> None:
-    """Remove the unfinished folder if its job has ended for certain, and print a line if that is unknown.
+    """Remove an unfinished checkpoint if its job has certainly ended. If that cannot be determined, print a message.
 
-    Raise OSError if it cannot be removed.
+    Raise OSError if the folder cannot be removed.
     """
     if not safe_files.is_own(path):  # its owner removes it
         return
@@ -306,7 +316,7 @@ def _report(path: Path, owner: str) -> None:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:
-    """Return the latest complete step; print a line for each later one that is skipped."""
+    """Return the newest complete checkpoint. If later ones are not complete, print a line for each of them."""
     for path in _steps(folder):
         wrong = problem(path)
         if wrong is None:
@@ -316,7 +326,7 @@ def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description]
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all steps that are older than the `keep` newest complete ones. Raise OSError if one cannot be removed."""
+    """Remove all checkpoints that are older than the `keep` newest complete ones. Raise OSError if that fails."""
     whole = [path for path in _steps(folder) if problem(path) is None]
     if len(whole) > keep:
         last = whole[keep - 1].name
@@ -326,7 +336,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Return why the checkpoint cannot be used, or None if it is complete, judged by file names and sizes."""
+    """Return why the checkpoint cannot be used, or None if it is complete. Only file names and sizes are checked."""
     try:
         description = describe(path)
     except FileNotFoundError:
@@ -346,7 +356,7 @@ def problem(path: Path) -> str | None:
 def damage(path: Path, description: Description, rank: int, ranks: int) -> str | None:
     """Check the content of this rank's share of the files. Return what is damaged, or None.
 
-    A rank checks the files that the rank of the same number wrote, because it mostly loads those files itself.
+    A rank checks the files that the rank with the same number wrote, because it loads mostly those files itself.
     """
     mine = {name: file for name, file in description.files.items() if file.rank % ranks == rank}
     try:
@@ -361,12 +371,18 @@ def damage(path: Path, description: Description, rank: int, ranks: int) -> str |
 
 
 def remember_damage(path: Path, description: Description, wrong: str) -> None:
-    """Make problem() report the damage in this process, so that the step does not count as complete."""
+    """Make problem() report this damage from now on, in this process.
+
+    The checkpoint then does not count as complete.
+    """
     state.damaged[path, description.save] = wrong
 
 
 def describe(path: Path) -> Description:
-    """Return the description. Raise OSError, ValueError, TypeError, KeyError or AttributeError if it is invalid."""
+    """Return the content of the checkpoint's checkpoint.json. If it is not valid, raise an error.
+
+    The error is an OSError, ValueError, TypeError, KeyError or AttributeError.
+    """
     document: dict[str, Any] = json.loads((path / METADATA).read_text())
     if (made := document.pop("format")) != FORMAT:
         raise ValueError(f"it has format {made}, but this version of hpcinit reads format {FORMAT}")
@@ -376,7 +392,7 @@ def describe(path: Path) -> Description:
 
 
 def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:
-    """Return size, rank and checksum of the files that this rank has written.
+    """Return the size and checksum of the files that this rank has written, by relative path.
 
     Raise OSError if the folder cannot be read.
     """
@@ -385,7 +401,7 @@ def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write the file and sync it to the disk. Raise OSError if a file cannot be written."""
+    """Write the file and make sure that it is on the disk. Raise OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(content)
@@ -394,7 +410,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the names in a folder, to the disk."""
+    """Make sure that a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -403,7 +419,7 @@ def sync(path: Path) -> None:
 
 
 def matching(folder: Path, *patterns: str) -> list[str]:
-    """Return the relative paths of the files in `folder` that match a glob pattern."""
+    """Return the relative paths of the files in `folder` that match one of the glob patterns."""
     found = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     return [path.relative_to(folder).as_posix() for path in found]
 

@@ -1,4 +1,7 @@
-"""Saves and loads DeepSpeed's checkpoints. Another number of ranks loads them in DeepSpeed's universal format."""
+"""Saves and loads DeepSpeed's checkpoints.
+
+If the number of ranks has changed, the checkpoint is first converted to DeepSpeed's universal format.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ POLL_S = 0.5
 
 
 def save(engine: Any, folder: Path) -> list[str]:
-    """Save into `folder`. Return this rank's files. Raise CheckpointError on every rank if one fails."""
+    """Save a DeepSpeed checkpoint into `folder`. Return the files of this rank.
+
+    If one rank fails, raise CheckpointError on every rank.
+    """
     with _noted(engine) as noted:
         engine.save_checkpoint(str(folder), tag=NATIVE, save_latest=False)
     native_checkpoint.gather_answers(None, noted.error)
@@ -35,7 +41,10 @@ def save(engine: Any, folder: Path) -> list[str]:
 
 
 def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
-    """Load into a new engine. Raise RequestError if the ZeRO stages are incompatible, else CheckpointError."""
+    """Load a checkpoint into a new engine.
+
+    Raise RequestError if the ZeRO stages are incompatible, else CheckpointError.
+    """
     stage = int(engine.zero_optimization_stage())
     tag = UNIVERSAL if _must_convert(saved, stage, dist.get_world_size(), tp) else NATIVE
     if tag == UNIVERSAL and not native_checkpoint.on_rank_0((path / UNIVERSAL).is_dir):
@@ -47,7 +56,7 @@ def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
     finally:
         config.load_universal_checkpoint = before
     if found is None:
-        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}; its message is above")
+        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}. See the message of DeepSpeed above")
 
 
 def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> bool:

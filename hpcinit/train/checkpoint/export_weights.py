@@ -1,10 +1,12 @@
-"""Exports whole weights as safetensors, for Transformers, PEFT and inference engines. A folder is complete or absent.
+"""Exports the complete model weights as safetensors, for Transformers, PEFT and inference engines.
+
+An export is complete or does not exist.
 
 FOLDER/hpcinit_export.json       the files of the export and their sizes, written last
        model.safetensors         or several files with an index, and config.json: a model of Transformers
        adapter_model.safetensors and adapter_config.json: the adapters of a PEFT model, without its base model
 
-It is written into .FOLDER.RANDOM.tmp beside it, and renamed when every file is on the disk.
+The export is written into .FOLDER.RANDOM.tmp next to the final folder. When every file is on the disk, it is renamed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ WEIGHTS = "model.safetensors"
 
 
 class Saves(Protocol):
-    """A tokenizer or processor of Transformers."""
+    """The interface of a tokenizer or processor from Transformers."""
 
     def save_pretrained(self, save_directory: str) -> object: ...
 
@@ -46,10 +48,12 @@ class Saves(Protocol):
 def export(
     wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Saves | None, timeout: timedelta, job: str
 ) -> Path:
-    """Write the whole weights into `folder` and return it. Every rank must call it; rank 0 writes. job: World.job.
+    """Write the complete model weights into `folder` and return the folder. Every rank must call it; rank 0 writes.
 
-    Rank 0 needs memory on the CPU for the whole model in `dtype`. Raise RequestError on every rank for a model or a
-    folder that cannot be exported, and CheckpointError if writing fails. An older export is then unchanged.
+    Rank 0 needs memory on the CPU for the whole model in `dtype`. Raise RequestError on every rank if the model or the
+    folder cannot be used, and CheckpointError if writing fails. An older export is then unchanged.
+
+    job: World.job.
     """
     if not isinstance(wrapped, Wrapped):
         raise RequestError(
@@ -78,10 +82,10 @@ def export(
 
 
 def begin(folder: Path, job: str) -> Path:
-    """Create and return a temporary folder.
+    """Create and return a temporary folder for the export.
 
-    In the background, remove those of exports whose job has ended. Raise RequestError for a folder that no export
-    wrote.
+    In the background, remove the temporary folders of exports whose job has ended. Raise RequestError if `folder`
+    exists but no export wrote it.
     """
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Checkpoints of DDP, FSDP, HSDP and tensor parallelism with torch.distributed.checkpoint; agreement between ranks."""
+"""Saves and loads checkpoints of DDP, FSDP, HSDP and tensor parallelism, with torch.distributed.checkpoint.
+
+It also contains the functions with which ranks agree whether a step of a save or load worked on all of them.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,10 @@ T = TypeVar("T")
 
 @contextmanager
 def patient(timeout: timedelta) -> Iterator[None]:
-    """Let ranks wait for each other for `timeout` while one of them writes or reads. Every rank must call it.
+    """During this block, let ranks wait for each other for up to `timeout` while one of them writes or reads.
 
-    All groups get this timeout until the end of the block, because DeepSpeed waits in the default group.
+    Every rank must call it. All groups get this timeout until the end of the block, because DeepSpeed waits in the
+    default group.
     """
     with process_group.timeouts_of_at_least(timeout):
         if dist.get_world_size() == 1:
@@ -51,17 +55,18 @@ def patient(timeout: timedelta) -> Iterator[None]:
 
 
 def agreement_group() -> ProcessGroup | None:
-    """Return the group in which ranks agree within patient(), or None for the default group.
+    """Return the process group in which ranks agree during a save or load, or None for the default group.
 
-    It uses gloo on the CPU, because NCCL would have to guess a device for a barrier.
+    The group uses gloo on the CPU, because NCCL would have to guess a device for a barrier. Call this within patient().
     """
     return state.checkpoint_group
 
 
 def everywhere(work: Callable[[], T]) -> list[T]:
-    """Call `work`, which must not communicate, and return the results of all ranks.
+    """Call `work` on every rank, and return the results of all ranks. `work` must not communicate.
 
-    Raise RequestError if every failing rank raised one, else CheckpointError, with the first failing rank's message.
+    If ranks fail, raise an error with the message of the first failing rank: RequestError if every failing rank raised
+    that, else CheckpointError.
     """
     mine: tuple[T | None, BaseException | None] = (None, None)
     try:
@@ -77,7 +82,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
 
 def gather_answers(value: T | None, error: BaseException | None) -> list[T]:
-    """Return the values of all ranks. Raise the same errors as everywhere()."""
+    """Exchange the value or the error of each rank, and return the values of all ranks.
+
+    Raise the same errors as everywhere().
+    """
     said = (
         None
         if error is None
@@ -97,7 +105,7 @@ def gather_answers(value: T | None, error: BaseException | None) -> list[T]:
 
 
 def exception_text(error: BaseException) -> str:
-    """Return the error in one line, without torch's stack of C++ frames."""
+    """Return the error as text on one line, without torch's stack of C++ frames."""
     if isinstance(error, HpcinitError):
         return str(error)
     return f"{type(error).__name__}: {quoted(error)}"
@@ -116,9 +124,9 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 def save_native(
     model: nn.Module, optimizer: Optimizer | None, folder: Path, staged: StagedFiles | None = None
 ) -> list[str]:
-    """Save into `folder`, or into `staged`, and return this rank's files.
+    """Save the model and the optimizer into `folder`, or into memory (`staged`). Return this rank's files.
 
-    Raise CheckpointError on every rank if one fails.
+    If one rank fails, raise CheckpointError on every rank.
     """
     in_memory = None if staged is None else _InMemory(staged)
     writer = FileSystemWriter(folder / FOLDER, sync_files=in_memory is None)

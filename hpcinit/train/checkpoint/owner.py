@@ -1,13 +1,14 @@
-"""Determines which job may publish checkpoints in a folder: FOLDER/.owner.json names it.
+"""Determines which job may publish checkpoints in a folder. FOLDER/.owner.json names that job, the owner.
 
 1. A job becomes the owner when it saves into the folder for the first time. A requeued or restarted job also becomes
-    the owner when it loads, so that an old attempt that wakes up later cannot publish a step.
+    the owner when it loads. So an old attempt that wakes up later cannot publish a checkpoint.
 2. An earlier attempt of the owner's job never becomes the owner. Slurm's restart count and step id order attempts.
-3. Of two different jobs, the owner is the one whose first save started later. The job before it may still run: a shared
-   folder cannot show that.
-4. A job that has lost the folder publishes nothing more. Its save raises RequestError, which names the new owner.
+3. Of two different jobs, the owner is the one that started its first save later. The other job may still be running,
+    but a shared folder cannot show that.
+4. A job that is no longer the owner publishes nothing more. Its save raises RequestError, which names the new owner.
 
-The file prevents confusion, not races: a step is published by one rename that never replaces another whole step.
+The file prevents confusion, not races: a checkpoint is published by one rename, which never replaces another complete
+checkpoint.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(processes.Process):
-    """The job whose rank 0 is this process.
+    """A job that may publish checkpoints. It is identified by its rank 0.
 
-    job: World.job. cluster: Slurm's name of the cluster that assigned the id, or '' without Slurm. run: the run folder,
-    because Slurm reuses ids after it loses its state, or '' without one. token: random, unique to this process and job.
+    job: World.job.
+    cluster: Slurm's name of the cluster that assigned the job id, or '' without Slurm.
+    run: the run folder, or '' without one. It is needed because Slurm reuses job ids after it loses its state.
+    token: random, unique to this process and job.
     since: seconds since 1970.
     """
 
@@ -59,13 +62,13 @@ class Owner(processes.Process):
 
     @property
     def slurm_id(self) -> str:
-        """Return the id of the Slurm job, or '' for another launcher."""
+        """Return the id of the Slurm job, or '' if another launcher started the job."""
         found = _SLURM.fullmatch(self.job)
         return found["id"] if found else ""
 
     @property
     def attempt(self) -> tuple[int, int, int]:
-        """Return the sort key of the attempts of one Slurm job: restart, step, restart inside the step."""
+        """Return a sort key that orders the attempts of one Slurm job: restart, step, restart inside the step."""
         found = _SLURM.fullmatch(self.job)
         if found is None:
             return 0, 0, 0
@@ -77,16 +80,17 @@ class Owner(processes.Process):
         return bool(self.slurm_id) and mine == its
 
     def is_restart_of(self, other: Owner) -> bool:
-        """Return whether Slurm or this job's agents restarted the job after `other`.
+        """Return whether this job is `other`, restarted by Slurm or by the agents of the job.
 
-        Another step of the same attempt is no restart: it may run at the same time, for example an evaluation.
+        A different step of the same attempt does not count as a restart, because both may run at the same time. An
+        example is an evaluation.
         """
         mine, before = self.attempt, other.attempt
         return self.is_same_job(other) and (mine[0] > before[0] or (mine[:2] == before[:2] and mine[2] > before[2]))
 
 
 def of_this_process(job: str) -> Owner:
-    """Return this process as an owner. Only `since` differs between calls."""
+    """Return the Owner for this process. Later calls return the same values, except for `since`."""
     me = processes.identity()
     cluster, run = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", run_folder.ENV_FOLDER))
     return Owner(**me, job=job, cluster=cluster, run=run, token=_token(me["pid"], job), since=time.time())
@@ -98,7 +102,7 @@ def _token(pid: int, job: str) -> str:
 
 
 def read(path: Path) -> Owner | None:
-    """Return the owner in the file, or None if the file is missing or invalid."""
+    """Return the owner that the file names, or None if the file is missing or invalid."""
     try:
         return run_folder.from_known_fields(Owner, json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -106,9 +110,11 @@ def read(path: Path) -> Owner | None:
 
 
 def claim(folder: Path, mine: Owner) -> Owner | None:
-    """Make `mine` the owner of the folder if it is not yet. Return the other job that owned it, or None.
+    """Make `mine` the owner of the folder, if it is not the owner yet.
 
-    Raise RequestError if another job or a later attempt has taken the folder over, and OSError if writing fails.
+    Return the job that was the owner before, or None.
+
+    Raise RequestError if another job or a later attempt has become the owner since, and OSError if writing fails.
     """
     found = read(folder / CLAIM)
     if found is not None and found.token == mine.token:
@@ -121,10 +127,10 @@ def claim(folder: Path, mine: Owner) -> Owner | None:
 
 
 def claim_after_restart(folder: Path, mine: Owner) -> bool:
-    """Make `mine` the owner if an earlier attempt of the same job owns the folder. Return whether it did.
+    """If an earlier attempt of the same job owns the folder, make `mine` the owner. Return whether that was the case.
 
-    Other jobs may load without becoming the owner, for example an evaluation. Raise RequestError as claim() does, and
-    OSError if writing fails.
+    Other jobs, such as an evaluation, may load without becoming the owner. Raise RequestError if another job or a later
+    attempt has become the owner since, and OSError if writing fails.
     """
     found = read(folder / CLAIM)
     if found is None or not mine.is_restart_of(found):
@@ -134,7 +140,7 @@ def claim_after_restart(folder: Path, mine: Owner) -> bool:
 
 
 def taken_by(folder: Path, mine: Owner) -> Owner | None:
-    """Return the owner that has taken the folder over from `mine`, or None."""
+    """Return the job that has become the owner of the folder instead of `mine`, or None."""
     found = read(folder / CLAIM)
     return None if found is None or found.token == mine.token else found
 
@@ -152,17 +158,17 @@ def lost(folder: Path, mine: Owner, winner: Owner) -> str:
 
 
 def write(path: Path, owner: Owner) -> None:
-    """Write the file atomically. Raise OSError if the file cannot be written."""
+    """Write the owner to the file atomically. Raise OSError if that fails."""
     temporary = path.with_name(f".owner-{owner.token}.tmp")
     temporary.write_text(json.dumps(asdict(owner)) + "\n")
     temporary.replace(path)
 
 
 def has_ended(owner: Owner, mine: Owner) -> bool | None:
-    """Return whether `owner` can publish nothing more, or None if neither its host nor Slurm shows that.
+    """Return whether a job can certainly publish nothing more, or None if neither its host nor Slurm shows that.
 
-    Only rank 0 publishes, so the end of its process is enough. If it ran on another node it may be alive, for example
-    suspended, however old its files are; then only a final state of its Slurm job counts.
+    Only rank 0 publishes, so the end of its process is enough. If rank 0 ran on another node, it may still be alive
+    (for example suspended), however old its files are. Then only a final state of its Slurm job counts.
     """
     if owner.token == mine.token or mine.is_restart_of(owner):
         return True

@@ -1,7 +1,8 @@
-"""The program's own state in a checkpoint: the loader's position, random generators, and the values that it passes.
+"""Saves and loads the program's own state: the loader's position, random generators, and values that it passes.
 
-It is written with torch.save and read with weights_only, so it may only contain plain values and tensors. Each file is
-read back once before it is saved, so that an error appears now and not when a later job loads it.
+These are written with torch.save and read with weights_only, so they may only contain plain values and tensors. Each
+file is read back once before the checkpoint is complete. So an error appears now and not when a later job loads the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Write = Callable[[str, bytes], None]  # writes one file of the checkpoint: its r
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader that can save and restore its position, such as torchdata's StatefulDataLoader."""
+    """The interface of a data loader that can save and restore its position, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def check_loader(loader: object) -> None:
-    """Raise RequestError for a loader that cannot save its position."""
+    """Raise RequestError if the data loader cannot save its position."""
     if loader is not None and not isinstance(loader, Stateful):
         raise RequestError(
             f"loader is a {type(loader).__name__}, which cannot save its position (no state_dict and load_state_dict). "
@@ -43,7 +44,9 @@ def check_loader(loader: object) -> None:
 
 
 def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, write: Write) -> list[str]:
-    """Write the position in the data, on the first rank of each share of the data, and return the file's relative path.
+    """Write the loader's position to a file, on the first rank of each share of the data.
+
+    Return the file's relative path.
 
     Raise RequestError if the file could not be read back, OSError if it cannot be written.
     """
@@ -62,9 +65,9 @@ def is_in(files: Container[str]) -> bool:
 
 
 def save_plain(value: Any, relative: str, write: Write, called: str) -> list[str]:
-    """Write one file and return its relative path.
+    """Write a value that the program passed to a file, and return the file's relative path.
 
-    Raise RequestError if it could not be read back, OSError if it cannot be written.
+    Raise RequestError if the file could not be read back, OSError if it cannot be written.
     """
     stream = io.BytesIO()
     try:
@@ -98,14 +101,17 @@ def _loader_file(data_rank: int) -> str:
 
 
 def save_random_state(rank: int, write: Write) -> list[str]:
-    """Save the states of this rank's generators and return the files. Raise OSError if the file cannot be written."""
+    """Save the states of this rank's random generators and return the files. Raise OSError if that fails."""
     return save_plain(states(), _random_state_file(rank), write, "a generator's state")
 
 
 def load_random_state(path: Path, saved: Description, layout: Layout, by: str) -> bool:
-    """Restore the states of this rank's generators and return True; else seed them, print a message, return False.
+    """Restore the states of this rank's random generators. Return whether that was possible.
 
-    by: see seeds.of. Raise OSError, or RuntimeError for a truncated file.
+    If there are no states, or if the layout has changed, seed the generators instead and print a message. Raise
+    OSError, or RuntimeError if a file is truncated.
+
+    by: how to seed the ranks, see seeds.of.
     """
     rank = dist.get_rank()
     there = _random_state_file(rank) in saved.files
@@ -125,7 +131,7 @@ def _degrees(layout: Mapping[str, int]) -> str:
 
 
 def states() -> dict[str, Any]:
-    """Return the generators' states as plain values and tensors."""
+    """Return the states of all random generators as plain values and tensors."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := _numpy()) is not None:
         name, keys, *rest = numpy.random.get_state()
@@ -136,7 +142,10 @@ def states() -> dict[str, Any]:
 
 
 def restore(found: dict[str, Any]) -> None:
-    """Restore states(). A generator without a state, such as on another kind of device, is unchanged."""
+    """Restore what states() returned.
+
+    A generator without a saved state, such as one for another device, is unchanged.
+    """
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     if (numpy := _numpy()) is not None and "numpy" in found:

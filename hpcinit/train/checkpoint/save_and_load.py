@@ -1,4 +1,4 @@
-"""Saves a checkpoint of all ranks, now or in the background, and loads the newest complete one."""
+"""Saves a checkpoint of all ranks, at once or in the background, and loads the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMEOUT = timedelta(seconds=CHECKPOINT_S)
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of load().
+    """What load() restored, apart from the model and the optimizer.
 
     Attributes:
         step: the saved step.
@@ -83,8 +83,8 @@ def save(
         job: World.job, which orders the attempts of a job. Only rank 0's value is used.
         wait: False: return when the state is copied into memory. See Runtime.save.
 
-    Raises RequestError if something cannot be saved or another job has taken the folder over, and CheckpointError if
-    writing fails. Existing checkpoints are then unchanged.
+    Raises RequestError if something cannot be saved or if another job is now using the folder. Raises CheckpointError
+    if writing fails. In both cases, existing checkpoints are unchanged.
     """
     of_data.check_loader(loader)
     if keep is not None and keep < 1:
@@ -193,12 +193,13 @@ def load(
     timeout: timedelta = TIMEOUT,
     job: str = "",
 ) -> Loaded | None:
-    """Load the newest complete step into a model that run.wrap() returned. Return None if there is none.
+    """Load the newest complete checkpoint into a model that run.wrap() returned. Return None if there is none.
 
-    Every rank must call it. First the ranks read all files and compare their checksums; each file is read by one rank.
-    A damaged step is skipped with a message. The number of ranks and the layout may differ from those that saved it;
-    the wrapper may differ only between ddp and fsdp. Random numbers continue as without an interruption, unless a
-    DataLoader draws from torch's default generator at its start: pass it run.loader_options().
+    Every rank must call it. First the ranks read all files and compare their checksums. Each file is read by one rank.
+    If a checkpoint is damaged, print a message and use the one before it. The number of ranks and the layout may differ
+    from those that saved it. The wrapper may differ only between ddp and fsdp. Random numbers continue as without an
+    interruption, unless a DataLoader draws from torch's default generator at its start. To avoid that, pass it
+    run.loader_options().
 
     Args:
         wrapped: the model and optimizer, as run.wrap() returned them.

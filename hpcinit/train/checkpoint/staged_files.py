@@ -1,7 +1,7 @@
-"""Files in memory: what a rank would write into a checkpoint, until its writer process has written it to the disk.
+"""Keeps the files of a checkpoint in memory until the rank's writer process has written them to the disk.
 
-Each is a memfd, whose descriptor the writer receives. /dev/shm is not used: a container's may be small, and a process
-that writes more than fits there is killed by SIGBUS.
+Each file is a memfd, whose descriptor is passed to the writer. /dev/shm is not used, because a container's may be
+small, and SIGBUS kills a process that writes more than fits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ MOST = 0.9  # the share of the free memory that all ranks of a node may take
 
 
 class StagedFile(io.RawIOBase):
-    """A file in memory. It keeps its pages when it is written again, because the first use of a page is slow.
+    """A file in memory. When it is written again, it reuses its memory, because the first use of a memory page is slow.
 
-    ranks_here: number of ranks that allocate at the same time on this node. size: number of bytes written.
-    problem: why not all bytes are here. write() raises nothing: torch's writer in C++ may end the process on an error.
+    ranks_here: how many ranks on this node allocate memory at the same time.
+    size: how many bytes were written.
+    problem: why some bytes are missing, or ''.
+
+    write() never raises, because an error may make torch's C++ writer end the process.
     """
 
     def __init__(self, ranks_here: int) -> None:
@@ -37,7 +40,7 @@ class StagedFile(io.RawIOBase):
         return self.size
 
     def write(self, content: Any) -> int:
-        """Append the content, or set `problem` if it does not fit into the memory."""
+        """Append the content. If it does not fit into the memory, set `problem`."""
         view = memoryview(content).cast("B")
         begin, self.size = self.size, self.size + len(view)
         if not self.problem and self._grow_to(self.size) and self._pages is not None:
@@ -48,7 +51,7 @@ class StagedFile(io.RawIOBase):
         """Do nothing: torch closes a file that it has written."""
 
     def free(self) -> None:
-        """Return the memory to the system."""
+        """Return the file's memory to the system."""
         if self._pages is not None:
             self._pages.close()
         os.close(self.descriptor)
@@ -73,32 +76,32 @@ class StagedFile(io.RawIOBase):
 
 
 class StagedFiles:
-    """The files of one save in memory, by their names in the checkpoint. A later save uses the same memory."""
+    """The files of one save in memory, by their names in the checkpoint. The next save reuses the memory."""
 
     def __init__(self, ranks_here: int) -> None:
         self._ranks_here = ranks_here
         self._known: dict[str, StagedFile] = {}
 
     def problem(self) -> str:
-        """Return why a file is not complete, or ''."""
+        """Return why one of the files is not complete, or ''."""
         return next((file.problem for file in self._known.values() if file.problem), "")
 
     def open(self, name: str) -> StagedFile:
-        """Return the file, empty. Raise OSError if this process has too many open files."""
+        """Return the file with this name, emptied. Raise OSError if this process has too many open files."""
         if name not in self._known:
             self._known[name] = StagedFile(self._ranks_here)
         self._known[name].size = 0
         return self._known[name]
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the whole file. Raise OSError like open()."""
+        """Write a whole file. Raise OSError if this process has too many open files."""
         self.open(name).write(content)
 
     def __getitem__(self, name: str) -> StagedFile:
         return self._known[name]
 
     def free(self) -> None:
-        """Return all memory to the system."""
+        """Return the memory of all files to the system."""
         for file in self._known.values():
             file.free()
         self._known.clear()

@@ -1,4 +1,7 @@
-"""The process that writes a rank's part of a checkpoint to the disk, see background_save.py. It never imports torch."""
+"""The program of the process that writes a rank's part of a checkpoint to the disk. It never imports torch.
+
+See background_save.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ REQUEST_BYTES, MOST_FILES = 1 << 18, 16
 
 
 def main(channel_descriptor: int, rank_pid: int) -> None:
-    """Write each requested checkpoint until the rank closes the channel."""
+    """Write each checkpoint that the rank requests, until the rank closes the channel.
+
+    channel_descriptor: the socket to the rank.
+    rank_pid: the process id of the rank.
+    """
     processes.die_with_parent(rank_pid)
     with socket.socket(fileno=channel_descriptor) as channel:
         while True:
@@ -39,7 +46,10 @@ def main(channel_descriptor: int, rank_pid: int) -> None:
 
 
 def save(asked: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
-    """Save this rank's part, and on rank 0 the step. Return whether that worked; else print a warning."""
+    """Save this rank's part of a checkpoint. On rank 0, also publish the checkpoint when all parts are complete.
+
+    Return whether that worked. If not, print a warning.
+    """
     path, rank, step = Path(asked["path"]), asked["rank"], asked["described"]["step"]
     try:
         for (name, size), descriptor in zip(asked["files"], descriptors, strict=True):

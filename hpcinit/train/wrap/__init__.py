@@ -1,4 +1,4 @@
-"""run.wrap(): makes a model trainable on all ranks, as configured with `parallel`.
+"""Implements run.wrap(), which makes a model trainable on all ranks, as configured with `parallel`.
 
 model, optimizer -> tensor parallel -> activation checkpointing -> compile -> ddp | fsdp -> Wrapped
                  -> activation checkpointing -> compile -> DeepSpeed's engine -> Wrapped
@@ -46,20 +46,20 @@ def wrap(
     blocks: Sequence[nn.Module] | None = None,
     mpu: Any = None,
 ) -> Wrapped:
-    """Return the model wrapped for training on all ranks. Every rank must call it with the same arguments.
+    """Wrap the model so that all ranks train it together, and return it. Every rank must pass the same arguments.
 
     Args:
         model: the whole model, on any device; it is changed in place.
         mesh, layout: those of the run, with every degree computed.
-        optimizer: a function that creates an optimizer of the parameters, such as
-            `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or with an optimizer of
-            DeepSpeed.
+        optimizer: a function that creates an optimizer for the parameters, such as
+            `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or if DeepSpeed creates
+            the optimizer.
         tp_plan: maps module names, in which * matches one part, to torch's ParallelStyle.
         blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
             each outermost ModuleList or Sequential whose children are all of one class.
         mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.
 
-    Raises RequestError for settings that cannot be combined.
+    Raises RequestError if settings cannot be combined.
     """
     _refuse(layout)
     strategy = STRATEGIES[training.wrap]

@@ -1,4 +1,4 @@
-"""Blocks: the repeated parts of a model, which are sharded, checkpointed and compiled one by one."""
+"""Finds the blocks of a model: its repeated parts, which are sharded, checkpointed and compiled one by one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from hpcinit.train.wrap.sequence import Context
 def prepare(
     model: nn.Module, chosen: Sequence[nn.Module] | None, training: Training, again: Context
 ) -> list[nn.Module]:
-    """Return the model's blocks, checkpointed and compiled if configured.
+    """Return the model's blocks. If configured, activation checkpointing and torch.compile are applied to them.
 
-    again: a context manager around a checkpointed block that runs again. Raise RequestError if checkpointing or
-    compiling is configured but the model has no blocks, or if a module in `chosen` is not part of the model.
+    Raise RequestError if that is configured but the model has no blocks, or if a module in `chosen` is not part of the
+    model.
+
+    chosen: the blocks that the user selected, or None.
+    again: a context manager that is active while a checkpointed block runs a second time.
     """
     names = _names(model, chosen) if chosen is not None else found(model)
     if not names and (training.activation_checkpointing == "full" or training.compile):
@@ -57,7 +60,10 @@ def _compile(block: nn.Module) -> None:
 
 
 def found(model: nn.Module) -> list[str]:
-    """Return the names of the children of each outermost ModuleList or Sequential whose children have one class."""
+    """Return the names of the model's blocks: the children of ModuleLists and Sequentials that have one class.
+
+    Only the outermost ModuleLists and Sequentials count.
+    """
     names: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") or name == block for block in names)

@@ -1,4 +1,4 @@
-"""Wraps a model in DeepSpeed's engine, corrects its first step, offloads its states, and chooses the CPU optimizer."""
+"""Wraps a model in DeepSpeed's engine. Also corrects its first step, offloads states, and chooses the CPU optimizer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def undo_first_step(engine: Any) -> None:
-    """Reset the engine's optimizer to a state without any step. Other stages and fp32 need nothing.
+    """Reset the engine's optimizer to the state before its first step. With other ZeRO stages and fp32, do nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes a step with zero gradients. Then Adam's count starts at 2, its bias correction is wrong, the first steps are a
-    quarter shorter, and AdamW applies weight decay one time too many. After the reset, the first step creates the
-    states, as in stages 1 to 3.
+    makes a step with zero gradients. Without the reset, Adam's count would start at 2, so its bias correction would be
+    wrong and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many. After
+    the reset, the first step creates the states, as in stages 1 to 3.
     """
     wrapper = engine.optimizer
     if type(wrapper).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
@@ -69,15 +69,15 @@ _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 def off_the_device(engine: Any) -> str:
     """Return the setting that already keeps states off the device, or '' if there is none.
 
-    With such a setting, DeepSpeed 0.18.5 fails with an assertion when any state is moved. 0.19.8 moves what is left
-    with offload_optimizer.
+    With such a setting, DeepSpeed 0.18.5 fails with an assertion when any state is moved. DeepSpeed 0.19.8 can move the
+    states that deepspeed.offload_optimizer has left on the device.
     """
     found = {"offload_param": engine.zero_offload_param(), "offload_optimizer": engine.zero_offload_optimizer()}
     return next((f"deepspeed.{name}" for name, value in found.items() if _device(value) != "none"), "")
 
 
 def check_movable(engine: Any, chosen: frozenset[State]) -> None:
-    """Raise RequestError if one of the states cannot be moved."""
+    """Raise RequestError if one of the states cannot be moved to the CPU."""
     stage = int(engine.zero_optimization_stage())
     if stage == 0:
         raise RequestError("offload_states() does not work with deepspeed.zero_stage 0: use stage 1, 2 or 3")
@@ -106,7 +106,7 @@ def check_movable(engine: Any, chosen: frozenset[State]) -> None:
 def offload_zero_states(
     engine: Any, chosen: frozenset[State], pin_memory: bool, non_blocking: bool
 ) -> frozenset[State]:
-    """Move the states. Return the names of those that this engine has."""
+    """Move the states to the CPU. Return the names of those that this engine has."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - takes a second to import
 
     wanted = [OffloadStateTypeEnum(name) for name in sorted(chosen)]
@@ -174,7 +174,7 @@ def _say_on_rank_0(line: str) -> None:
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed's engine around the model."""
+    """Wraps a model in DeepSpeed's engine."""
 
     def check(self, inputs: Inputs) -> None:
         if inputs.tp_plan is not None:
@@ -270,8 +270,9 @@ def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
 class Engine(Wrapped):
     """A model in DeepSpeed's engine.
 
-    engine: DeepSpeed's object. grad_norm: None in ZeRO 0, which does not compute it. divided: the number of ranks among
-    which the program itself has divided the model.
+    engine: DeepSpeed's engine.
+    grad_norm: the norm of the gradients. None in ZeRO 0, which does not compute it.
+    divided: among how many ranks the program itself has divided the model.
     """
 
     checkpoint_format = wrappers.DEEPSPEED_FORMAT

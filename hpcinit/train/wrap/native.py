@@ -1,4 +1,4 @@
-"""DDP, FSDP2, tensor parallelism and no wrapper: torch's wrappers, with torch's optimizers and clipping."""
+"""Wraps a model with torch's own means: DDP, FSDP2 and tensor parallelism, torch's optimizers and gradient clipping."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters grouped by mesh (or none), because torch's foreach kernels reject a mixture."""
+    """Return the parameters, grouped by their device mesh (or none).
+
+    torch's foreach kernels need groups of one kind.
+    """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -49,7 +52,10 @@ def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Param
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
-    """Scale the gradients so that their 2-norm is at most `most`. Return the norm before, the same on every rank."""
+    """Scale the gradients so that their 2-norm is at most `most`.
+
+    Return the norm before that, the same on every rank.
+    """
     groups = [[p for p in group if p.grad is not None] for group in parameters_by_mesh(parameters)]
     norms = [
         _whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])) for group in groups if group
@@ -72,11 +78,12 @@ def _whole(tensor: Tensor) -> Tensor:
 def wrap_ddp(
     model: nn.Module, device: torch.device, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """Return the forward function, and a function that switches averaging of gradients on or off.
+    """Wrap the model in DDP. Return its forward function, and a function that turns averaging of gradients on or off.
 
-    Parameters and gradients stay in float32. Gradients are views of DDP's buckets and must be zeroed in place;
-    otherwise the first pass of an accumulation would allocate a second copy. reduce: the type in which gradients are
-    sent.
+    Parameters and gradients stay in float32. Gradients are views of DDP's buckets and must be zeroed in place.
+    Otherwise, the first pass of an accumulation would allocate a second copy.
+
+    reduce: the number format in which gradients are sent.
     """
     replica = DistributedDataParallel(
         model, device_ids=None if device.type == "cpu" else [device], gradient_as_bucket_view=True
@@ -96,10 +103,11 @@ def wrap_ddp(
 def fsdp_meshes(
     mesh: DeviceMesh, layout: Layout, device: torch.device, sharded: bool
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh over which parameters are replicated and sharded, and the tensor parallel mesh, of one parent.
+    """Return the mesh over which fully_shard shards and replicates parameters, and the tensor parallel mesh or None.
 
-    Parts of a sequence count as data. Without sharding, each data parallel rank has whole parameters, and fully_shard
-    gets a mesh whose last dimension is 1. (DDP itself would convert DTensors in each forward pass.)
+    Both are parts of the same mesh. Ranks with different parts of a sequence count as data parallel. Without sharding,
+    each data parallel rank has whole parameters, and fully_shard gets a mesh whose last dimension is 1. (DDP itself
+    would convert DTensors in each forward pass.)
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
     if found is not None:
@@ -112,10 +120,14 @@ def fsdp_meshes(
 def wrap_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, param: torch.dtype, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """Return the forward function, and a function that switches averaging of gradients on or off.
+    """Shard the model with FSDP.
 
-    Blocks are sharded one by one, so that only one block's parameters are gathered at a time. The rest is sharded with
-    the model itself. Between steps, parameters are in float32. param: the type of gathered parameters.
+    Return its forward function, and a function that turns averaging of gradients on or off.
+
+    Blocks are sharded one by one, so that only one block's parameters are gathered at a time. Parameters outside of
+    blocks are sharded with the model itself. Between steps, parameters are in float32.
+
+    param: the number format of gathered parameters.
     """
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     for block in blocks:
@@ -131,7 +143,7 @@ def wrap_fsdp(
 
 @torch.no_grad()
 def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
-    """Broadcast rank 0's parameters and buffers to every rank.
+    """Copy rank 0's parameters and buffers to every rank.
 
     DDP does this automatically. With fully_shard each rank keeps its own shard, so different seeds would result in a
     mixture of models. Raise RequestError for a model on the meta device.
@@ -151,9 +163,13 @@ def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
 
 
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Divide the model in place. mesh: the tensor parallel one. Raise RequestError for a name without a module.
+    """Divide the model among the tensor parallel ranks, in place.
 
-    For such a name torch only prints a warning, and trains the layer undivided.
+    Raise RequestError if a name in `plan` matches no module.
+
+    For such a name, torch itself only prints a warning and trains the layer undivided.
+
+    mesh: the tensor parallel mesh.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in plan:
@@ -173,7 +189,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDP(Strategy):
-    """DDP. With tensor parallelism it uses fully_shard, without sharding over the data parallel ranks."""
+    """Wraps a model in DDP.
+
+    With tensor parallelism, it uses fully_shard instead, without sharding over data parallel ranks.
+    """
 
     shards_data = False  # whether parameters are divided among the data parallel ranks
 
@@ -212,7 +231,7 @@ class DDP(Strategy):
 
 
 class FSDP(DDP):
-    """FSDP2: fully_shard over the data parallel ranks."""
+    """Shards a model over the data parallel ranks, with FSDP2 (fully_shard)."""
 
     shards_data = True
 
@@ -223,7 +242,7 @@ class FSDP(DDP):
 
 
 class Unwrapped(DDP):
-    """A single rank without a wrapper."""
+    """Leaves the model unwrapped, for a single rank."""
 
     def check(self, inputs: Inputs) -> None:
         if dist.get_world_size() > 1:
@@ -254,12 +273,16 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
     if device.type == "cpu" or sharded:
         where = "on a CPU" if device.type == "cpu" else "with parallel.wrap=fsdp or tensor parallelism"
         raise RequestError(
-            f"precision.param=fp16 does not work {where}, where gradients are not scaled for its small range; use bf16"
+            f"precision.param=fp16 does not work {where}: nothing scales the gradients there, so small ones would "
+            "become 0; use bf16"
         )
 
 
 class Native(Wrapped):
-    """A model with torch's wrappers. scaler: scales gradients in fp16, and does nothing with other precisions."""
+    """A model that is wrapped with torch's own means.
+
+    scaler: scales gradients in fp16. With other number formats, it does nothing.
+    """
 
     scaler: torch.amp.GradScaler
 

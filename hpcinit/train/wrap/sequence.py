@@ -1,4 +1,7 @@
-"""Context parallelism: each rank of a group has a part of every sequence, while attention works on whole sequences."""
+"""Implements context parallelism: each rank of a group has a part of every sequence.
+
+Attention still works on whole sequences.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  #
 
 
 def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-    """Return this rank's part of each tensor along `dim`: tokens, targets, and positions for the model.
+    """Return this rank's part of each tensor along `dim`, for tokens, targets, and the positions that the model needs.
 
-    All ranks of a group must pass equal tensors. Raise RequestError unless the length is a multiple of cp, or of 2 x cp
-    for ring attention. In a ring each rank gets a piece from the front and one from the back, which balances the work
-    under a causal mask.
+    All ranks of a group must pass equal tensors. Raise RequestError if the length is not a multiple of cp (for ring
+    attention: 2 x cp). In ring attention, each rank gets one piece from the front of the sequence and one from the
+    back. Under a causal mask, that gives all ranks the same work.
     """
     pieces = layout.cp * (2 if layout.cp_kind == "ring" and layout.cp > 1 else 1)
     place = layout.coordinate(rank)["cp"]
@@ -47,10 +50,10 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
 
 @dataclass(frozen=True)
 class Attention:
-    """Context managers around a forward pass, a backward pass, and the recomputation of a checkpointed block.
+    """Context managers for a forward pass, a backward pass, and the second forward pass of a checkpointed block.
 
-    They make F.scaled_dot_product_attention work on whole sequences, although it gets the queries, keys and values of
-    one part.
+    They make F.scaled_dot_product_attention use whole sequences, although the queries, keys and values that it gets are
+    only of one part.
     """
 
     forward: Context = nullcontext
@@ -59,9 +62,9 @@ class Attention:
 
 
 def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: bool) -> Attention:
-    """Return the context managers for this layout. mesh: that of the run.
+    """Return the context managers that this layout needs. Raise RequestError if a setting is not supported.
 
-    Raise RequestError for an unsupported setting.
+    mesh: the mesh of the run.
     """
     if layout.cp == 1:
         return Attention()
@@ -75,8 +78,8 @@ def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: 
         return Attention(forward=whole, again=whole)  # backward() would pop an outer TorchFunctionMode
     if device.type == "cpu":
         raise RequestError(
-            "parallel.cp_kind=ring does not work on a CPU, whose attention torch's context_parallel does not support; "
-            "use parallel.cp_kind=ulysses"
+            "parallel.cp_kind=ring does not work on a CPU, because torch's context_parallel does not support attention "
+            "there; use parallel.cp_kind=ulysses"
         )
     ring = partial(_ring, mesh["cp"], device)
     return Attention(forward=ring, backward=ring)
@@ -93,9 +96,9 @@ def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 
 
 class Ulysses(TorchFunctionMode):
-    """All-to-all around attention: from all heads of a part to some heads of the whole (DeepSpeed-Ulysses, 2309.14509).
+    """Exchanges data before and after attention: from all heads of a part of the sequence to some heads of all of it.
 
-    It affects only calls of F.scaled_dot_product_attention.
+    This is DeepSpeed-Ulysses (arXiv:2309.14509). It affects only calls of F.scaled_dot_product_attention.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

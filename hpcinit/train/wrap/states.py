@@ -1,4 +1,4 @@
-"""Offloads states from the device temporarily, for example while another model generates on it."""
+"""Moves states off the device temporarily, for example while another model generates text on the device."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ Moved = list[tuple[Tensor, Tensor]]  # the original tensor, whose storage is emp
 
 
 def checked(include: Collection[State] | None, device: str) -> frozenset[State]:
-    """Return the named states; None means all.
+    """Return the states with these names, or all states for None.
 
-    Raise RequestError for an unknown state, or for a device other than cpu.
+    Raise RequestError if a state is unknown, or if `device` is not cpu.
     """
     if device != "cpu":
-        raise RequestError(f"offload_states() got device={device!r}, expected 'cpu': DeepSpeed supports no other")
+        raise RequestError(
+            f"offload_states() got device={device!r}, expected 'cpu', the only one that DeepSpeed supports"
+        )
     chosen = STATES if include is None else include
     for name in chosen:
         if name not in STATES:
             raise RequestError(
-                f"offload_states() got the unknown state {name!r}, expected some of: {', '.join(STATES)}"
+                f"offload_states() does not know the state {name!r}; the states are: {', '.join(STATES)}"
             )
     return frozenset(chosen)
 
 
 @torch.no_grad()
 def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
-    """Copy the optimizer's states to the CPU and free their memory on the device, including DTensor shards.
+    """Move the optimizer's states to the CPU and free their memory on the device. Shards of DTensors are moved too.
 
     A tensor that shares its memory with others stays on the device. So does a single number (the count of steps).
     """
@@ -59,7 +61,10 @@ def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
 
 @torch.no_grad()
 def back(moved: Moved, non_blocking: bool) -> None:
-    """Move the states that to_cpu() moved back to the device."""
+    """Move the states back to the device.
+
+    moved: what to_cpu() returned.
+    """
     for tensor, copy in moved:
         tensor.untyped_storage().resize_(tensor.nbytes)
         tensor.copy_(copy, non_blocking=non_blocking)

@@ -1,4 +1,4 @@
-"""The interface of a wrapper's torch part."""
+"""Defines the interface that each value of `parallel.wrap` implements with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcinit.train.wrap.wrapped import MakeOptimizer, Wrapped
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of run.wrap, and the run's settings."""
+    """The arguments of run.wrap(), together with the settings of the run."""
 
     model: nn.Module
     mesh: DeviceMesh
@@ -36,15 +36,15 @@ class Inputs:
 
 
 class Strategy(abc.ABC):
-    """Creates a trainable model with one wrapper. It has no state; one object serves all models."""
+    """Makes models trainable with one wrapper, such as DDP. It has no state, so one object is used for all models."""
 
     @abc.abstractmethod
     def check(self, inputs: Inputs) -> None:
-        """Raise RequestError for inputs that cannot be combined with this wrapper."""
+        """Raise RequestError if the inputs cannot be combined with this wrapper."""
 
     @abc.abstractmethod
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
-        """Return the trainable model.
+        """Wrap the model and return it.
 
         Raise RequestError if the wrapper does not support the request, and BringUpError if DeepSpeed cannot start.
         """

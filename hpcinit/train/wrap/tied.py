@@ -1,4 +1,4 @@
-"""Tied parameters: several modules of a model share them, as an embedding and the output head do."""
+"""Checks tied parameters, which several modules of a model share. Often the embedding and the output head share one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from hpcinit.base.errors import RequestError
 
 @dataclass(frozen=True)
 class Place:
-    """A place where a model uses a parameter. name: the full name, as in 'head.weight'. attribute: its last part."""
+    """A place where a model uses a parameter.
+
+    name: its full name, such as 'head.weight'.
+    attribute: the last part of the name.
+    """
 
     module: nn.Module
     attribute: str
@@ -19,7 +23,7 @@ class Place:
 
 
 def ties(model: nn.Module) -> list[list[Place]]:
-    """Return the places of each parameter that is used in more than one place."""
+    """Return the tied parameters of a model. For each of them, return all places where the model uses it."""
     found: dict[int, list[Place]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -31,7 +35,9 @@ def ties(model: nn.Module) -> list[list[Place]]:
 def refuse_broken(before: list[list[Place]]) -> None:
     """Raise RequestError if fully_shard or a tp_plan has replaced a tied parameter in only some of its places.
 
-    torch prints no message then, and each place trains its own copy. before: ties() of the model before it was wrapped.
+    In that case torch prints no message, and each place trains its own copy.
+
+    before: what ties() returned before the model was wrapped.
     """
     for places in before:
         if len({id(getattr(place.module, place.attribute)) for place in places}) > 1:
@@ -45,7 +51,7 @@ def refuse_broken(before: list[list[Place]]) -> None:
 def refuse_for_autotp(model: nn.Module, tp: int) -> None:
     """Raise RequestError if a linear layer shares its weight, as a tied output head does.
 
-    AutoTP (DeepSpeed 0.18.5 to 0.19.8) divides that layer's output and does not join the parts: the logits are wrong.
+    AutoTP (DeepSpeed 0.18.5 to 0.19.8) divides the layer's output but does not join the parts, so the logits are wrong.
     """
     for places in ties(model):
         for place in places:

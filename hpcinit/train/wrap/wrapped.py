@@ -1,4 +1,4 @@
-"""Wrapped, which run.wrap() returns: one training loop for every wrapper.
+"""Defines Wrapped, which run.wrap() returns. The same training loop works with every wrapper:
 
 for x, y in loader:
     loss = F.cross_entropy(wrapped(x), y)
@@ -36,7 +36,7 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 
 class Wrapped(abc.ABC):
-    """A model that trains on all ranks, and its optimizer.
+    """A model that all ranks train together, and its optimizer.
 
     Attributes:
         model: the model itself, with its parameters and state. With FSDP and tensor parallelism it has only this
@@ -63,10 +63,10 @@ class Wrapped(abc.ABC):
         self._to_step = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward function. Convert tensors of 16 bits that it returns to float32.
+        """Call the model's forward function. If it returns tensors of 16 bits, convert these to float32.
 
-        Raise RequestError while lp_params are offloaded, or if context parallelism is on but the model does not use
-        F.scaled_dot_product_attention.
+        Raise RequestError while lp_params are offloaded. Also raise it if context parallelism is on but the model does
+        not use F.scaled_dot_product_attention.
         """
         if "lp_params" in self.offloaded:
             self.refuse_offloaded("the model")
@@ -75,12 +75,13 @@ class Wrapped(abc.ABC):
         if isinstance(mode, Ulysses) and not mode.calls:
             raise RequestError(
                 f"{type(self.model).__name__} did not call F.scaled_dot_product_attention, but parallel.cp > 1: its "
-                "attention would see only parts of sequences. Use it (Hugging Face: attn_implementation='sdpa')"
+                "attention would see only parts of sequences. Call this function (Hugging Face: "
+                "attn_implementation='sdpa')"
             )
         return tree_map_only(Tensor, _in_float32, found)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, averaged over the ranks and over the accumulation.
+        """Compute the gradients of `loss`. They are averaged over the ranks and over the passes of an accumulation.
 
         Raise RequestError if step() was not called after the last backward().
 
@@ -90,24 +91,27 @@ class Wrapped(abc.ABC):
         self.refuse_offloaded("backward()")
         if self._to_step:
             raise RequestError(
-                "backward() was called twice without step(): call step() after every backward(), also during "
-                "accumulation"
+                "backward() was called twice without step(): call step() after every backward(), even during "
+                "gradient accumulation"
             )
         with self._attention.backward():
             self._backward(loss)
         self._to_step = True
 
     def step(self) -> bool:
-        """Make an optimizer step if the accumulation is complete. Then zero the gradients and return True.
+        """Take an optimizer step if the accumulation is complete.
 
-        Raise RequestError if backward() was not called since the last step(), or without an optimizer.
+        Then zero the gradients and return True, else return False.
+
+        Raise RequestError if backward() was not called since the last step(), or if there is no optimizer.
         """
         if self.optimizer is None:
             raise RequestError("step() needs an optimizer: call run.wrap(model, optimizer=lambda p: AdamW(p, lr=1e-3))")
         self.refuse_offloaded("step()")
         if not self._to_step:
             raise RequestError(
-                "step() was called without a backward() before it: call both in turn, also during accumulation"
+                "step() was called without a backward() before it: call backward() and step() in turn, even during "
+                "gradient accumulation"
             )
         complete = self._at_boundary()
         self._step(complete)
@@ -117,7 +121,7 @@ class Wrapped(abc.ABC):
 
     @property
     def between_steps(self) -> bool:
-        """Return whether no accumulation is in progress, so that a checkpoint loses no gradients."""
+        """Return whether no accumulation is in progress. Only then does a checkpoint lose no gradients."""
         return not (self._behind or self._to_step)
 
     def offload_states(
@@ -128,10 +132,10 @@ class Wrapped(abc.ABC):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to the CPU's memory until reload_states(). Call it between two steps, on every rank.
+        """Move states to the CPU's memory until reload_states() is called. Call this between two steps, on every rank.
 
-        While states are offloaded, the model cannot be trained, saved or loaded; without lp_params there is no forward
-        pass either. Raise RequestError for a state that cannot be moved.
+        While states are offloaded, the model cannot be trained, saved or loaded. If lp_params are offloaded, a forward
+        pass is not possible either. Raise RequestError if a state cannot be moved.
 
         Args:
             include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. DDP and FSDP can
@@ -146,7 +150,8 @@ class Wrapped(abc.ABC):
         if self.optimizer is None:
             raise RequestError(
                 "offload_states() needs an optimizer, because DeepSpeed and torch move the optimizer's states: pass "
-                "run.wrap one, or use deepspeed.offload_param=cpu for a model that is only evaluated in ZeRO 3"
+                "an optimizer to run.wrap, or use deepspeed.offload_param=cpu for a model that is only evaluated in "
+                "ZeRO 3"
             )
         if not self.between_steps:
             raise RequestError(
@@ -164,7 +169,10 @@ class Wrapped(abc.ABC):
         self.offloaded = frozenset()
 
     def refuse_offloaded(self, what: str) -> None:
-        """Raise RequestError while states are offloaded. what: the operation, for the message."""
+        """Raise RequestError if states are offloaded.
+
+        what: the operation that is not possible then, for the message.
+        """
         if self.offloaded:
             raise RequestError(
                 f"cannot call {what} while {', '.join(sorted(self.offloaded))} are offloaded; "
@@ -172,7 +180,9 @@ class Wrapped(abc.ABC):
             )
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Return a loss for backward(): the mean over the tokens of all ranks, which may have different numbers.
+        """Return the loss to pass to backward(): the mean over the tokens of all ranks.
+
+        Ranks may have different numbers of tokens.
 
         If T is the sum of all counts and n the number of ranks, the result is total * n / T. Its average over the ranks
         is the mean over all tokens. All passes of an accumulation have equal weights. Every rank must call it.
@@ -207,11 +217,13 @@ class Wrapped(abc.ABC):
     def _reload(self, non_blocking: bool) -> None: ...
 
     def check_export(self) -> None:  # noqa: B027 - torch's wrappers have nothing to refuse
-        """Raise RequestError if the whole weights cannot be collected."""
+        """Raise RequestError if the complete model weights cannot be collected."""
 
     @abc.abstractmethod
     def whole_weights(self, wanted: Collection[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each parameter and buffer with its whole tensor, which is valid until the next one.
+        """Yield each parameter and buffer together with its complete tensor.
+
+        The tensor is only valid until the next one.
 
         Every rank must iterate to the end, because the ranks communicate.
 
@@ -221,25 +233,28 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def save_files(self, folder: Path, staged: StagedFiles | None = None) -> list[str]:
-        """Write the model and its optimizer below `folder`. Return this rank's files, relative to it.
+        """Write the model and its optimizer into files below `folder`. Return the relative paths of this rank's files.
 
-        Every rank must call it. Raise CheckpointError on every rank if one rank cannot write.
+        Every rank must call it. If one rank cannot write, raise CheckpointError on every rank.
 
         Args:
-            folder: the unfinished step.
+            folder: the folder of the unfinished checkpoint.
             staged: write into these files in memory instead. Only for wrappers with torch's format.
         """
 
     @abc.abstractmethod
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
-        """Read what save_files() wrote below `path` into the model and the optimizer, in place.
+        """Load what save_files() wrote below `path` into the model and the optimizer, in place.
 
         Raise CheckpointError if it does not match the model, and RequestError if it cannot be converted to this layout.
         """
 
 
 def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yield each module that directly contains a wanted parameter or buffer, and all that it directly contains."""
+    """Yield each module that directly contains a wanted parameter or buffer.
+
+    Also yield all that the module contains directly.
+    """
     for module in model.modules():
         mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(id(tensor) in wanted for tensor in mine):

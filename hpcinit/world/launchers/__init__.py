@@ -1,4 +1,7 @@
-"""Detects the launcher that started the ranks, reads the world from its variables, and compares other launchers'."""
+"""Detects which launcher started the ranks, and reads the world from its variables.
+
+It also compares these with the variables of other launchers.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
 def find_contradictions(
     env: Mapping[str, str], world: World, chosen: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
 ) -> tuple[str, ...]:
-    """Return a sentence per other launcher, with each of its values that differs and the value in use.
+    """Compare the variables of other launchers with the world. Return one sentence per launcher that contradicts it.
 
-    chosen: the variables of the chosen launcher, as in {"rank": "RANK"}. others: those of each other launcher.
+    The sentence lists each value that differs, and the value that hpcinit uses.
+
+    chosen: the variables of the launcher in use, as in {"rank": "RANK"}.
+    others: the variables of each other launcher.
     """
     sentences = [
         _sentence(owner, found, world)
@@ -76,11 +82,12 @@ ENV_STARTED_BY = "HPCINIT_STARTED_BY"
 
 
 class Launcher(Protocol):
-    """The interface of a launcher. slurm_step is a module, the others are objects.
+    """The interface of a launcher. slurm_step implements it as a module, the others as objects.
 
-    NAME: its name in messages and in HPCINIT_STARTED_BY. VARIABLES: the variable for the rank, for the size, ...
-    present: returns whether it started this process. read: returns the world from the launcher's variables alone, or
-    raises WorldError.
+    NAME: its name in messages and in HPCINIT_STARTED_BY.
+    VARIABLES: the environment variable that contains each value, such as the rank or the world size.
+    present: returns whether the launcher started this process.
+    read: returns the world, read only from the launcher's variables, or raises WorldError.
     """
 
     NAME: str
@@ -91,7 +98,7 @@ class Launcher(Protocol):
 
 
 class Single:
-    """A process without a launcher: the only rank of its world."""
+    """A process that no launcher started. It is the only rank of its world."""
 
     NAME = "single"
     VARIABLES: Mapping[str, str] = {}
@@ -115,11 +122,12 @@ LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm_step
 def read(env: Mapping[str, str], started_by: str | None = None, process: Process | None = None) -> World:
     """Return the world that this process's launcher describes, with warnings about contradicting variables.
 
-    env: usually os.environ; then this process's parents are checked too. started_by: a name from LAUNCHERS, instead of
-    detecting it; users can set HPCINIT_STARTED_BY for the same purpose. process: for tests.
+    Raise WorldError if the launcher's variables are missing or contradict each other, or if it is unclear which
+    launcher to use.
 
-    Raise WorldError if the chosen launcher's variables are missing or contradict each other, or if several launchers
-    are possible.
+    env: the environment. If it is os.environ, the parents of this process are checked too.
+    started_by: the name of the launcher, one of LAUNCHERS. None: detect it. Users can set HPCINIT_STARTED_BY instead.
+    process: for tests.
     """
     if process is None:
         process = slurm_step_of_this_process() if env is os.environ else UNKNOWN
@@ -139,7 +147,10 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
 
 
 def display_name(world: World, env: Mapping[str, str]) -> str:
-    """Return the launcher's name for people. cluster=local sets Slurm's variables, although there is no Slurm."""
+    """Return the launcher's name to show to the user.
+
+    cluster=local sets Slurm's variables, although there is no Slurm.
+    """
     return from_environment(env).name if world.launcher == slurm_step.NAME else world.launcher
 
 
@@ -177,8 +188,9 @@ def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher
 
 
 def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
-    """Raise WorldError if torch's variables describe several ranks but are incomplete, or if Slurm started only one
-    rank.
+    """Raise WorldError if torch's variables describe several ranks but nothing shows what started them all.
+
+    Either the variables are incomplete, or Slurm started only one rank.
     """
     if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_variables.many(env):
         return
@@ -186,8 +198,8 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
         return  # inherited from a rank of hpcinit, or set before srun
     if chosen is single:
         raise WorldError(
-            f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but LOCAL_RANK is not set, expected this "
-            "rank's number among those that share the node's devices (0 if the rank sees only its own device)"
+            f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but LOCAL_RANK is not set. Set it to "
+            "this rank's index among the ranks that share the node's devices (0 if the rank sees only its own device)"
         )
     raise WorldError(
         f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but {chosen.NAME} started only 1 rank: if your "

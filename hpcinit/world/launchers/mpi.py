@@ -1,4 +1,7 @@
-"""Reads ranks started by Open MPI's mpirun, by an MPICH's mpiexec or by horovodrun. None of them sets rank 0's host."""
+"""Reads the world of ranks that mpirun (Open MPI), mpiexec (MPICH) or horovodrun started.
+
+None of these launchers sets rank 0's host.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 
 
 class Rank0Unnamed:
-    """The common part of these launchers. Rank 0's host is certain on one node, or if the user sets MASTER_ADDR.
+    """The common part of the launchers that don't name rank 0's host.
 
-    DO: what to do about a missing variable. LOST: the error if there is no address; {size} and {here} are filled in.
+    That host is certain if all ranks are on one node, or if the user sets MASTER_ADDR.
+
+    DO: what the user should do if a variable is missing.
+    LOST: the error message if there is no address. {size} and {here} are filled in.
     """
 
     NAME: str
@@ -73,10 +79,10 @@ class Rank0Unnamed:
 
 
 class OpenMpi(Rank0Unnamed):
-    """Open MPI's mpirun.
+    """Open MPI's launcher, mpirun.
 
-    Variables: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
-    Recorded from Open MPI 4.1.4 (Debian 12), with the undocumented OMPI_MCA_orte_*.
+    Variables: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html Recorded from Open MPI 4.1.4 (Debian
+    12), including the undocumented OMPI_MCA_orte_*.
     """
 
     NAME = "openmpi"
@@ -113,10 +119,10 @@ class OpenMpi(Rank0Unnamed):
 
 
 class Mpich(Rank0Unnamed):
-    """Hydra, the process manager of MPICH, Intel MPI and MVAPICH, or another one that uses PMI.
+    """Hydra, which is the launcher of MPICH, Intel MPI and MVAPICH, or another launcher that uses PMI.
 
-    PMI_RANK and PMI_SIZE are PMI's. MPI_LOCALRANKID and MPI_LOCALNRANKS are Hydra's (recorded from 4.0.2, Debian 12);
-    Cray's launcher calls them PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
+    PMI_RANK and PMI_SIZE are from PMI. MPI_LOCALRANKID and MPI_LOCALNRANKS are from Hydra (recorded from 4.0.2, Debian
+    12). Cray's launcher calls them PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
     """
 
     NAME = "mpich"
@@ -137,7 +143,7 @@ class Mpich(Rank0Unnamed):
         """Return whether mpiexec started this process.
 
         In a Slurm step, srun may have set PMI_RANK and PMIX_RANK. So in a Slurm job the local rank must be set too,
-        which srun (--mpi=...) never does.
+        because srun (--mpi=...) never sets that.
         """
         if "SLURM_JOB_ID" in env or "SLURM_JOBID" in env:
             local_rank = self.VARIABLES["local_rank"] in env or self.OF_CRAY["local_rank"] in env
@@ -164,10 +170,10 @@ class Mpich(Rank0Unnamed):
 
 
 def control_port(pid: int, proc: Path = PROC) -> str:
-    """Return 'n1:35417', where the mpiexec above process `pid` listens. It identifies that mpiexec on every node.
+    """Return the host and port, such as 'n1:35417', at which the mpiexec that started process `pid` listens.
 
-    Return '' if there is none (another launcher, a container). Hydra (4.0.2) gives its ranks no job id. The parent of
-    each rank is the proxy that started it:
+    This identifies the mpiexec on every node, because Hydra (4.0.2) gives its ranks no job id. Return '' if there is
+    none (another launcher, a container). The parent of each rank is the proxy that started it:
 
         /usr/bin/hydra_pmi_proxy --control-port n1:35417 --rmk user --launcher ssh ... --proxy-id 1
     """
@@ -179,10 +185,11 @@ def control_port(pid: int, proc: Path = PROC) -> str:
 
 
 class Horovod(Rank0Unnamed):
-    """horovodrun with its own (Gloo) launcher, or an MPI job that HPCINIT_STARTED_BY names as Horovod's.
+    """horovodrun with its own (Gloo) launcher, or an MPI job if HPCINIT_STARTED_BY names Horovod.
 
     Variables: horovod/runner/gloo_run.py, create_slot_env_vars and create_run_env_vars (0.28.1). `horovodrun --mpi`
-    replaces itself by mpirun and sets none of them, so the environment does not show that the job is Horovod's.
+    replaces itself with mpirun and sets none of these variables, so the environment does not show that the job is
+    Horovod's.
     """
 
     NAME = "horovod"
@@ -225,9 +232,9 @@ openmpi, mpich, horovod = OpenMpi(), Mpich(), Horovod()
 
 
 def check_horovod(world: World) -> None:
-    """Compare with Horovod itself, if this process has already initialized it. Never import it.
+    """If this process has already initialized Horovod, raise WorldError if Horovod reports a different rank or size.
 
-    Raise WorldError if Horovod reports another rank or size.
+    This function never imports Horovod.
     """
     hvd = sys.modules.get("horovod.torch")
     if hvd is None or not hvd.is_initialized():
@@ -235,5 +242,5 @@ def check_horovod(world: World) -> None:
     if (hvd.rank(), hvd.size()) != (world.rank, world.world_size):
         raise WorldError(
             f"Horovod is initialized as rank {hvd.rank()} of {hvd.size()}, and {world.launcher} started this process "
-            f"as rank {world.rank} of {world.world_size}: start the ranks with one of them only"
+            f"as rank {world.rank} of {world.world_size}: start the ranks with only one of the two"
         )

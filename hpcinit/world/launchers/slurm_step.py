@@ -1,8 +1,9 @@
-"""Reads ranks started by srun: one Slurm task per rank. The local engine and launch=fork set the same variables.
+"""Reads the world of ranks that srun started, one Slurm task per rank.
 
-In all recorded launches (tests/data) these were right: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of
-SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were sometimes wrong: SLURM_NTASKS (srun --preserve-env),
-SLURM_NTASKS_PER_NODE, ntasks // nodes, the first host of any list (see place_of_rank).
+The local engine and launch=fork set the same variables. In all recorded launches (tests/data), these variables were
+right: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were sometimes
+wrong: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE, ntasks // nodes, the first host of any list (see
+place_of_rank).
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _TITLE = re.compile(r"slurmstepd: \[(\d+)(?:\+\d+)?\.(\w+)")
 class Process:
     """This process, as Slurm started it.
 
-    pid: its id, or 0 if unknown. step: 'JOB.STEP' of the slurmstepd above it, as in '43.0' or '43.batch'. It is '' if
-    no slurmstepd is visible, which proves nothing (containers, hidepid).
+    pid: its process id, or 0 if unknown.
+    step: the Slurm step to which it belongs, such as '43.0' or '43.batch', according to the slurmstepd process above
+        it. '' if no slurmstepd is visible. That proves nothing (containers, hidepid).
     """
 
     pid: int = 0
@@ -55,7 +57,7 @@ UNKNOWN = Process()
 
 
 def slurm_step_of_this_process(proc: Path = processes.PROC) -> Process:
-    """Return this process. Raise nothing; unreadable values stay empty."""
+    """Return how Slurm started this process. Never raise: values that cannot be read stay empty."""
     titles = map(_TITLE.match, processes.command_lines(os.getpid(), proc))
     found = _CGROUP.search(read_or_empty(proc / "self/cgroup")) or next(filter(None, titles), None)
     return Process(os.getpid(), f"{found[1]}.{found[2]}" if found else "")
@@ -73,9 +75,11 @@ def slurm_step_of_this_process(proc: Path = processes.PROC) -> Process:
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes of the ranks.
+    """Which nodes the ranks run on.
 
-    hosts: by SLURM_NODEID. master: rank 0's host. known: whether master and the order are certain.
+    hosts: the nodes in the order of SLURM_NODEID.
+    master: rank 0's host.
+    known: whether master and the order of the hosts are certain.
     """
 
     hosts: tuple[str, ...]
@@ -84,9 +88,9 @@ class Placement:
 
 
 def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[int]) -> Placement:
-    """Return the placement from the step's nodelist, components and host file.
+    """Return which nodes the ranks run on, from the step's nodelist, its components and its host file.
 
-    Raise WorldError if the nodelist is not set, or has no node with the number `node_rank`.
+    Raise WorldError if the nodelist is not set, or if it has no node with the number `node_rank`.
     """
     # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
     # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
@@ -111,13 +115,16 @@ def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[i
 
 
 def by_component(env: Mapping[str, str], listed: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts in the order of the heterogeneous job's components, if there are any."""
+    """Return the hosts in the order of the heterogeneous job's components. For other jobs, return them as listed."""
     ordered = [host for group in components(env) for host in group if host in set(listed)]
     return tuple(ordered if len(ordered) == len(listed) else listed)
 
 
 def components(env: Mapping[str, str]) -> list[list[str]]:
-    """Return the hosts of each component, or [] for an ordinary job. Slurm before 20.02 used the name PACK."""
+    """Return the hosts of each component of a heterogeneous job, or [] for an ordinary job.
+
+    Before Slurm 20.02, the variables had PACK in their names.
+    """
     for kind in ("HET", "PACK"):
         # Variables of another job can be inherited: the first component's id is the job's own id.
         if env.get(f"SLURM_JOB_ID_{kind}_GROUP_0") != env.get("SLURM_JOB_ID") or "SLURM_JOB_ID" not in env:
@@ -192,9 +199,9 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Explain why this process is not a task of a step, as a clause for a message; return '' if it is one.
+    """Return why this process may not be a task of a Slurm step, as a clause for a message, or '' if it is one.
 
-    Raise WorldError if the environment could be a task's or an inherited one, and the process's parents are not
+    Raise WorldError if the variables may be inherited from another process, and the parents of this process are not
     visible.
     """
     step = env.get("SLURM_STEP_ID")
@@ -212,7 +219,7 @@ def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
 
 
 def job_ids(env: Mapping[str, str]) -> set[str]:
-    """Return the ids of the job and of all components of a heterogeneous job. slurmstepd treats each as a job."""
+    """Return the ids of the job and of all its components. slurmstepd treats each component as a job."""
     names = ("SLURM_JOB_ID", "SLURM_JOBID")
     return {env[k] for k in env if k in names or k.startswith(("SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_"))}
 
@@ -274,12 +281,15 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
 
 
 def present(env: Mapping[str, str]) -> bool:
-    """Return True in a Slurm task, in a batch script and in a salloc shell; read() reports what is missing there."""
+    """Return whether this process is in a Slurm task, a batch script or a salloc shell.
+
+    read() reports what is missing there.
+    """
     return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
 
 
 def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-    """Return the world of a Slurm step, or of a job with one task. Raise WorldError outside of both."""
+    """Return the world of a Slurm step, or of a job with one task. In any other case, raise WorldError."""
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         raise WorldError(
             f"SLURM_JOB_ID is not set, expected a job id, which Slurm sets for every task: {USE_SRUN} (or do not set "
@@ -312,10 +322,11 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Return 'JOB.STEP.RESTART', or 'JOB+COMPONENT.STEP.RESTART' for a step without the first component of a het job.
+    """Return the unique name of this attempt in Slurm: 'JOB.STEP.RESTART'.
 
-    A requeued job keeps its id, so the name includes the restart count. Each component counts its own steps. After a
-    warm restart the name is 'JOB.STEPe1.RESTART'.
+    For a step without the first component of a heterogeneous job, it is 'JOB+COMPONENT.STEP.RESTART'. A requeued job
+    keeps its id, so the name includes the restart count. Each component counts its own steps. After a warm restart, the
+    name is 'JOB.STEPe1.RESTART'.
     """
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID", "0")
     step = set(nodelist.expand(env["SLURM_STEP_NODELIST"])) if env.get("SLURM_STEP_NODELIST") else set()
@@ -380,7 +391,11 @@ NOT_THEIRS = ("PMI_", "PMI2_", "PMIX_", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLU
 
 @dataclass(frozen=True)
 class ForkNode:
-    """The task of a node, and its ranks. rank: 0 to nodes - 1, from SLURM_NODEID. host: Slurm's name of the node."""
+    """The task that runs on this node, and the node's ranks.
+
+    rank: the number of the node, 0 to nodes - 1, from SLURM_NODEID.
+    host: Slurm's name of the node.
+    """
 
     rank: int
     nodes: int
@@ -389,17 +404,20 @@ class ForkNode:
 
     @property
     def first(self) -> int:
-        """Return the number of the first rank on this node."""
+        """Return the first rank on this node."""
         return self.rank * self.ranks_per_node
 
 
 def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNode:
-    """Return this task's node. Raise RequestError unless the step has one task per node and fits the run's size."""
+    """Return which node this task runs on, and its ranks.
+
+    Raise RequestError if the step does not have one task per node, or does not have the run's number of nodes.
+    """
     tasks = number(env, "SLURM_STEP_NUM_TASKS", ONE_TASK)
     if tasks != nodes or env.get("SLURM_LOCALID") != "0":
         raise RequestError(
-            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this is number {env.get('SLURM_LOCALID')} of its "
-            f"node (SLURM_LOCALID), but the run has {nodes} node{'s' * (nodes != 1)} x {ranks_per_node} ranks: "
+            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this process is task {env.get('SLURM_LOCALID')} "
+            f"on its node (SLURM_LOCALID), but the run has {nodes} node{'s' * (nodes != 1)} x {ranks_per_node} ranks: "
             f"{ONE_TASK}"
         )
     return ForkNode(number(env, "SLURM_NODEID", ONE_TASK), nodes, ranks_per_node, env.get("SLURMD_NODENAME", ""))
@@ -408,10 +426,10 @@ def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNo
 def fork_environment(
     env: Mapping[str, str], here: ForkNode, local_rank: int, pid: int, cpus: int | None
 ) -> dict[str, str]:
-    """Return the whole environment of a forked rank: its parent's, with the variables that srun would have set.
+    """Return the whole environment for a forked rank: its parent's, plus the variables that srun would have set.
 
-    Ranks are numbered by node, in any task order. tests/test_fork.py compares two recordings: one Slurm task per rank,
-    and forked ranks.
+    Ranks are numbered node by node, whatever the order of tasks is. tests/test_fork.py compares two recordings: one
+    Slurm task per rank, and forked ranks.
     """
     per_node, world = str(here.ranks_per_node), str(here.nodes * here.ranks_per_node)
     counts = per_node if here.nodes == 1 else f"{per_node}(x{here.nodes})"

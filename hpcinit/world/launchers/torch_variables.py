@@ -1,4 +1,4 @@
-"""Reads ranks that torch's variables describe, set by torchrun or by a program or launcher that starts ranks itself."""
+"""Reads the world of ranks from torch's variables. torchrun sets them, and so do other programs that start ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ENV_AGENT = "HPCINIT_AGENT"  # set for ranks that hpcinit.elastic has started: W
 
 
 class Torchrun:
-    """torchrun (`python -m torch.distributed.run`), or a program based on it, such as accelerate.
+    """torchrun (`python -m torch.distributed.run`), or a launcher that is based on it, such as accelerate.
 
-    Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun the agents are tasks of a
+    Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun, the agents are tasks of a
     Slurm step, one per node, and set HPCINIT_AGENT. Then the step's variables name the hosts.
     """
 
@@ -32,15 +32,18 @@ class Torchrun:
     DO = "torchrun sets it for every worker; start the ranks with torchrun"
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Return whether torchrun started this process. It always sets its run's id, so a stale RANK is not enough."""
+        """Return whether torchrun started this process.
+
+        A stale RANK is not enough, because torchrun always sets its run id, too.
+        """
         return "TORCHELASTIC_RUN_ID" in env
 
     def by_our_agent(self, env: Mapping[str, str]) -> bool:
-        """Return True for a rank of hpcinit.elastic, False for a rank of a torchrun started by such a rank."""
+        """Return whether hpcinit.elastic started this rank, and not a torchrun that such a rank started."""
         return self.present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-        """Return the world from torchrun's own variables, which count the hosts but do not name them."""
+        """Return the world from torchrun's own variables. They count the hosts but do not name them."""
         if self.by_our_agent(env):
             # The agents' step names the hosts and rank 0's host; each restart round has its own ports.
             agents = slurm_step.read(env, process)
@@ -79,10 +82,10 @@ class Torchrun:
 
 
 class TorchVariables:
-    """A program that has set torch's variables (Ray), or a launcher without its own (DeepSpeed, Kubernetes).
+    """A program or launcher that sets torch's variables and no others, such as Ray, DeepSpeed or Kubernetes.
 
-    It is chosen if all of them are set and no other launcher is visible. Inside a Slurm step they may be stale;
-    HPCINIT_STARTED_BY=env or init(started_by='env') confirms that they are valid.
+    It is chosen if all of torch's variables are set and no other launcher is visible. Inside a Slurm step, the
+    variables may be stale. Set HPCINIT_STARTED_BY=env, or call init(started_by='env'), to confirm that they are valid.
     """
 
     NAME = "env"
@@ -90,16 +93,19 @@ class TorchVariables:
     DO = "with the launcher 'env' you must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
     def present(self, env: Mapping[str, str]) -> bool:
-        """Return True if the variables are complete and not inherited from a rank of hpcinit."""
+        """Return whether torch's variables are complete and not inherited from a rank of hpcinit."""
         return self.many(env) and bool(env.get("LOCAL_RANK")) and ENV_WORLD not in env
 
     def many(self, env: Mapping[str, str]) -> bool:
-        """Return True if torch's variables are complete and describe more than one rank."""
+        """Return whether torch's variables are complete and describe more than one rank."""
         complete = all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
         return complete and env["WORLD_SIZE"] != "1"
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-        """Return the world from torch's five variables and LOCAL_WORLD_SIZE (default: all ranks are here)."""
+        """Return the world from torch's five variables and LOCAL_WORLD_SIZE.
+
+        If the latter is not set, all ranks are on this node.
+        """
         address = env.get("MASTER_ADDR")
         if not address:
             raise WorldError(f"MASTER_ADDR is not set, expected rank 0's host: {self.DO}")
