@@ -201,7 +201,12 @@ def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
 
 
 def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) -> None:
-    """Record the error in the log and the error record of the node's first rank, and report it to running ranks."""
+    """Record the error in the log and the error record of the node's first rank, and report it to running ranks.
+
+    A spare node has no rank: the fork server's own error is in the job's log.
+    """
+    if not here.ranks_per_node:
+        return
     world = _world_of(here, spec, 0)
     with contextlib.suppress(OSError), (folder / run_folder.RANK_LOG.format(rank=world.rank)).open("a") as log:
         if error.__cause__ is not None:

@@ -59,14 +59,17 @@ class WarmRestarts:
 
     def __init__(self, here: ForkNode, spec: Spec, folder: Path) -> None:
         servers = launchers.read(os.environ)
-        self._here, self._spec, self._folder, self._job = here, spec, folder, servers.job
-        self._host = here.host or os.uname().nodename
-        hosts = servers.hosts if len(servers.hosts) == here.nodes else [f"node {node}" for node in range(here.nodes)]
-        self._decider = Decider(hosts, LIMIT_S, self._decide) if here.rank == 0 else None
+        self.here, self._spec, self._folder, self._job = here, spec, folder, servers.job
+        self._number, self._host = here.rank, here.host or os.uname().nodename
+        known = len(servers.hosts) == servers.world_size
+        self._hosts = servers.hosts if known else [f"node {node}" for node in range(servers.world_size)]
+        first = here.rank == 0
+        self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, self._of_lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
         self._round = 0
         self._why: Restart | None = None  # of this round
         self._next: Restart | None = None  # the order to start ranks, until they are forked
+        self._ends_round = -1  # the last round whose ranks must end
         self._over: Mapping[str, Any] | None = None  # the last order: there is no restart any more
         self._stopped = False  # by a signal while no rank ran
         self._missed: list[int] = []  # signals for ranks, which arrived while none ran
@@ -105,7 +108,7 @@ class WarmRestarts:
 
     def report_failure(self, child: Child) -> None:
         """Report to the first server how a rank ended that no order has ended."""
-        step, code = int(self._slots[child.number - self._here.first]["step"]), child.code or 0
+        step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
             self._folder, self._round_job(), self._round + 1, child.number, self._host, code, step
         )
@@ -131,7 +134,7 @@ class WarmRestarts:
         self._record_phases(only_complete=False)
         if self._next is None or self._ends(ranks):
             node = self._over["node"] if self._over else -1
-            if node not in (-1, self._here.rank):
+            if node not in (-1, self._number):
                 return 0  # srun reports the node of the rank that failed first, and no other
             return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
         self._round, self._why, self._next = self._round + 1, self._next, None
@@ -172,14 +175,26 @@ class WarmRestarts:
             if self._over is not None:
                 continue
             if "end" in order:
-                ranks.end_ranks()
+                self._ends_round = int(order["end"])
             elif "start" in order:
                 self._next = elastic_restarts.from_json(order["why"])
+                self.here = self._place(order["nodes"])
             else:
+                if "lost" in order and self._spec.launch.spares:  # the others may start on a spare node
+                    self._ends_round = self._round
                 gone = "the fork server of the first node is gone"
                 self._over = order if "over" in order else {"over": gone, "node": -1}
                 if self._over["over"] and (self._decider is not None or "lost" in order):
                     say(f"no warm restart any more: {self._over['over']}")
+        # The order may arrive with the one to start these ranks, before they are forked.
+        if self._ends_round == self._round and not ranks.ended_by_order:
+            ranks.end_ranks()
+
+    def _place(self, nodes: list[int]) -> ForkNode:
+        """Return this server's node in the next start. nodes: the numbers of the servers with ranks, in their order."""
+        hosts = tuple(self._hosts[node] for node in nodes) if self._spec.launch.spares else ()
+        at, ranks = (nodes.index(self._number), self._spec.ranks_per_node) if self._number in nodes else (-1, 0)
+        return replace(self.here, rank=at, ranks_per_node=ranks, hosts=hosts)
 
     def _round_job(self) -> str:
         return elastic_restarts.round_folder(self._job, self._round)
@@ -188,6 +203,11 @@ class WarmRestarts:
         return f"{job_log.NEW_ATTEMPT}warm restart {why.number} of job {self._job.partition('.')[0]}: {why}"
 
     # --- in the first server
+
+    def _of_lost(self, place: int, host: str) -> Restart:
+        """Return the failure of the first rank at the place of a node that is lost."""
+        rank, job = place * self._spec.ranks_per_node, self._round_job()
+        return Restart(job, self._round + 1, time.time(), rank, host, elastic_restarts.LOST)
 
     def _decide(self, cause: Restart) -> str:
         """Return why the ranks do not start again, or '' after recording the restart. No rank runs."""

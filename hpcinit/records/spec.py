@@ -176,7 +176,7 @@ class Launch:
     ranks. preload: modules to import before the fork. max_restarts: how often torchrun's agents restart the ranks.
     wait_s: how long ranks may run after the first has exited; None or 0: forever. cpus: per rank, if set. cpu_bind,
     gpu_bind: srun's options for one task per rank, or None for the site's default. warm, without_progress: restart.warm
-    and restart.without_progress.
+    and restart.without_progress. spares: nodes beside those of the ranks that have a fork server, too.
     """
 
     kind: str = "srun"
@@ -188,6 +188,7 @@ class Launch:
     cpu_bind: str | None = None
     gpu_bind: str | None = None
     warm: bool = False
+    spares: int = 0
     without_progress: int | None = 2
 
     def __post_init__(self) -> None:

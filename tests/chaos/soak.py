@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,13 +75,19 @@ class Line:
 class Soak:
     """The run with its faults. outcomes: the kind of each fault, what followed, and the seconds to the next new step.
 
-    disk: a small file system with the checkpoints. lost: nodes that are not back yet.
+    disk: a small file system with the checkpoints. lost: nodes that the job has lost.
     """
 
     run: Training
     disk: Path
     drawn: random.Random
     outcomes: list[tuple[str, str, float]] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+
+    @property
+    def filler(self) -> Path:
+        """A file that fills the disk."""
+        return self.disk / "filler"
 
     def lines(self, rank: int = 0, folder: Path | None = None) -> list[Line]:
         path = (folder or self.run.folder) / f"logs/rank-{rank}.log"
@@ -108,7 +114,7 @@ class Soak:
                 if self.run.state == "PENDING":
                     undo()  # the requeued job may need the node
                     begin_now(self.run.slurm, self.run.job)
-                undo_disk(self)
+                keep_full(self)
                 time.sleep(0.2)
         finally:
             undo()
@@ -142,8 +148,9 @@ def ranks_of(soak: Soak, node: str) -> list[int]:
     return sorted(soak.run.ranks(node))
 
 
-def draw_node(soak: Soak) -> str:
-    return soak.drawn.choice([node for node in soak.run.nodes() if ranks_of(soak, node)])
+def draw_node(soak: Soak, but: str = "") -> str:
+    """Return a node that has ranks."""
+    return soak.drawn.choice([node for node in soak.run.nodes() if node != but and ranks_of(soak, node)])
 
 
 def kill_a_rank(soak: Soak) -> tuple[str, Undo]:
@@ -168,31 +175,33 @@ def stop_a_rank(soak: Soak) -> tuple[str, Undo]:
 
 
 def fill_the_disk(soak: Soak) -> tuple[str, Undo]:
-    """Fill it until a save fails."""
-    with (soak.disk / "filler").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
+    soak.filler.touch()
+    return str(soak.disk), lambda: soak.filler.unlink(missing_ok=True)
+
+
+def keep_full(soak: Soak) -> None:
+    """Fill the disk again, because the removal of old checkpoints frees a part, until a save has failed."""
+    if not soak.filler.exists():
+        return
+    if any((soak.run.folder / "errors").glob("rank-*.json")):  # what follows is a restart, and not a second failure
+        soak.filler.unlink(missing_ok=True)
+        return
+    with soak.filler.open("ab", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
             pass
-    return str(soak.disk), lambda: (soak.disk / "filler").unlink(missing_ok=True)
-
-
-def undo_disk(soak: Soak) -> None:
-    """Free the disk as soon as a save has failed: what follows is a restart, and not a second failure."""
-    if (soak.disk / "filler").exists() and any((soak.run.folder / "errors").rglob("rank-*.json")):
-        (soak.disk / "filler").unlink(missing_ok=True)
 
 
 def lose_a_node(soak: Soak) -> tuple[str, Undo]:
     """All processes of a node die. Not those of the first node, where the batch script runs: that ends the job."""
-    node = soak.drawn.choice([node for node in soak.run.nodes()[1:] if ranks_of(soak, node)])
+    node = draw_node(soak, but=soak.run.nodes()[0])
+    soak.lost.add(node)
     soak.run.slurm.kill_node(node)
     return node, lambda: soak.run.slurm.start_node(node)
 
 
 def lose_a_network(soak: Soak) -> tuple[str, Undo]:
-    node = soak.drawn.choice([node for node in soak.run.nodes()[1:] if ranks_of(soak, node)])
+    node = draw_node(soak, but=soak.run.nodes()[0])
+    soak.lost.add(node)
     soak.run.slurm.network_down(node)
     return node, lambda: soak.run.slurm.network_up(node)
 
@@ -270,8 +279,8 @@ def step_s(lines: Sequence[Line]) -> float:
     return sum(new.time - old.time for old, new in pairs if new.start == old.start and id(new) in final)
 
 
-def problems(soak: Soak, undisturbed: Path, tmp: Path) -> Iterator[str]:
-    """Yield what is wrong after the run."""
+def wrong_steps(soak: Soak, undisturbed: Path) -> Iterator[str]:
+    """Yield where the steps or losses differ from those of the undisturbed run."""
     for rank in range(RANKS):
         lines, expected = soak.lines(rank), {line.step: line.loss for line in soak.lines(rank, undisturbed)}
         if sorted({line.step for line in lines}) != list(range(1, max(expected) + 1)):
@@ -283,18 +292,23 @@ def problems(soak: Soak, undisturbed: Path, tmp: Path) -> Iterator[str]:
             after_save = new.start != old.start and new.step <= old.step + 1 and new.step % EVERY == 1
             if not after_save and (new.start != old.start or new.step != old.step + 1):
                 yield f"rank {rank}: step {new.step} follows step {old.step}, expected the one after a checkpoint"
+
+
+def left_behind(soak: Soak, tmp: Path) -> Iterator[str]:
+    """Yield what the run has left. Compiled kernels stay on purpose, and so does what a lost node had in TMPDIR."""
     slurm = soak.run.slurm
     if found := soak.run.processes():
         yield f"processes are left: {found}"
     for node in slurm.nodes:
-        left = [command_name(pid) for pid in slurm.pids(node)]
-        if others := sorted(set(left) - {"slurmd", "sleep"}):
+        if others := sorted({command_name(pid) for pid in slurm.pids(node)} - {"slurmd", "sleep"}):
             yield f"processes are left on {node}: {', '.join(others)}"
         shared = subprocess.run(slurm.inside(node, ["ls", "-A", "/dev/shm"]), capture_output=True, text=True, check=True)
         if shared.stdout:
             yield f"files are left in /dev/shm of {node}: {shared.stdout.split()}"
-    if left_in := sorted(path.name for path in tmp.iterdir()):
-        yield f"files are left in TMPDIR: {left_in[:20]}"
+    names = [path.name for path in (*tmp.iterdir(), *tmp.glob("hpcinit-*/*")) if not path.match("hpcinit-*")]
+    left = [name for name in names if not name.startswith("kernels-") and name.rpartition("-")[2] not in soak.lost]
+    if left:
+        yield f"files are left in TMPDIR: {sorted(left)[:20]}"
 
 
 def summary(soak: Soak) -> Iterator[str]:
@@ -326,6 +340,23 @@ def _cluster() -> MiniSlurm:
     return MiniSlurm(NODES + 1, gpus=0, name=f"soak-{os.getpid()}", partitions={PARTITION: "MaxTime=INFINITE"})
 
 
+def run(work: Path, minutes: float, every_s: float, seed: int, kinds: Sequence[str]) -> list[str]:
+    """Run in the empty folder `work`, which is the working directory. Print the results, and return what is wrong."""
+    (work / "train.py").write_text(PROGRAM)
+    (tmp := work / "tmp").mkdir()
+    with small_disk(work / "disk") as disk, _cluster() as slurm:
+        soak = start(slurm, disk, tmp, minutes, random.Random(seed))
+        soak_for(soak, minutes, every_s, kinds)
+        slurm.wait_idle()
+        found = list(left_behind(soak, tmp))
+        last = max(line.step for line in soak.lines())
+        command = ["--", "train.py", str(last), "0", str(10**9), str(work / "none")]
+        through = submit(hpcinit, slurm, *words(0, 60, tmp), "name=undisturbed", "wait=true", *command, timeout=3600)
+        found += wrong_steps(soak, folder_of(through))
+        print(*summary(soak), *(f"WRONG: {each}" for each in found), sep="\n", flush=True)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=90)
@@ -337,21 +368,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {options.seed}, folder {work}", flush=True)
     os.chdir(work)
     os.environ |= {"HOME": str(work), "OMP_NUM_THREADS": "1"}
-    (work / "train.py").write_text(PROGRAM)
-    (tmp := work / "tmp").mkdir()
-    with small_disk(work / "disk") as disk, _cluster() as slurm:
-        soak = start(slurm, disk, tmp, options.minutes, random.Random(options.seed))
-        soak_for(soak, options.minutes, options.every, options.fault or [*FAULTS])
-        last = max(line.step for line in soak.lines())
-        command = ["--", "train.py", str(last), "0", str(10**9), str(work / "none")]
-        through = submit(hpcinit, slurm, *words(0, 60, tmp), "name=undisturbed", "wait=true", *command, timeout=3600)
-        slurm.wait_idle()
-        found = list(problems(soak, folder_of(through), tmp))
-        print(*summary(soak), *(f"WRONG: {each}" for each in found), sep="\n", flush=True)
-    if not found:
-        shutil.rmtree(work)
-        print("the losses of all ranks equal those of an undisturbed run at every step; nothing is left")
-    return int(bool(found))
+    if run(work, options.minutes, options.every, options.seed, options.fault or [*FAULTS]):
+        return 1
+    shutil.rmtree(work)
+    print("the losses of all ranks equal those of an undisturbed run at every step; nothing is left")
+    return 0
 
 
 if __name__ == "__main__":
