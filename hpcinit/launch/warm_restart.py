@@ -14,12 +14,12 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcinit.base import background_writer, signals
+from hpcinit.base import background_writer, processes, signals
 from hpcinit.base.console import say
 from hpcinit.base.supervisor import Child
 from hpcinit.base.text import rank_names
@@ -37,8 +37,10 @@ from hpcinit.world.launchers.slurm_step import ForkNode
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
-# From the order to end the ranks: SIGKILL after 0.5 s, 10 s for a rank that the kernel does not end, and the memory.
+# From the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does not end, and
+# the memory.
 LIMIT_S = MEMORY_S + 25.0
+ORPHANS_S = 10.0  # after SIGKILL, for a process that the kernel does not end
 RANK_PARTS = {"rendezvous": "up", "load": "loaded", "first_step": "stepped"}  # of a restart, and the values of a slot
 
 
@@ -74,6 +76,8 @@ class WarmRestarts:
         self._stopped = False  # by a signal while no rank ran
         self._missed: list[int] = []  # signals for ranks, which arrived while none ran
         self._slots = slots(spec.ranks_per_node)
+        processes.adopt_orphans()
+        self._helpers = processes.children(os.getpid())  # no rank has started them
         # Only in the first server: the restarts of this step, and when their parts ended.
         self._before: list[Restart] = []
         self._ended_at = self._forked_at = 0.0
@@ -100,19 +104,26 @@ class WarmRestarts:
         """Return the next signal, None after the timeout. Obey the orders that arrive meanwhile."""
         while self._missed:
             ranks.signal(self._missed.pop())
+        self._reap_orphans(ranks)
         self._forked_at = self._forked_at or time.time()
         self._record_phases(only_complete=True)
         number = self._link.wait(received, timeout_s)
         self._obey(ranks)
         return number
 
-    def report_failure(self, child: Child) -> None:
-        """Report to the first server how a rank ended that no order has ended."""
+    def report_failure(self, child: Child, terminated: bool) -> None:
+        """Report to the first server how a rank ended.
+
+        terminated: it got SIGTERM because another rank had failed. Then its exit status means nothing, and it is only
+        reported if it recorded an error of its own, from which the other failure may follow.
+        """
         step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
             self._folder, self._round_job(), self._round + 1, child.number, self._host, code, step
         )
-        self._link.send({"round": self._round, "failed": failed.to_json(), "final": code in FINAL})
+        if not terminated or (failed.error and not failed.secondary):
+            final = code in FINAL and not terminated
+            self._link.send({"round": self._round, "failed": failed.to_json(), "final": final})
 
     def stop(self) -> None:
         """Report to the first server that this step stops: there is no restart any more."""
@@ -127,7 +138,7 @@ class WarmRestarts:
         """
         with closing(signals.Descriptor(FORWARDED)) as received:
             if not self._ends(ranks):
-                problem = self._wait_for_memory(ranks, received) if status or ranks.ended_by_order else ""
+                problem = self._free_node(ranks, received) if status or ranks.ended_by_order else ""
                 self._link.send({"round": self._round, "ended": problem})
             while not self._ends(ranks) and self._next is None:
                 self._wait_without_ranks(ranks, received, 1.0)
@@ -137,6 +148,7 @@ class WarmRestarts:
             if node not in (-1, self._number):
                 return 0  # srun reports the node of the rank that failed first, and no other
             return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
+        self._end_orphans(ranks)  # also those of ranks that were done
         self._round, self._why, self._next = self._round + 1, self._next, None
         self._slots, self._forked_at = slots(self._spec.ranks_per_node), 0.0
         return None
@@ -154,11 +166,42 @@ class WarmRestarts:
             self._missed.append(number)
         self._obey(ranks)
 
-    def _wait_for_memory(self, ranks: Ranks, received: signals.Descriptor) -> str:
-        """Wait until no GPU lists a rank that has ended. Return why the node can start no ranks, or ''."""
+    def _orphans(self, ranks: Ranks) -> set[int]:
+        """Return the processes that ranks have started, and that are children of this one because the ranks ended.
+
+        Those in a rank's group were ended with it. The others have their own session: a daemon, an inference server.
+        """
+        own = {child.pid for child in ranks.children.values()}
+        return set(processes.children(os.getpid())) - {*self._helpers, *own}
+
+    def _reap_orphans(self, ranks: Ranks) -> None:
+        for pid in self._orphans(ranks):
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _end_orphans(self, ranks: Ranks) -> set[int]:
+        """End what the ranks have left, as Slurm does at the end of a step: it may have files, ports or GPU memory.
+
+        Return their ids. Those that the kernel does not end in ORPHANS_S still exist.
+        """
+        found, until = set(), time.monotonic() + ORPHANS_S
+        while (orphans := self._orphans(ranks)) and time.monotonic() < until:
+            for pid in orphans:  # children that are not reaped, so no other process has these ids
+                os.kill(pid, signal.SIGKILL)
+            self._reap_orphans(ranks)
+            found |= orphans
+            time.sleep(0.01)
+        return found
+
+    def _free_node(self, ranks: Ranks, received: signals.Descriptor) -> str:
+        """End what the ranks have left, and wait until no GPU lists it. Return why the node can start no ranks, or
+        ''."""
         if running := ranks.running():
             return f"{rank_names([child.number for child in running])} is still running after SIGKILL"
-        own, until, said = {child.pid for child in ranks.children.values()}, time.monotonic() + MEMORY_S, False
+        own = {child.pid for child in ranks.children.values()} | self._end_orphans(ranks)
+        if stuck := self._orphans(ranks):
+            return f"process {min(stuck)}, which a rank started, is still running after SIGKILL"
+        until, said = time.monotonic() + MEMORY_S, False
         while (found := nvidia_smi.pids(timeout_s=5.0)) is None or found & own:
             if time.monotonic() > until:
                 return f"the memory of the GPUs is not free {MEMORY_S:g} s after the ranks ended (nvidia-smi)"
