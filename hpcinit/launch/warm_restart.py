@@ -4,6 +4,8 @@ The server of the first node decides (decider.py). This one reports how its rank
 own children, which it has not reaped. It forks only after an order that the first server gives when no rank of any node
 runs, and never after a signal that asks to stop.
 
+A server on a spare node has no ranks until the first server gives it the place of a node that is lost.
+
 What remains: if the first server is gone, or the order does not arrive, this server exits as without restart.warm, and
 its ranks with it.
 """
@@ -37,8 +39,8 @@ from hpcinit.world.launchers.slurm_step import ForkNode
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
-# From the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does not end, and
-# the memory.
+# From the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does not end,
+# and the memory.
 LIMIT_S = MEMORY_S + 25.0
 ORPHANS_S = 10.0  # after SIGKILL, for a process that the kernel does not end
 RANK_PARTS = {"rendezvous": "up", "load": "loaded", "first_step": "stepped"}  # of a restart, and the values of a slot

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from hpcinit.records import elastic_restarts, requeues
@@ -91,7 +92,9 @@ class Soak:
 
     def lines(self, rank: int = 0, folder: Path | None = None) -> list[Line]:
         path = (folder or self.run.folder) / f"logs/rank-{rank}.log"
-        found = re.findall(r"^step (\d+) (\S+) ([\d.]+) (\d+)$", path.read_text() if path.exists() else "", re.MULTILINE)
+        found = re.findall(
+            r"^step (\d+) (\S+) ([\d.]+) (\d+)$", path.read_text() if path.exists() else "", re.MULTILINE
+        )
         return [Line(int(step), loss, float(when), start) for step, loss, when, start in found]
 
     def restarts(self) -> dict[str, int]:
@@ -219,9 +222,7 @@ FAULTS: dict[str, Callable[[Soak], tuple[str, Undo]]] = {
 # --- the run
 
 
-def hpcinit(
-    *words: str, env: dict[str, str] | None = None, timeout: float = 240
-) -> subprocess.CompletedProcess[str]:
+def hpcinit(*words: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpcinit", *words], env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=timeout, check=False,
@@ -275,8 +276,7 @@ def kept(lines: Sequence[Line]) -> list[Line]:
 def step_s(lines: Sequence[Line]) -> float:
     """Return the seconds of the steps that count. The first step of a start is not in it: it includes the start-up."""
     final = {id(line) for line in kept(lines)}
-    pairs = zip(lines, lines[1:], strict=False)
-    return sum(new.time - old.time for old, new in pairs if new.start == old.start and id(new) in final)
+    return sum(new.time - old.time for old, new in pairwise(lines) if new.start == old.start and id(new) in final)
 
 
 def wrong_steps(soak: Soak, undisturbed: Path) -> Iterator[str]:
@@ -288,7 +288,7 @@ def wrong_steps(soak: Soak, undisturbed: Path) -> Iterator[str]:
         wrong = [line.step for line in lines if line.loss != expected.get(line.step)]
         if wrong:
             yield f"rank {rank}: {len(wrong)} losses differ from the undisturbed run, the first at step {wrong[0]}"
-        for old, new in zip(lines, lines[1:], strict=False):
+        for old, new in pairwise(lines):
             after_save = new.start != old.start and new.step <= old.step + 1 and new.step % EVERY == 1
             if not after_save and (new.start != old.start or new.step != old.step + 1):
                 yield f"rank {rank}: step {new.step} follows step {old.step}, expected the one after a checkpoint"
@@ -302,7 +302,9 @@ def left_behind(soak: Soak, tmp: Path) -> Iterator[str]:
     for node in slurm.nodes:
         if others := sorted({command_name(pid) for pid in slurm.pids(node)} - {"slurmd", "sleep"}):
             yield f"processes are left on {node}: {', '.join(others)}"
-        shared = subprocess.run(slurm.inside(node, ["ls", "-A", "/dev/shm"]), capture_output=True, text=True, check=True)
+        shared = subprocess.run(
+            slurm.inside(node, ["ls", "-A", "/dev/shm"]), capture_output=True, text=True, check=True
+        )
         if shared.stdout:
             yield f"files are left in /dev/shm of {node}: {shared.stdout.split()}"
     names = [path.name for path in (*tmp.iterdir(), *tmp.glob("hpcinit-*/*")) if not path.match("hpcinit-*")]
