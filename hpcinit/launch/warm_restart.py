@@ -37,6 +37,7 @@ from hpcinit.runtime.shared_progress import slots
 from hpcinit.world import launchers
 from hpcinit.world.launchers.slurm_step import ForkNode
 
+FIRST = 0  # the number of the server that decides
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
 # From the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does not end,
@@ -67,7 +68,7 @@ class WarmRestarts:
         self._number, self._host = here.rank, here.host or os.uname().nodename
         known = len(servers.hosts) == servers.world_size
         self._hosts = servers.hosts if known else [f"node {node}" for node in range(servers.world_size)]
-        first = here.rank == 0
+        first = here.rank == FIRST
         self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, self._of_lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
         self._round = 0
@@ -117,7 +118,7 @@ class WarmRestarts:
         """Report to the first server how a rank ended.
 
         terminated: it got SIGTERM because another rank had failed. Then its exit status means nothing, and it is only
-        reported if it recorded an error of its own, from which the other failure may follow.
+        reported if it recorded an error, from which the other failure may follow.
         """
         step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
@@ -225,10 +226,11 @@ class WarmRestarts:
                 self._next = elastic_restarts.from_json(order["why"])
                 self.here = self._place(order["nodes"])
             else:
-                if "lost" in order and self._spec.launch.spares:  # the others may start on a spare node
-                    self._ends_round = self._round
-                gone = "the fork server of the first node is gone"
-                self._over = order if "over" in order else {"over": gone, "node": -1}
+                gone, node = "the fork server of the first node is gone", -1
+                if "lost" in order and self._spec.launch.spares:
+                    # The others may have started on a spare node, and another exit status than 0 would end their step.
+                    self._ends_round, node = self._round, FIRST
+                self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._over["over"] and (self._decider is not None or "lost" in order):
                     say(f"no warm restart any more: {self._over['over']}")
         # The order may arrive with the one to start these ranks, before they are forked.

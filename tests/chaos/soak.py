@@ -199,7 +199,14 @@ def lose_a_node(soak: Soak) -> tuple[str, Undo]:
     node = draw_node(soak, but=soak.run.nodes()[0])
     soak.lost.add(node)
     soak.run.slurm.kill_node(node)
-    return node, lambda: soak.run.slurm.start_node(node)
+
+    def undo() -> None:
+        """Start the node after Slurm has noticed, as it notices the boot of a real node: srun waits for its task."""
+        if soak.run.slurm.node_states()[node].startswith(("alloc", "mix")):
+            soak.run.slurm.give_up(node)
+        soak.run.slurm.start_node(node)
+
+    return node, undo
 
 
 def lose_a_network(soak: Soak) -> tuple[str, Undo]:
@@ -251,7 +258,7 @@ def start(slurm: MiniSlurm, disk: Path, tmp: Path, minutes: float, drawn: random
 
 
 def soak_for(soak: Soak, minutes: float, every_s: float, kinds: Sequence[str]) -> None:
-    """Cause faults, each kind once before one comes a second time, then ask the run to save and stop."""
+    """Cause faults, each kind once before one of them again, then ask the run to save and stop."""
     end, due = time.monotonic() + 60 * minutes, time.monotonic()
     left: list[str] = []
     while (due := max(due + every_s, time.monotonic() + 10)) < end:

@@ -169,7 +169,7 @@ def test_a_spare_node_that_is_lost() -> None:
 
 
 def test_a_refused_restart_after_a_lost_node_names_no_node() -> None:
-    """Each server ends with the status of its own ranks: the one of the lost node cannot."""
+    """Each server ends with the status that its ranks had: the one of the lost node cannot."""
     servers = Servers(2, spares=1)
     servers.decided = [failed(), failed()]
     servers.send(1, lost=True)
@@ -326,13 +326,13 @@ def test_what_a_rank_has_started_ends_before_the_next_start(tmp_path: Path, dies
     other = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE, start_new_session=True)
     code = f"""
 import subprocess
-def begin(**options):
+def launched(**options):
     started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
     started.stdout.readline()
     return started.pid
 code = {sleeper!r}
 if start == 0:
-    pids = [begin()]
+    pids = [launched()]
     parent = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE); p.stdout.readline(); print(p.pid, flush=True); time.sleep(600)"
     daemon = subprocess.Popen([sys.executable, "-c", parent, code], stdout=subprocess.PIPE, start_new_session=True)
     pids += [daemon.pid, int(daemon.stdout.readline())]
