@@ -77,6 +77,7 @@ class WarmRestarts:
         self._ends_round = -1  # the last round whose ranks must end
         self._over: Mapping[str, Any] | None = None  # the last order: there is no restart any more
         self._stopped = False  # by a signal while no rank ran
+        self._cut_off = False  # from the first server, and other nodes may continue without this one
         self._missed: list[int] = []  # signals for ranks, which arrived while none ran
         self._slots = slots(spec.ranks_per_node)
         processes.adopt_orphans()
@@ -144,6 +145,9 @@ class WarmRestarts:
                 problem = self._free_node(ranks, received) if status or ranks.ended_by_order else ""
                 self._link.send({"round": self._round, "ended": problem})
             while not self._ends(ranks) and self._next is None:
+                self._wait_without_ranks(ranks, received, 1.0)
+            # Without a network, srun would never get this server's exit status, and wait for it forever.
+            while self._cut_off and not (self._stopped or ranks.stop_received or self._link.is_first_reachable()):
                 self._wait_without_ranks(ranks, received, 1.0)
         self._record_phases(only_complete=False)
         if self._next is None or self._ends(ranks):
@@ -229,7 +233,7 @@ class WarmRestarts:
                 gone, node = "the fork server of the first node is gone", -1
                 if "lost" in order and self._spec.launch.spares:
                     # The others may have started on a spare node, and another exit status than 0 would end their step.
-                    self._ends_round, node = self._round, FIRST
+                    self._ends_round, node, self._cut_off = self._round, FIRST, True
                 self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._over["over"] and (self._decider is not None or "lost" in order):
                     say(f"no warm restart any more: {self._over['over']}")
