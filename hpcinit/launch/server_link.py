@@ -37,7 +37,7 @@ class Connection:
 
     def __init__(self, own: socket.socket, lines: protocol.Lines) -> None:
         self._socket, self._lines, self._open = own, lines, True
-        self._peer = own.getpeername()
+        self._peer = own.getpeername()[:2]
         own.setblocking(False)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
