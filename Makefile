@@ -61,6 +61,7 @@ help:
 	@echo "make test-exactly-once   200 submissions while the controller is killed 50 times (root)"
 	@echo "make scale         a real Slurm of 64 nodes on this machine, a rank on each (root; NODES=16 for fewer)"
 	@echo "make chaos         faults during training runs, and a table of the results, docs/development/chaos.md (root)"
+	@echo "make soak          a training run on 4 nodes x 2 ranks with a random fault every EVERY_S=300 seconds, for MINUTES=90, then the same without a fault (root)"
 	@echo "make gpu           the GPU tests, on a machine with a GPU, with a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
 	@echo "make corpus        the answers of hpcinit why to about 330 labeled logs, dumps and run folders, in a table (CORPUS='--list wrong')"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
@@ -203,6 +204,11 @@ scale: $(VENV)/dev slurm
 .PHONY: chaos
 chaos: $(VENV)/dev slurm
 	HPCINIT_CHAOS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST)
+
+# A long training run with random faults; tests/chaos/soak.py. SOAK="--seed 7" repeats one.
+.PHONY: soak
+soak: $(VENV)/dev slurm
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),90) --every $(or $(EVERY_S),300) $(SOAK)
 
 # All tests that need a GPU, without a network and without an installation, with torch and numpy only. CPU=1 tests the
 # suite itself on CPUs. It uses .venv if it exists, unless PYTHON is given.

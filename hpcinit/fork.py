@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
     here, folder = (
-        slurm_step.fork_node(os.environ, spec.nodes, spec.ranks_per_node),
+        slurm_step.fork_node(os.environ, spec.nodes, spec.ranks_per_node, spec.launch.spares),
         Path(os.environ[run_folder.ENV_FOLDER]),
     )
     if spec.stop.signal:  # keep it pending until there are ranks to receive it
@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
         if status is not None:
             monitor.end()
             return end_as(status)
+        if restarts is not None:
+            here = restarts.here
 
 
 def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:

@@ -50,16 +50,20 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         without_progress=int(given["without_progress"]) if "without_progress" in given else None,
         nodes=int(given.get("nodes", 0)),
     )
+    folder, number = Path(env[run_folder.ENV_FOLDER]), env["SLURM_JOB_ID"]
+    attempt = int(env.get("SLURM_RESTART_COUNT") or 0)
+    excluded = filter(None, given.get("excluded", "").split(","))
     job = Job(
-        folder=Path(env[run_folder.ENV_FOLDER]),
+        folder=folder,
         name=given["job"],
-        number=env["SLURM_JOB_ID"],
-        attempt=int(env.get("SLURM_RESTART_COUNT") or 0),
+        number=number,
+        attempt=attempt,
         nodelist=env.get("SLURM_JOB_NODELIST", ""),
         nodes=int(env.get("SLURM_JOB_NUM_NODES") or 0),
         job_from=int(given.get("job_from") or 0),
         from_=int(given.get("from") or 0),
-        excluded=tuple(filter(None, given.get("excluded", "").split(","))),
+        # Slurm has taken lost nodes from the job, also those that work again.
+        excluded=tuple(dict.fromkeys([*excluded, *elastic_restarts.lost_nodes(folder, number, attempt)])),
     )
     try:
         print(restarted(job, policy) if what == RESTARTED else ended(job, policy, int(what)))

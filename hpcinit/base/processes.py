@@ -21,6 +21,7 @@ from hpcinit.base.safe_files import read_or_empty
 # prctl(2)
 PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
 PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36  # processes whose parent has died become children of this process
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
 GENERATIONS = 64  # parents of a process that are read
 PROC = Path("/proc")
@@ -52,6 +53,12 @@ def _signal_at_death_of(parent: int, number: int) -> None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before prctl, which then sends nothing
         os._exit(128 + number)
+
+
+def adopt_orphans() -> None:
+    """Make the descendants of this process its children when their parents die. Children do not inherit this."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of its ranks

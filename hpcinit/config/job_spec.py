@@ -153,8 +153,14 @@ def launch(config: Config) -> Launch:
         cpus=cpus_per_rank(config),
         gpu_bind=gpu_bind(config),
         warm=config.restart.warm,
+        spares=warm_spares(config),
         without_progress=config.restart.without_progress if config.restart.warm else Launch.without_progress,
     )
+
+
+def warm_spares(config: Config) -> int:
+    """Return the number of spare nodes whose fork server starts with those of the other nodes."""
+    return config.spare_nodes if config.restart.warm else 0
 
 
 def gpu_bind(config: Config) -> str | None:

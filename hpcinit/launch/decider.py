@@ -4,8 +4,11 @@ The invariant: a set of ranks starts only when every server has reported that no
 signal, a server that is gone, or one that does not report in time ends the restarts of this step for good: each server
 then acts as without restart.warm, and Slurm ends the step when the first of them exits.
 
+A spare node has a server without ranks, which takes the place of one that is gone. A server that has lost its
+connection to the first one ends its ranks, so that no old rank runs on a node that only lost its network.
+
     from a server: failed, ended, stop, lost (its connection has ended)
-    to all servers: end (end your ranks), start (fork new ones), over (no restart any more)
+    to all servers: end (end your ranks), start (fork new ones, on these nodes), over (no restart any more)
 
 A message about an earlier start of the ranks is ignored: its failure is part of a restart that has happened.
 """
@@ -48,12 +51,21 @@ class Decider:
 
     hosts: the nodes' names. limit_s: a server must report the end of its ranks within this time. decide: called when no
     rank runs any more, with the cause; it returns why the ranks do not start again, or '' after it recorded the
-    restart.
+    restart. nodes: how many have ranks; the others are spare nodes. lost: returns the failure of the node at a place.
     """
 
-    def __init__(self, hosts: Sequence[str], limit_s: float, decide: Callable[[Restart], str]) -> None:
-        self._hosts, self._limit_s, self._decide = hosts, limit_s, decide
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        limit_s: float,
+        decide: Callable[[Restart], str],
+        nodes: int | None = None,
+        lost: Callable[[int, str], Restart] | None = None,
+    ) -> None:
+        self._hosts, self._limit_s, self._decide, self._lost = hosts, limit_s, decide, lost
         self.round = 0
+        self._servers = set(range(len(hosts)))  # those that are not gone
+        self._nodes = list(range(len(hosts) if nodes is None else nodes))  # those of the ranks, by place
         self.end_ordered: float | None = None  # time.time() of the order that ends the ranks
         self._over = False
         self._deadline: float | None = None  # by time.monotonic()
@@ -66,22 +78,41 @@ class Decider:
         if "stop" in message:
             yield self._end_for_good("")
         elif "lost" in message:
-            yield self._end_for_good(f"the fork server on {self._hosts[node]} is gone")
+            yield from self._lose(node)
         elif message.get("round") == self.round and "failed" in message:
-            self._failures.append((elastic_restarts.from_json(message["failed"]), node, bool(message.get("final"))))
-            if self._deadline is None:
-                self._deadline, self.end_ordered = time.monotonic() + self._limit_s, time.time()
-                yield {"end": self.round}
+            yield from self._fail(elastic_restarts.from_json(message["failed"]), node, bool(message.get("final")))
         elif message.get("round") == self.round and "ended" in message:
             self._ended.add(node)
             if message["ended"]:
                 cause = self._cause()[1] if self._failures else -1
                 yield self._end_for_good(f"{self._hosts[node]}: {message['ended']}", cause)
-            elif len(self._ended) == len(self._hosts):
+            elif self._ended == self._servers:
                 yield self._next()
         elif self._deadline is not None and time.monotonic() > self._deadline:
-            silent = [host for node, host in enumerate(self._hosts) if node not in self._ended]
+            silent = [self._hosts[node] for node in sorted(self._servers - self._ended)]
             yield self._end_for_good(f"{', '.join(silent)} did not report the end of its ranks in {self._limit_s:g} s")
+
+    def _fail(self, failure: Restart, node: int, final: bool) -> Iterator[dict[str, Any]]:
+        """Record a failure. Order the end of the ranks after the first one."""
+        self._failures.append((failure, node, final))
+        if self._deadline is None:
+            self._deadline, self.end_ordered = time.monotonic() + self._limit_s, time.time()
+            yield {"end": self.round}
+
+    def _lose(self, node: int) -> Iterator[dict[str, Any]]:
+        """Replace a node whose server is gone by a spare node, or end the restarts if there is none."""
+        self._servers.discard(node)
+        self._ended.discard(node)
+        if node in self._nodes:
+            spare = min(self._servers - set(self._nodes), default=None)
+            if spare is None or self._lost is None:
+                yield self._end_for_good(f"the fork server on {self._hosts[node]} is gone")
+                return
+            place = self._nodes.index(node)
+            self._nodes[place] = spare
+            yield from self._fail(self._lost(place, self._hosts[node]), -1, False)
+        if self._ended == self._servers:
+            yield self._next()
 
     def _next(self) -> dict[str, Any]:
         """Return the order that follows when no rank runs any more."""
@@ -94,10 +125,10 @@ class Decider:
             return self._end_for_good(refused, node)
         self.round += 1
         self._ended, self._failures, self._deadline = set(), [], None
-        return {"start": self.round, "why": cause.to_json()}
+        return {"start": self.round, "why": cause.to_json(), "nodes": self._nodes}
 
     def _cause(self) -> tuple[Restart, int]:
-        """Return the failure that the others follow from, and its node."""
+        """Return the failure that the others follow from, and its node, -1 for a node that is lost."""
         first = elastic_restarts.cause([one for one, _, _ in self._failures])
         return first, next(node for one, node, _ in self._failures if one is first)
 

@@ -55,6 +55,7 @@ class ForkSupervisor(Supervisor):
         self.stuck_s = STUCK_S
         self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
         self._first_failed: Child | None = None  # the first rank that failed
+        self._terminated: set[int] = set()  # ranks that got SIGTERM because another one failed
         self.stop_received = False  # a stop signal has arrived
 
     def fork(self, become: Callable[[int, int], None]) -> int | None:
@@ -98,7 +99,7 @@ class ForkSupervisor(Supervisor):
         """End the ranks, so that all nodes can start new ones. They may be saving after a stop signal."""
         if not self.stop_received and self.left():
             self.ended_by_order = True
-            self.terminate(GRACE_S)
+            self._terminate_running()
 
     def on_exit(self, child: Child) -> bool:
         """Report a failed rank, and end the others if kill_on_bad_exit is set."""
@@ -106,8 +107,8 @@ class ForkSupervisor(Supervisor):
         child.reap()
         if not self.ended_by_order:
             self._report_exit(child)
-            if self._restarts is not None and child.code:
-                self._restarts.report_failure(child)
+        if self._restarts is not None and child.code:
+            self._restarts.report_failure(child, child.number in self._terminated)
         return False
 
     def on_stuck(self, running: Sequence[Child]) -> None:
@@ -149,6 +150,10 @@ class ForkSupervisor(Supervisor):
         names = ranges(child.number for child in others)
         who, does = ("ranks", "end") if len(others) > 1 else ("rank", "ends")
         say(f"{who} {names} on {self._here.host} {does} too")
+        self._terminate_running()
+
+    def _terminate_running(self) -> None:
+        self._terminated |= {child.number for child in self.running()}
         self.terminate(GRACE_S)
 
     def _last_error(self, rank: int) -> str:
@@ -201,7 +206,12 @@ def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
 
 
 def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) -> None:
-    """Record the error in the log and the error record of the node's first rank, and report it to running ranks."""
+    """Record the error in the log and the error record of the node's first rank, and report it to running ranks.
+
+    A spare node has no rank: the fork server's own error is in the job's log.
+    """
+    if not here.ranks_per_node:
+        return
     world = _world_of(here, spec, 0)
     with contextlib.suppress(OSError), (folder / run_folder.RANK_LOG.format(rank=world.rank)).open("a") as log:
         if error.__cause__ is not None:

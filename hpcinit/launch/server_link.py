@@ -28,6 +28,7 @@ from hpcinit.world import World, ports
 Message = dict[str, Any]
 # A node that has lost its network or its power sends no end of the connection: the kernel reports it after this time.
 SILENT_S = 15
+REACH_S = 2.0  # for the answer of a node that may have no network
 LOST: Message = {"lost": True}  # what receive() returns for a connection that has ended
 
 
@@ -36,6 +37,7 @@ class Connection:
 
     def __init__(self, own: socket.socket, lines: protocol.Lines) -> None:
         self._socket, self._lines, self._open = own, lines, True
+        self._peer = own.getpeername()[:2]
         own.setblocking(False)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -67,6 +69,16 @@ class Connection:
     def close(self) -> None:
         self._open = False
         self._socket.close()
+
+    def is_peer_reachable(self) -> bool:
+        """Return whether the peer's node answers now: its former port accepts or refuses a connection."""
+        try:
+            socket.create_connection(self._peer, timeout=REACH_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True
 
 
 class Link:
@@ -103,6 +115,9 @@ class Link:
         self._take(0, {})
         orders, self._orders = self._orders, []
         return orders
+
+    def is_first_reachable(self) -> bool:
+        return self._decide is not None or self._connections[0].is_peer_reachable()
 
     def close(self) -> None:
         """Close this process's connections, also in a forked rank, which has copies of them."""

@@ -4,6 +4,8 @@ The server of the first node decides (decider.py). This one reports how its rank
 own children, which it has not reaped. It forks only after an order that the first server gives when no rank of any node
 runs, and never after a signal that asks to stop.
 
+A server on a spare node has no ranks until the first server gives it the place of a node that is lost.
+
 What remains: if the first server is gone, or the order does not arrive, this server exits as without restart.warm, and
 its ranks with it.
 """
@@ -14,12 +16,12 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcinit.base import background_writer, signals
+from hpcinit.base import background_writer, processes, signals
 from hpcinit.base.console import say
 from hpcinit.base.supervisor import Child
 from hpcinit.base.text import rank_names
@@ -35,10 +37,13 @@ from hpcinit.runtime.shared_progress import slots
 from hpcinit.world import launchers
 from hpcinit.world.launchers.slurm_step import ForkNode
 
+FIRST = 0  # the number of the server that decides
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
-# From the order to end the ranks: SIGKILL after 0.5 s, 10 s for a rank that the kernel does not end, and the memory.
+# From the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does not end,
+# and the memory.
 LIMIT_S = MEMORY_S + 25.0
+ORPHANS_S = 10.0  # after SIGKILL, for a process that the kernel does not end
 RANK_PARTS = {"rendezvous": "up", "load": "loaded", "first_step": "stepped"}  # of a restart, and the values of a slot
 
 
@@ -59,18 +64,24 @@ class WarmRestarts:
 
     def __init__(self, here: ForkNode, spec: Spec, folder: Path) -> None:
         servers = launchers.read(os.environ)
-        self._here, self._spec, self._folder, self._job = here, spec, folder, servers.job
-        self._host = here.host or os.uname().nodename
-        hosts = servers.hosts if len(servers.hosts) == here.nodes else [f"node {node}" for node in range(here.nodes)]
-        self._decider = Decider(hosts, LIMIT_S, self._decide) if here.rank == 0 else None
+        self.here, self._spec, self._folder, self._job = here, spec, folder, servers.job
+        self._number, self._host = here.rank, here.host or os.uname().nodename
+        known = len(servers.hosts) == servers.world_size
+        self._hosts = servers.hosts if known else [f"node {node}" for node in range(servers.world_size)]
+        first = here.rank == FIRST
+        self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, self._of_lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
         self._round = 0
         self._why: Restart | None = None  # of this round
         self._next: Restart | None = None  # the order to start ranks, until they are forked
+        self._ends_round = -1  # the last round whose ranks must end
         self._over: Mapping[str, Any] | None = None  # the last order: there is no restart any more
         self._stopped = False  # by a signal while no rank ran
+        self._cut_off = False  # from the first server, and other nodes may continue without this one
         self._missed: list[int] = []  # signals for ranks, which arrived while none ran
         self._slots = slots(spec.ranks_per_node)
+        processes.adopt_orphans()
+        self._helpers = processes.children(os.getpid())  # no rank has started them
         # Only in the first server: the restarts of this step, and when their parts ended.
         self._before: list[Restart] = []
         self._ended_at = self._forked_at = 0.0
@@ -97,19 +108,26 @@ class WarmRestarts:
         """Return the next signal, None after the timeout. Obey the orders that arrive meanwhile."""
         while self._missed:
             ranks.signal(self._missed.pop())
+        self._reap_orphans(ranks)
         self._forked_at = self._forked_at or time.time()
         self._record_phases(only_complete=True)
         number = self._link.wait(received, timeout_s)
         self._obey(ranks)
         return number
 
-    def report_failure(self, child: Child) -> None:
-        """Report to the first server how a rank ended that no order has ended."""
-        step, code = int(self._slots[child.number - self._here.first]["step"]), child.code or 0
+    def report_failure(self, child: Child, terminated: bool) -> None:
+        """Report to the first server how a rank ended.
+
+        terminated: it got SIGTERM because another rank had failed. Then its exit status means nothing, and it is only
+        reported if it recorded an error, from which the other failure may follow.
+        """
+        step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
             self._folder, self._round_job(), self._round + 1, child.number, self._host, code, step
         )
-        self._link.send({"round": self._round, "failed": failed.to_json(), "final": code in FINAL})
+        if not terminated or (failed.error and not failed.secondary):
+            final = code in FINAL and not terminated
+            self._link.send({"round": self._round, "failed": failed.to_json(), "final": final})
 
     def stop(self) -> None:
         """Report to the first server that this step stops: there is no restart any more."""
@@ -124,16 +142,20 @@ class WarmRestarts:
         """
         with closing(signals.Descriptor(FORWARDED)) as received:
             if not self._ends(ranks):
-                problem = self._wait_for_memory(ranks, received) if status or ranks.ended_by_order else ""
+                problem = self._free_node(ranks, received) if status or ranks.ended_by_order else ""
                 self._link.send({"round": self._round, "ended": problem})
             while not self._ends(ranks) and self._next is None:
+                self._wait_without_ranks(ranks, received, 1.0)
+            # Without a network, srun would never get this server's exit status, and wait for it forever.
+            while self._cut_off and not (self._stopped or ranks.stop_received or self._link.is_first_reachable()):
                 self._wait_without_ranks(ranks, received, 1.0)
         self._record_phases(only_complete=False)
         if self._next is None or self._ends(ranks):
             node = self._over["node"] if self._over else -1
-            if node not in (-1, self._here.rank):
+            if node not in (-1, self._number):
                 return 0  # srun reports the node of the rank that failed first, and no other
             return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
+        self._end_orphans(ranks)  # also those of ranks that were done
         self._round, self._why, self._next = self._round + 1, self._next, None
         self._slots, self._forked_at = slots(self._spec.ranks_per_node), 0.0
         return None
@@ -151,11 +173,42 @@ class WarmRestarts:
             self._missed.append(number)
         self._obey(ranks)
 
-    def _wait_for_memory(self, ranks: Ranks, received: signals.Descriptor) -> str:
-        """Wait until no GPU lists a rank that has ended. Return why the node can start no ranks, or ''."""
+    def _orphans(self, ranks: Ranks) -> set[int]:
+        """Return the processes that ranks have started, and that are children of this one because the ranks ended.
+
+        Those in a rank's group were ended with it. The others have their own session: a daemon, an inference server.
+        """
+        own = {child.pid for child in ranks.children.values()}
+        return set(processes.children(os.getpid())) - {*self._helpers, *own}
+
+    def _reap_orphans(self, ranks: Ranks) -> None:
+        for pid in self._orphans(ranks):
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _end_orphans(self, ranks: Ranks) -> set[int]:
+        """End what the ranks have left, as Slurm does at the end of a step: it may have files, ports or GPU memory.
+
+        Return their ids. Those that the kernel does not end in ORPHANS_S still exist.
+        """
+        found, until = set(), time.monotonic() + ORPHANS_S
+        while (orphans := self._orphans(ranks)) and time.monotonic() < until:
+            for pid in orphans:  # children that are not reaped, so no other process has these ids
+                os.kill(pid, signal.SIGKILL)
+            self._reap_orphans(ranks)
+            found |= orphans
+            time.sleep(0.01)
+        return found
+
+    def _free_node(self, ranks: Ranks, received: signals.Descriptor) -> str:
+        """End what the ranks have left, and wait until no GPU lists it. Return why the node can start no ranks, or
+        ''."""
         if running := ranks.running():
             return f"{rank_names([child.number for child in running])} is still running after SIGKILL"
-        own, until, said = {child.pid for child in ranks.children.values()}, time.monotonic() + MEMORY_S, False
+        own = {child.pid for child in ranks.children.values()} | self._end_orphans(ranks)
+        if stuck := self._orphans(ranks):
+            return f"process {min(stuck)}, which a rank started, is still running after SIGKILL"
+        until, said = time.monotonic() + MEMORY_S, False
         while (found := nvidia_smi.pids(timeout_s=5.0)) is None or found & own:
             if time.monotonic() > until:
                 return f"the memory of the GPUs is not free {MEMORY_S:g} s after the ranks ended (nvidia-smi)"
@@ -172,14 +225,27 @@ class WarmRestarts:
             if self._over is not None:
                 continue
             if "end" in order:
-                ranks.end_ranks()
+                self._ends_round = int(order["end"])
             elif "start" in order:
                 self._next = elastic_restarts.from_json(order["why"])
+                self.here = self._place(order["nodes"])
             else:
-                gone = "the fork server of the first node is gone"
-                self._over = order if "over" in order else {"over": gone, "node": -1}
+                gone, node = "the fork server of the first node is gone", -1
+                if "lost" in order and self._spec.launch.spares:
+                    # The others may have started on a spare node, and another exit status than 0 would end their step.
+                    self._ends_round, node, self._cut_off = self._round, FIRST, True
+                self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._over["over"] and (self._decider is not None or "lost" in order):
                     say(f"no warm restart any more: {self._over['over']}")
+        # The order may arrive with the one to start these ranks, before they are forked.
+        if self._ends_round == self._round and not ranks.ended_by_order:
+            ranks.end_ranks()
+
+    def _place(self, nodes: list[int]) -> ForkNode:
+        """Return this server's node in the next start. nodes: the numbers of the servers with ranks, in their order."""
+        hosts = tuple(self._hosts[node] for node in nodes) if self._spec.launch.spares else ()
+        at, ranks = (nodes.index(self._number), self._spec.ranks_per_node) if self._number in nodes else (-1, 0)
+        return replace(self.here, rank=at, ranks_per_node=ranks, hosts=hosts)
 
     def _round_job(self) -> str:
         return elastic_restarts.round_folder(self._job, self._round)
@@ -188,6 +254,11 @@ class WarmRestarts:
         return f"{job_log.NEW_ATTEMPT}warm restart {why.number} of job {self._job.partition('.')[0]}: {why}"
 
     # --- in the first server
+
+    def _of_lost(self, place: int, host: str) -> Restart:
+        """Return the failure of the first rank at the place of a node that is lost."""
+        rank, job = place * self._spec.ranks_per_node, self._round_job()
+        return Restart(job, self._round + 1, time.time(), rank, host, elastic_restarts.LOST)
 
     def _decide(self, cause: Restart) -> str:
         """Return why the ranks do not start again, or '' after recording the restart. No rank runs."""

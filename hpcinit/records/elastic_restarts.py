@@ -17,6 +17,7 @@ from hpcinit.base.text import brief
 from hpcinit.records import run_folder, scratch
 
 LATEST = 1e11  # seconds since 1970: the year 5138
+LOST = "its node was lost"  # Restart.how, if a spare node has taken the place
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 # Environment variable of the ranks after a warm restart: the number of the restart in this step, 1 for the first.
 ENV_ROUND = "HPCINIT_ROUND"
@@ -135,6 +136,12 @@ def furthest(folder: Path) -> int:
     """Return the last training step that rank 0 reported, or -1 if it has not reported any."""
     step = safe_files.json_or_empty(folder / run_folder.PROGRESS).get("step")
     return step if isinstance(step, int) else -1
+
+
+def lost_nodes(folder: Path, job: str, attempt: int) -> list[str]:
+    """Return the nodes that spare nodes have replaced in this attempt of the job (SLURM_RESTART_COUNT)."""
+    names = ((one.job.partition(".")[0], one.job.rpartition(".")[2], one) for one in read(folder))
+    return [one.host for number, count, one in names if (number, count, one.how) == (job, str(attempt), LOST)]
 
 
 def record(folder: Path, restart: Restart) -> None:

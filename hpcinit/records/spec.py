@@ -192,6 +192,7 @@ class Launch:
     cpus: the number of CPUs per rank, if set.
     cpu_bind, gpu_bind: options for srun if each rank is a task of srun. None: the site's default.
     warm, without_progress: the settings restart.warm and restart.without_progress.
+    spares: the number of nodes beside those of the ranks that also have a fork server.
     """
 
     kind: str = "srun"
@@ -203,6 +204,7 @@ class Launch:
     cpu_bind: str | None = None
     gpu_bind: str | None = None
     warm: bool = False
+    spares: int = 0
     without_progress: int | None = 2
 
     def __post_init__(self) -> None:

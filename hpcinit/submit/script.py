@@ -292,4 +292,12 @@ def _command(config: Config, steps: Sequence[str]) -> list[str]:
     # Slurm 22.05 never releases the cores of a step on a lost node ('unable to update job's core use information due to
     # job resizing'), hence --overlap.
     ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} \\\n    {rest}'
-    return ["while :; do", *(f"  {line}" for line in (ranks, *after)), "done"]
+    if job_spec.warm_spares(config):
+        number = config.nodes + config.spare_nodes
+        after.append(f'{srun_step.NODES}=$(({number} - $(wc -w <<< "${{hpcinit_excluded//,/ }}")))')
+        return [f"{srun_step.NODES}={number}", *_loop(ranks, *after)]
+    return _loop(ranks, *after)
+
+
+def _loop(*lines: str) -> list[str]:
+    return ["while :; do", *(f"  {line}" for line in lines), "done"]

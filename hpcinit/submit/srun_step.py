@@ -19,7 +19,7 @@ from hpcinit.base import quoting
 from hpcinit.base.quoting import option_flags
 from hpcinit.checks import environment
 from hpcinit.config import hetjob
-from hpcinit.config.job_spec import gpu_bind
+from hpcinit.config.job_spec import gpu_bind, warm_spares
 from hpcinit.config.resources import cpus_per_rank, mem_gb, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import run_folder
@@ -27,6 +27,7 @@ from hpcinit.records.starts import STARTS
 from hpcinit.submit import container
 from hpcinit.submit.run_path import RunPath
 
+NODES = "hpcinit_nodes"  # variable of the batch script: the nodes of the step with warm spare nodes
 WIDTH = 100  # of a line of the command, in characters
 # srun's %t is not the rank in a heterogeneous job: Slurm 22.05 writes the file of rank 2 as 3 in a step of several
 # components, and 26.05 that of rank 0 as 4294967295 in each step. So each rank opens its own log in the folder $0, or
@@ -125,9 +126,11 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     start = STARTS[launch.kind]
     alone = start.task_per_rank
+    # With warm spare nodes, each node has one task, and a later step has as many nodes as the job has left.
+    left = quoting.Raw(f'"${NODES}"') if warm_spares(config) else None
     return {
-        "nodes": config.nodes,
-        "ntasks": config.nodes * start.tasks_per_node(ranks),
+        "nodes": left or config.nodes,
+        "ntasks": left or config.nodes * start.tasks_per_node(ranks),
         "ntasks-per-node": start.tasks_per_node(ranks),
         # Repeated here because srun of Slurm 22.05 to 23.02 does not inherit it from sbatch.
         "cpus-per-task": cores if alone or cores is None else cores * ranks,
@@ -136,6 +139,7 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
         # A site's MpiDefault may need a library that the nodes lack. cluster.srun.mpi selects another type.
         "mpi": None if config.comm.backend == "mpi" else "none",
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
+        "no-kill": bool(left),  # the other tasks continue without a node that is lost
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",
         "gpu-bind": gpu_bind(config) if alone else None,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -82,9 +85,13 @@ def test_steps_that_no_rank_reports_are_no_progress() -> None:
 class Servers:
     """A Decider and its orders. decided: the causes of the restarts."""
 
-    def __init__(self, nodes: int = 3, limit_s: float = 60) -> None:
+    def __init__(self, nodes: int = 3, limit_s: float = 60, spares: int = 0) -> None:
         self.decided: list[Restart] = []
-        self._decider = Decider([f"n{node + 1}" for node in range(nodes)], limit_s, self._decide)
+        hosts = [f"n{node + 1}" for node in range(nodes + spares)]
+        self._decider = Decider(hosts, limit_s, self._decide, nodes, self._lost)
+
+    def _lost(self, place: int, host: str) -> Restart:
+        return failed(rank=place, how=f"{host} is lost", time=9.0)
 
     def _decide(self, cause: Restart) -> str:
         self.decided.append(cause)
@@ -104,8 +111,9 @@ def test_ranks_start_when_no_rank_of_any_node_runs() -> None:
     assert servers.fail(1, time=5.0) == [{"end": 0}]
     assert servers.fail(0, time=4.0) == []
     assert servers.send(1, ended="") == []
-    ((order, why),) = [tuple(one.items()) for one in servers.send(0, ended="")]
-    assert order == ("start", 1) and json.loads(why[1])["rank"] == 0 and servers.decided[0].time == 4.0
+    (order,) = servers.send(0, ended="")
+    assert (order["start"], order["nodes"]) == (1, [0, 1, 2]) and json.loads(order["why"])["rank"] == 0
+    assert servers.decided[0].time == 4.0
     assert servers.send(1, round=0, failed=failed().to_json()) == [] == servers.send(2, round=0, ended="")
     assert servers.fail(2) == [{"end": 1}]
 
@@ -128,6 +136,45 @@ def test_what_ends_the_restarts(message: Mapping[str, Any], why: str) -> None:
         (order,) = servers.send(1, **message)
         assert order["over"] == why and not servers.decided
         assert servers.send(1, ended="") == [] == servers.fail(0)
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
+    """The ranks start when the servers that remain have reported, whatever the lost one reported before. A spare node
+    that is lost is replaced, too. Without a spare node the restarts end."""
+    servers = Servers(spares=2)
+    assert not [order for node in (3, 4) for order in servers.send(node, ended="")], "they have no ranks"
+    assert servers.send(1, lost=True) == [{"end": 0}]
+    assert servers.send(0, ended="") == []
+    (order,) = servers.send(2, ended="")
+    assert order["nodes"] == [0, 3, 2] and json.loads(order["why"])["how"] == "n2 is lost"
+    servers.fail(3)
+    for node in (0, 2, 4):
+        assert servers.send(node, ended="") == []
+    (order,) = servers.send(3, lost=True)
+    assert order["nodes"] == [0, 4, 2], "all others had reported"
+    (order,) = servers.send(0, lost=True)
+    assert order["over"] == "the fork server on n1 is gone"
+
+
+def test_a_spare_node_that_is_lost() -> None:
+    """The ranks continue, and a later failure waits for no report of the lost server."""
+    servers = Servers(2, spares=1)
+    assert servers.send(2, lost=True) == [] == servers.send(0, ended="")
+    assert servers.send(1, ended="") == [{"over": "", "node": 0}]
+    servers = Servers(2, spares=1)
+    servers.fail(1)
+    for node in (0, 1):
+        assert servers.send(node, ended="") == []
+    assert servers.send(2, lost=True)[0]["nodes"] == [0, 1]
+
+
+def test_a_refused_restart_after_a_lost_node_names_no_node() -> None:
+    """Each server ends with the status that its ranks had: the one of the lost node cannot."""
+    servers = Servers(2, spares=1)
+    servers.decided = [failed(), failed()]
+    servers.send(1, lost=True)
+    servers.send(2, ended="")
+    assert servers.send(0, ended="") == [{"over": "no more", "node": -1}]
 
 
 def test_a_server_that_does_not_report_in_time() -> None:
@@ -261,6 +308,52 @@ def test_sigterm_while_the_ranks_run(tmp_path: Path) -> None:
     assert node.end()[0] == 1 and not list(elastic_restarts.read(tmp_path))
 
 
+def test_a_rank_that_ignores_sigterm(tmp_path: Path) -> None:
+    code = (
+        "if start == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    others()\n"
+        "    if rank: os._exit(1)\n    time.sleep(60)\n"
+    )
+    assert warm(tmp_path, code).end()[0] == 0 and len(list(elastic_restarts.read(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("dies", ["os.kill(os.getpid(), 9)", "sys.exit(1)"])
+def test_what_a_rank_has_started_ends_before_the_next_start(tmp_path: Path, dies: str) -> None:
+    """A worker in the rank's group, a daemon in its own session, and the daemon's child. They ignore SIGTERM. A process
+    of this user that no rank has started lives on."""
+    sleeper = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.PIPE, start_new_session=True)
+    code = f"""
+import subprocess
+def launched(**options):
+    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **options)
+    started.stdout.readline()
+    return started.pid
+code = {sleeper!r}
+if start == 0:
+    pids = [launched()]
+    parent = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE); p.stdout.readline(); print(p.pid, flush=True); time.sleep(600)"
+    daemon = subprocess.Popen([sys.executable, "-c", parent, code], stdout=subprocess.PIPE, start_new_session=True)
+    pids += [daemon.pid, int(daemon.stdout.readline())]
+    open(f"pids-{{rank}}", "w").write(" ".join(map(str, pids)))
+    others()
+    if rank: {dies}
+    time.sleep(60)
+left = [pid for other in range(2) for pid in open(f"pids-{{other}}").read().split() if os.path.exists(f"/proc/{{pid}}")]
+print("left", left, flush=True)
+"""
+    node = warm(tmp_path, code)
+    try:
+        ended_with, said = node.end()
+        assert ended_with == 0, said
+        assert all(node.log(rank).splitlines()[-1] == "left []" for rank in range(2)), node.log(0) + node.log(1)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.communicate()
+
+
 # Two nodes of the local engine: the servers' connections.
 
 DIES = """
@@ -338,6 +431,56 @@ def test_a_server_that_dies_between_the_end_and_the_start(
     until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
     until(lambda: not processes_of(tmp_path))
     assert not list(elastic_restarts.read(folder)) and not list(tmp_path.glob("up-1-*"))
+
+
+def test_a_rank_that_fails_before_the_other_node_has_forked(hpcinit: Run, tmp_path: Path, busy: dict[str, str]) -> None:
+    """The second server gets the orders to start ranks and to end them at the same moment, because it was stopped. Its
+    new ranks end, and all start again."""
+    code = DIES.replace(
+        'all_have("up")', 'Path(f"up-{start}-{world.rank}").write_text(f"{os.getpid()} {os.getppid()}")'
+    )
+    code += (
+        "if start == '0' and world.rank == 0:\n    while len(list(Path().glob('up-0-*'))) < 4: time.sleep(0.02)\n"
+        "    Path('busy').write_text(str(os.getpid()))\n    os.kill(os.getpid(), 9)\n"
+        "if start == '1' and world.rank == 0:\n    os.kill(os.getpid(), 9)\n"
+        "if start != '2': time.sleep(600)\n"
+    )
+    (tmp_path / "dies.py").write_text(code)
+    folder = folder_of(hpcinit("submit", *WORDS, "--", "dies.py", env=busy))
+    until(lambda: "waiting up to 50 s until the GPUs' memory" in log_of(folder))
+    second = int((tmp_path / "up-0-2").read_text().split()[1])
+    until(lambda: not [child for child in psutil.Process(second).children() if child.name().startswith("rank")])
+    until(
+        lambda: not any(psutil.pid_exists(int((tmp_path / f"up-0-{rank}").read_text().split()[0])) for rank in (2, 3))
+    )
+    time.sleep(1)  # it has reported that its ranks have ended
+    os.kill(second, signal.SIGSTOP)
+    (tmp_path / "busy").unlink()
+    until(lambda: (tmp_path / "up-1-0").exists() and log_of(folder).count("rank 0: Killed") == 2)
+    os.kill(second, signal.SIGCONT)
+    until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
+    assert json.loads((folder / "exit.json").read_text())["exit_status"] == 0, log_of(folder)
+    assert len(list(elastic_restarts.read(folder))) == 2 and not processes_of(tmp_path)
+
+
+def test_a_rank_that_exits_with_143_because_another_one_failed(hpcinit: Run, tmp_path: Path) -> None:
+    """Its status is an answer to the SIGTERM of its fork server, which the first server has not ordered yet: that one
+    was stopped. All ranks start again."""
+    code = DIES + (
+        "if start == '0':\n    import signal\n    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))\n"
+        "    all_have('ready')\n    time.sleep(600)\n"
+    )
+    (tmp_path / "dies.py").write_text(code)
+    folder = folder_of(hpcinit("submit", *WORDS, "--", "dies.py"))
+    until(lambda: len(list(tmp_path.glob("ready-0-*"))) == 4)
+    (_, first), (rank, _), (other, _) = (map(int, (tmp_path / f"ready-0-{n}").read_text().split()) for n in (0, 2, 3))
+    os.kill(first, signal.SIGSTOP)
+    os.kill(other, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(rank))
+    os.kill(first, signal.SIGCONT)
+    until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
+    (restart,) = elastic_restarts.read(folder)
+    assert (restart.rank, restart.how) == (3, "Killed"), log_of(folder)
 
 
 HANGS = """

@@ -19,6 +19,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.base.supervisor import Supervisor
 from hpcinit.launch import fork_server, preload, rank_binding
 from hpcinit.records.spec import Launch
+from hpcinit.world.launchers import slurm_step
 from hpcinit.world.launchers.slurm_step import ForkNode, fork_environment, fork_node
 from tests import waiting
 from tests.forking import Node
@@ -363,6 +364,7 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
 STUCK = """
 import os, signal, sys, time
 from pathlib import Path
+from hpcinit.world.launchers import slurm_step
 from hpcinit.world.launchers.slurm_step import ForkNode
 from hpcinit.records.spec import Launch
 from hpcinit.base import processes
@@ -439,6 +441,20 @@ def test_an_environment_names_the_rank_only() -> None:
     assert found["SLURM_PROCID"] == "3" and found["SLURM_TASK_PID"] == "99" and found["HOME"] == "/root"
     assert found["SLURM_TASKS_PER_NODE"] == "2(x2)" and "SLURM_CPUS_PER_TASK" not in found
     assert not found.keys() & {"SLURM_CPU_BIND_LIST", "PMI_RANK", "SLURM_NTASKS_PER_NODE"}
+
+
+def test_a_spare_node_has_the_place_of_another_one() -> None:
+    """A step may have tasks on spare nodes, which have no ranks. The ranks of a start have only their own hosts."""
+    env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_STEP_NODELIST": "n[1-4]"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "n[1-4]", "SLURMD_NODENAME": "n4"}
+    spare = fork_node(env, 3, 2, spares=1)
+    assert spare.ranks_per_node == 0 and spare.hosts == ("n1", "n2", "n3")
+    here = ForkNode(1, 3, 2, "n4", ("n1", "n4", "n3"))
+    found = slurm_step.read(fork_environment(env | {"SLURM_PROCID": "3"}, here, 1, 99, None))
+    assert (found.rank, found.node_rank, found.world_size) == (3, 1, 6)
+    assert (found.hosts, found.master_addr, found.host) == (("n1", "n4", "n3"), "n1", "n4")
+    with pytest.raises(RequestError, match="the step has 4 tasks"):
+        fork_node(env, 2, 2, spares=1)
 
 
 GRANTED = {"SLURM_CPUS_ON_NODE": "8"}

@@ -99,8 +99,26 @@ def test_restart_lines_only_if_requested(hpcinit: Run) -> None:
     assert ["max_restarts=1 " in text for text in texts] == [False, False, True]
 
 
+def test_warm_spare_nodes_are_part_of_the_step(hpcinit: Run) -> None:
+    """srun starts a task on each node of the job, and a later step one on each node that is left."""
+    words = ["cluster=mini", "nodes=2", "spare_nodes=2", "launch=fork", "restart.warm=true", "dry_run=true"]
+    lines = hpcinit("submit", *words, "--", "true").stdout.partition("hpcinit_nodes=4\n")[2].splitlines()
+    assert lines[0] == "while :; do" and '--nodes="$hpcinit_nodes" --ntasks="$hpcinit_nodes"' in lines[2]
+    (count,) = (line for line in lines if "hpcinit_nodes=$" in line)
+    script = f'hpcinit_excluded="n3,n1"\n{count}\necho "$hpcinit_nodes"'
+    assert subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout == "2\n"
+    assert "--no-kill" in "".join(lines)
+
+
 @pytest.mark.parametrize(
-    "words", [[], ["chain=3"], ["restart.on=[failure]", "restart.without_progress=null"], ["spare_nodes=1"]]
+    "words",
+    [
+        [],
+        ["chain=3"],
+        ["restart.on=[failure]", "restart.without_progress=null"],
+        ["spare_nodes=1"],
+        ["spare_nodes=1", "launch=fork", "restart.warm=true"],
+    ],
 )
 def test_the_script_is_valid_bash(hpcinit: Run, tmp_path: Path, words: list[str]) -> None:
     """bash and shellcheck accept a script with restarts."""

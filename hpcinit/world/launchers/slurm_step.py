@@ -395,12 +395,15 @@ class ForkNode:
 
     rank: the number of the node, 0 to nodes - 1, from SLURM_NODEID.
     host: Slurm's name of the node.
+    hosts: the nodes of the ranks, in the order of the ranks, if the step has spare nodes; else (). A spare node has
+        ranks_per_node 0.
     """
 
     rank: int
     nodes: int
     ranks_per_node: int
     host: str
+    hosts: tuple[str, ...] = ()
 
     @property
     def first(self) -> int:
@@ -408,19 +411,23 @@ class ForkNode:
         return self.rank * self.ranks_per_node
 
 
-def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int) -> ForkNode:
+def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int, spares: int = 0) -> ForkNode:
     """Return which node this task runs on, and its ranks.
+
+    spares: how many tasks the step may have on spare nodes, which are the last nodes of the step.
 
     Raise RequestError if the step does not have one task per node, or does not have the run's number of nodes.
     """
     tasks = number(env, "SLURM_STEP_NUM_TASKS", ONE_TASK)
-    if tasks != nodes or env.get("SLURM_LOCALID") != "0":
+    if not nodes <= tasks <= nodes + spares or env.get("SLURM_LOCALID") != "0":
         raise RequestError(
             f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this process is task {env.get('SLURM_LOCALID')} "
             f"on its node (SLURM_LOCALID), but the run has {nodes} node{'s' * (nodes != 1)} x {ranks_per_node} ranks: "
             f"{ONE_TASK}"
         )
-    return ForkNode(number(env, "SLURM_NODEID", ONE_TASK), nodes, ranks_per_node, env.get("SLURMD_NODENAME", ""))
+    rank = number(env, "SLURM_NODEID", ONE_TASK)
+    hosts = tuple(nodelist.expand(env.get("SLURM_STEP_NODELIST", ""))[:nodes]) if spares else ()
+    return ForkNode(rank, nodes, ranks_per_node if rank < nodes else 0, env.get("SLURMD_NODENAME", ""), hosts)
 
 
 def fork_environment(
@@ -442,6 +449,10 @@ def fork_environment(
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), world),
         **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts),
     }
+    if here.hosts:
+        count = str(here.nodes)
+        found |= {"SLURM_STEP_NODELIST": ",".join(here.hosts), "SLURM_NODEID": str(here.rank)}
+        found |= dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), count)
     if "SLURM_NTASKS_PER_NODE" in env:
         found["SLURM_NTASKS_PER_NODE"] = per_node
     if "SLURM_TASK_PID" in env:  # not set by the local engine
