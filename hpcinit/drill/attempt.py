@@ -205,7 +205,10 @@ class SaveWatch:
     def look(self) -> bool:
         """Note what has changed since the last look. Return whether the job has ended."""
         now, steps = self.attempt.place.written(), self.attempt.steps()
+        renamed = {seen for name, seen in self.last.items() if name not in now}
         for name, seen in changes(self.last, now).items():
+            if seen in renamed and "/." in name:
+                continue  # a file of an old checkpoint that run.save(keep=2) is removing
             # The time of the change is exact, and this look may be late.
             made = bisect.bisect(self.attempt.times, seen.changed_ns / 1e9 + CLOCK_S) if self.attempt.times else steps
             save = self.by_steps.setdefault(made, Save(made))

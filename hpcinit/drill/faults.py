@@ -29,8 +29,9 @@ class Interruption:
     """An attempt that a fault ended.
 
     at: the steps made before the fault. done: until the end. record: at its end. saves: complete ones, also after the
-    signal. signal: what rank 0 does with SIGTERM, '' if none was sent. state: the folders to start from, None for those
-    that are there.
+    signal. signal: what rank 0 does with SIGTERM, '' if none was sent. ran_on: whether it still ran at the end of
+    the grace time. after_s: from the fault to the last step. state: the folders to start from, None for those that are
+    there.
     unfinished: the files of the save that was cut, with their sizes. expected: those of the whole save.
     """
 
@@ -41,6 +42,7 @@ class Interruption:
     saves: Sequence[Save]
     signal: str = ""
     ran_on: bool = False
+    after_s: float = 0.0
     state: Path | None = None
     unfinished: Mapping[str, int] = field(default_factory=dict)
     expected: Mapping[str, int] = field(default_factory=dict)
@@ -65,14 +67,14 @@ class Faults:
             local_job.cancel(attempt.run)
         else:
             send(ranks[-1:], signal.SIGKILL)  # the engine then ends the others, as srun does
+        began = time.time()
         wait_s = AFTER_FAILURE_S if fault == RANK_KILLED else self.grace_s
         attempt.wait(watch.look, time.monotonic() + wait_s)
         killed = attempt.running()
         attempt.kill()
         watch.look()
-        return Interruption(
-            fault, done, watch.done(), attempt.record(killed=reached), watch.saves(), does, killed, rank=rank
-        )
+        record, last = attempt.record(killed=reached), (attempt.times[-1] if attempt.times else time.time())
+        return Interruption(fault, done, watch.done(), record, watch.saves(), does, killed, last - began, rank=rank)
 
     def full_disk(self, save: Save, at_bytes: int, watch: SaveWatch) -> Interruption:
         """Let writes fail that make a file larger than `at_bytes`, from before a save until two steps after it."""

@@ -18,6 +18,7 @@ from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, values
 from hpcinit.drill.faults import Interruption
 from hpcinit.records.drill_records import Step
 
+LEAST_S = 0.25  # for which a program must run on to its own end, to ignore a signal
 SMALL_FILE = 1024  # bytes of a file that names the latest checkpoint, at most
 MOST_NAMES = 3
 # What torch, pickle, safetensors and json print about a file that is incomplete.
@@ -69,7 +70,8 @@ def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
     """Yield what the end of the first attempt shows."""
     if cut.signal in ("caught", "ignored"):
         after = cut.done - cut.at
-        if cut.ran_on or cut.done >= alone.first.done:
+        # A short program may be over before the signal arrives, and a slow exit is no further step.
+        if after > 1 and (cut.ran_on or (cut.done >= alone.first.done and cut.after_s > LEAST_S)):
             yield Finding(
                 IGNORES_SIGNAL,
                 f"SIGTERM is {cut.signal}: the program made {counted(after, 'more step')} instead of stopping",

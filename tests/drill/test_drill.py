@@ -76,7 +76,7 @@ with hpcinit.session() as run:
         run.progress(step, 24, loss=loss.item())
         stop = run.should_stop()
         if stop or step % 6 == 0:
-            run.save(wrapped, "checkpoints", step)
+            run.save(wrapped, "checkpoints", step, keep=2)
         if stop:
             break
 """
@@ -84,10 +84,14 @@ with hpcinit.session() as run:
 
 @pytest.mark.ranks
 def test_a_program_with_hpcinits_own_calls_passes(tmp_path: Path) -> None:
-    """It prints no steps, and torch makes a step of the optimizer before it loads."""
+    """It prints no steps, torch makes a step of the optimizer before it loads, and old checkpoints are removed."""
     status, out, err = drill(tmp_path / "work", "--json", "--", "train.py", program=OWN_CALLS)
     assert status == 0, out + err
-    assert document(out)["steps"] == 24
+    found = document(out)
+    assert found["steps"] == 24
+    parts = {part["part"]: part for part in found["parts"]}
+    for name in ("preempted", "time limit"):
+        assert parts[name]["resumed_from"] == [parts[name]["saved"]], out
 
 
 @pytest.mark.ranks
@@ -95,7 +99,7 @@ def test_a_program_with_hpcinits_own_calls_passes(tmp_path: Path) -> None:
 def test_a_restart_on_fewer_ranks(tmp_path: Path, same: bool) -> None:
     """With --fewer-ranks a step of two ranks is loaded by one. A program that needs the same number fails there only."""
     check = "    assert not loaded or loaded.extra == run.world_size\n" if same else ""
-    program = OWN_CALLS.replace("step)\n        if stop:", "step, extra=run.world_size)\n        if stop:")
+    program = OWN_CALLS.replace("keep=2)\n        if stop:", "keep=2, extra=run.world_size)\n        if stop:")
     program = program.replace("    for step", f"{check}    for step")
     words = ["--json", "ranks_per_node=2", "--fewer-ranks", "1", "--", "train.py"]
     status, out, err = drill(tmp_path / "work", *words, program=program)
