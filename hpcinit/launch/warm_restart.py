@@ -29,7 +29,7 @@ from hpcinit.launch.decider import FINAL, Decider, refusal
 from hpcinit.launch.server_link import Link, connect_servers
 from hpcinit.launch.signal_monitor import FORWARDED
 from hpcinit.node import nvidia_smi
-from hpcinit.records import elastic_restarts, job_log, run_folder, timeline
+from hpcinit.records import elastic_restarts, job_log, run_folder, scratch, timeline
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
 from hpcinit.runtime.process_state import state
@@ -156,6 +156,8 @@ class WarmRestarts:
                 return 0  # srun reports the node of the rank that failed first, and no other
             return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
         self._end_orphans(ranks)  # also those of ranks that were done
+        if mine := scratch.base(os.environ):  # the folders of killed ranks
+            scratch.sweep(mine)
         self._round, self._why, self._next = self._round + 1, self._next, None
         self._slots, self._forked_at = slots(self._spec.ranks_per_node), 0.0
         return None

@@ -415,6 +415,20 @@ def test_every_rank_of_all_nodes_starts_again(hpcinit: Run, tmp_path: Path) -> N
     assert not processes_of(tmp_path)
 
 
+def test_a_killed_rank_leaves_no_folder_on_the_disk_of_the_node(tmp_path: Path) -> None:
+    """The next start removes it, and not only the next job."""
+    (tmp_path / "disk").mkdir()
+    code = (
+        "from pathlib import Path\nfrom hpcinit.records import scratch\nfrom hpcinit.world import launchers\n"
+        "base = scratch.base(os.environ)\n"
+        "if start == 0:\n    scratch.take(base, launchers.read(os.environ).job + '.own')\n    others()\n"
+        "    if rank: os.kill(os.getpid(), 9)\n    time.sleep(60)\n"
+        "print([path.name for path in base.iterdir() if '.own' in path.name])\n"
+    )
+    node = warm(tmp_path, code, env={"TMPDIR": str(tmp_path / "disk")})
+    assert node.end()[0] == 0 and node.log(0).splitlines()[-1] == "[]" == node.log(1).splitlines()[-1]
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_server_that_dies_between_the_end_and_the_start(
     hpcinit: Run, tmp_path: Path, busy: dict[str, str], node: int
