@@ -73,6 +73,8 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
     """Compare `record`, an attempt after a fault, with the undisturbed run."""
     reported, weighed = _from_step(alone.first, record), _by_weights(alone, record)
     from_step = weighed if reported is None else reported
+    if weighed is not None and reported is not None and abs(weighed - reported) == 1:
+        from_step = weighed  # a progress bar may be printed before or after it counts the step
     differs, largest, compared = None, 0.0, False
     known = losses(alone.first)
     order = {point.step: number for number, point in enumerate(alone.first.points)}
@@ -89,10 +91,18 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 if (expected := at(alone.first, rank, from_step + number)) is None:
                     break
                 compared = True
-                if not close(step.weights, expected.weights, 1e-4):
+                # The inputs of the second step since the restart: those of the first may include more than its own.
+                other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
+                if other_inputs or not close(step.weights, expected.weights, 1e-4):
                     differs = from_step + number if differs is None else min(differs, from_step + number)
                     break
     return Resumed(from_step, weighed, differs, largest, compared)
+
+
+def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
+    """Whether a step has other inputs than both undisturbed runs had, which were equal, in step `number`."""
+    one, other = at(alone.first, rank, number), at(alone.second, rank, number)
+    return bool(one and other and step.batch and one.batch == other.batch != step.batch)
 
 
 def losses(record: Record) -> dict[int, float]:

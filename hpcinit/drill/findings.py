@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from hpcinit.base.text import counted
 from hpcinit.drill import faults
 from hpcinit.drill.attempt import Record, Save
-from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, values
+from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, reads_other, values
 from hpcinit.drill.faults import Interruption
 from hpcinit.records.drill_records import Step
 
@@ -87,7 +87,10 @@ def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
         findings = [
             Finding(UNKNOWN, f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}")
         ]
-    if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings:
+    unfinished = found.from_step is None or found.from_step != newest(
+        cut.saves
+    )  # it did not skip the save that was cut
+    if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings and unfinished:
         return [_of_unfinished(cut, findings[0])]
     return findings
 
@@ -120,21 +123,21 @@ def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Fin
     """Yield a start at a wrong step."""
     if record.status or found.from_step is None or not cut.saves:
         return
-    newest = cut.saves[-1]
+    latest = cut.saves[-1]
     read = [name for name in record.read if any(name in save.files for save in cut.saves)]
     weights = found.by_weights
     if found.from_step == 0 and weights:
         yield Finding(EPOCH, f"the weights are those after step {weights}, but the program counts from the start again")
     elif found.from_step == 0:
         seen = f"it read {_names(read)}, but" if read else "the program loaded nothing:"
-        left = _names(list(newest.files))
-        yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {newest.steps} was there")
-    elif found.from_step < newest.steps - 1 or (weights is not None and weights < newest.steps - 1):
+        left = _names(list(latest.files))
+        yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {latest.steps} was there")
+    elif found.from_step < latest.steps - 1 or (weights is not None and weights < latest.steps - 1):
         from_step = min(found.from_step, found.from_step if weights is None else weights)
         from_file = f"read {_names(read)}" if read else "continued"
         yield Finding(
             WRONG_FILE,
-            f"{from_file} of step {from_step}, but {_names(list(newest.files))} of step {newest.steps} is newer",
+            f"{from_file} of step {from_step}, but {_names(list(latest.files))} of step {latest.steps} is newer",
         )
 
 
@@ -159,7 +162,7 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
         return
     causes = [*_of_optimizer(alone, record, both, from_step), *_of_data(alone, record, both, from_step, found)]
-    if not causes and any(own.rng != expected.rng for own, expected in both):
+    if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
                 RANDOM_STATE,
@@ -180,10 +183,11 @@ def _of_optimizer(
 ) -> Iterator[Finding]:
     for rank, (own, expected) in enumerate(both):
         rate = _first_rate(alone, record, rank, from_step)
-        if own.states == 0 < expected.states:
+        if own.states < expected.states:
             # The learning rate is in the optimizer's state, and a scheduler may continue from it.
+            had = f"had {own.states} of {expected.states} tensors" if own.states else "was empty"
             yield Finding(
-                OPTIMIZER, "the optimizer's state was empty at the first step, so the loss jumps and then approaches"
+                OPTIMIZER, f"the optimizer's state {had} at the first step, so the loss jumps and then approaches"
             )
         elif rate:
             yield Finding(SCHEDULER, f"the learning rate at step {rate[0]} is {rate[1]:.4g} instead of {rate[2]:.4g}")
@@ -210,34 +214,43 @@ def _of_data(
     alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int, found: Resumed
 ) -> Iterator[Finding]:
     own_epochs, epochs = values(record, "epoch"), values(alone.first, "epoch")
-    other = next((step for step in own_epochs if step in epochs and own_epochs[step] != epochs[step]), None)
+    shared = next((step for step in own_epochs if step in epochs), None)
+    other = shared if shared is not None and own_epochs[shared] != epochs[shared] else None
     longer = record.status in (0, None) and record.done + from_step > alone.first.done
-    for rank, (own, expected) in enumerate(both):
-        again = at(alone.second, rank, from_step)
-        if not own.batch or own.batch == expected.batch or not again or again.batch != expected.batch:
-            continue  # equal, or never the same
+    for rank in range(len(both)):
+        number = from_step + 1
+        own = at(record, rank, 1)
+        if own is None or not reads_other(alone, rank, number, own):
+            continue
         read_at = [number for number, step in enumerate(alone.first.steps[rank]) if step.batch == own.batch]
         length = _epoch_length(alone)
-        if other is not None or longer or (read_at and length and (from_step - read_at[0]) % length == 0):
-            what = (
-                f"step {from_step + 1} read the batch of step {read_at[0] + 1}, of an earlier epoch" if read_at else ""
-            )
+        if other is not None or longer or (read_at and length and (number - read_at[0]) % length == 0):
+            what = f"step {number + 1} read the batch of step {read_at[0] + 1}, of an earlier epoch" if read_at else ""
             if longer:
                 what = "the program made more steps than without a fault"
             if other is not None:
                 what = f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
             yield Finding(EPOCH, f"the program counts epochs from another start: {what}")
         elif read_at:
-            yield Finding(DATA, f"step {from_step + 1} read the batch of step {read_at[0] + 1} again")
-        elif own.rng != expected.rng:
+            yield Finding(DATA, f"step {number + 1} read the batch of step {read_at[0] + 1} again")
+        elif _other_random(alone, rank, both[rank][0], from_step):
             yield Finding(
                 RANDOM_STATE, f"the random state is not that of step {from_step}, and the data order depends on it"
             )
         else:
-            yield Finding(DATA, f"step {from_step + 1} read a batch that no step of the undisturbed run read")
+            yield Finding(DATA, f"step {number + 1} read a batch that no step of the undisturbed run read")
         return
     if other is not None:
         yield Finding(EPOCH, f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}")
+
+
+def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> bool:
+    """Whether a generator that training uses, and that is seeded, has another state than in the undisturbed runs."""
+    start, one, other = at(alone.first, rank, 0), at(alone.first, rank, number), at(alone.second, rank, number)
+    if not start or not one or not other:
+        return False
+    used = [name for name, value in one.rng.items() if other.rng.get(name) == value != start.rng.get(name)]
+    return any(own.rng.get(name) != one.rng[name] for name in used)
 
 
 def _epoch_length(alone: Undisturbed) -> int:

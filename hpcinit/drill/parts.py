@@ -204,12 +204,12 @@ class Drill:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
-        """Return an interruption without a save that it cut: files of the undisturbed save are missing or shorter."""
+        """Return an interruption without the save that it cut, which is smaller than the same one undisturbed."""
         files = {save.steps: save.files for save in self.saves}
 
         def is_whole(save: Save) -> bool:
-            expected = files.get(save.steps, {})
-            return all(save.files.get(name, -1) >= 0.99 * size for name, size in expected.items())
+            # By their sum: a folder may be named after the time.
+            return sum(save.files.values()) >= 0.99 * sum(files.get(save.steps, {}).values())
 
         return replace(cut, saves=[save for save in cut.saves if is_whole(save)])
 
@@ -271,7 +271,8 @@ def _text(cut: Interruption, found: Resumed) -> str:
     elif found.from_step > done:
         parts.append(f"{counted(found.from_step - done, 'step')} skipped")
     if found.compared:
-        parts.append("losses equal" if found.differs is None else f"losses differ from step {found.differs + 1} on")
+        what = "losses" if comparison.losses(cut.record) else "weights"
+        parts.append(f"{what} equal" if found.differs is None else f"{what} differ from step {found.differs + 1} on")
     return ", ".join(parts)
 
 

@@ -18,11 +18,15 @@ _STEP = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?|train[_ ]?)?(?:step|iter(?:ation)?|update)s?['\"]?\s*[:=#\[]?\s*(\d+)\b"
 )
 # loss 2.31, loss=2.31, 'loss': '2.31', lm loss: 2.31E+00, train_loss 2.31
-_LOSS = re.compile(rf"(?i)(?<!val )(?<!val_)(?<!eval_)(?<!eval )loss['\"]?\s*[:=|]?\s*['\"\[]?({NUMBER})")
+_LOSS = re.compile(
+    rf"(?i)(?<!val )(?<!val_)(?<!eval_)(?<!eval )loss(?:_(?!scale)\w+)?['\"]?\s*[:=|]?\s*['\"\[]?({NUMBER})"
+)
 _RATE = re.compile(rf"(?i)(?<![a-z])(?:lr|learning[_ ]rate)['\"]?\s*[:=|]?\s*['\"\[]*({NUMBER})")
 _EPOCH = re.compile(rf"(?i)(?<![a-z])epoch['\"]?\s*[:=\[]?\s*['\"]?({NUMBER})")
 # Epoch 0:  50%|#####     | 32/64 [00:00<00:00, 120.10it/s, v_num=0, train_loss=2.30]   Lightning's bar, and tqdm's
 _BAR = re.compile(r"(?:[Ee]poch\s+(\d+).*?)?\|\s*(\d+)/(\d+) \[[^\]]*\]?")
+# Epoch: [0]  [ 10/64]  loss: 2.30; | epoch   1 |   20/ 64 batches | loss  2.30; [0/5][10/64] Loss_D: 2.30
+_IN_EPOCH = re.compile(r"(?:(?i:epoch)\W{0,4}(\d+)\D.*?|\[(\d+)/\d+\])\W*(\d+)\s*/\s*(\d+)")
 # Trainer of Transformers: a dict without a step
 _DICT = re.compile(r"^\{.*'epoch': .*\}$")
 _SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")
@@ -64,6 +68,14 @@ def _bar(line: str, at: int) -> Point | None:
     return Point(epoch * total + done, at, values | ({"epoch": float(epoch)} if found[1] else {}))
 
 
+def _in_epoch(line: str, at: int) -> Point | None:
+    found, values = _IN_EPOCH.search(line), _values(line)
+    if not found or "loss" not in values:
+        return None
+    epoch, done, total = int(found[1] or found[2]), int(found[3]), int(found[4])
+    return Point(epoch * max(1, total) + done, at, values | {"epoch": float(epoch)})
+
+
 def _trainer(line: str, at: int) -> Point | None:
     values = _values(line)
     if not _DICT.match(line.strip()) or not {"loss", "epoch"} <= values.keys() or _SUMMARY.search(line):
@@ -88,6 +100,7 @@ FORMATS: Mapping[str, Reader] = {
     "the Trainer of Transformers": _trainer,
     "a progress bar": _bar,
     "lines with a step and a loss": _plain,
+    "lines with an epoch, a batch and a loss": _in_epoch,
 }
 
 
@@ -147,5 +160,7 @@ def reported(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 def last_digit(texts: Sequence[float]) -> float:
     """Return the value of the last printed digit of these numbers: 0.0001 for 2.3104."""
+    if not texts:
+        return 0.0
     digits = max((len(f"{value!r}".partition(".")[2].split("e")[0]) for value in texts), default=0)
     return float(10.0**-digits)

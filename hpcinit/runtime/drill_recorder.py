@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,7 +105,13 @@ def _guard_torch_save(torch: Any) -> None:
 
 
 def _record_steps(torch: Any, path: Path) -> None:
-    batch, first = [0], list[Any]()
+    batch, first, known = [0], list[Any](), list[weakref.ref[Any]]()
+    base = sys.modules["torch.optim.optimizer"].Optimizer
+    create = base.__init__
+
+    def created(self: Any, *arguments: Any, **keys: Any) -> None:
+        create(self, *arguments, **keys)
+        known.append(weakref.ref(self))
 
     def on_forward(module: Any, inputs: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
@@ -118,11 +125,11 @@ def _record_steps(torch: Any, path: Path) -> None:
     def on_step(optimizer: Any, *_: Any) -> None:
         if not first:
             first.append(optimizer)
+        inputs, batch[0] = batch[0], 0
         if optimizer is not first[0] or _is_of_a_load():
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
-            parameters = [p for group in optimizer.param_groups for p in group["params"]][:MOST_TENSORS]
-            states = [t for p in parameters for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
+            parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
             drill_records.append(
                 path,
                 {
@@ -133,13 +140,25 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "state_sum": _sum(states),
                     "states": len(states),
                     "rng": _random_states(torch),
-                    "batch": batch[0],
+                    "batch": inputs,
                 },
             )
-        batch[0] = 0
 
+    base.__init__ = created
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(on_step)
+
+
+def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the parameters of all optimizers, each once, and the tensors of the optimizers' states."""
+    parameters: dict[int, Any] = {}
+    states: dict[int, Any] = {}
+    for optimizer in optimizers:
+        own = [p for group in optimizer.param_groups for p in group["params"]][:MOST_TENSORS]
+        parameters |= {id(p): p for p in own}
+        found = [t for p in own for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
+        states |= {id(t): t for t in found}
+    return list(parameters.values()), list(states.values())
 
 
 def _is_of_a_load() -> bool:

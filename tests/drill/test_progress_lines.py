@@ -50,6 +50,31 @@ LINES = {
         3,
         2.3,
     ),
+    "MetricLogger": (
+        b"Epoch: [0]  [ 0/4]  eta: 0:00:01  lr: 0.010000  loss: 2.5000 (2.5000)\n"
+        b"Epoch: [0]  [ 2/4]  eta: 0:00:01  loss: 2.4 (2.4)\nEpoch: [1]  [ 0/4]  eta: 0:00:01  loss: 2.3 (2.4)\n",
+        3,
+        2.3,
+    ),
+    "word language model": (
+        b"| epoch   1 |    20/   64 batches | lr 20.00 | ms/batch  5.1 | loss  7.61 | ppl  2011.5\n"
+        b"| epoch   1 |    40/   64 batches | loss  6.50 |\n| epoch   2 |    20/   64 batches | loss  6.25 |\n"
+        b"| end of epoch   2 | time:  1.2s | valid loss  6.40 | valid ppl   601.8\n",
+        3,
+        6.25,
+    ),
+    "VAE": (
+        b"Train Epoch: 1 [0/160 (0%)]\tLoss: 0.90\nTrain Epoch: 1 [32/160 (20%)]\tLoss: 0.85\n"
+        b"Train Epoch: 2 [0/160 (0%)]\tLoss: 0.80\n====> Epoch: 2 Average loss: 0.8100\n",
+        3,
+        0.8,
+    ),
+    "DCGAN": (
+        b"[0/5][62/64]\tLoss_D: 1.50\tLoss_G: 2.10\n[0/5][63/64]\tLoss_D: 1.40\tLoss_G: 2.0\n"
+        b"[1/5][0/64]\tLoss_D: 1.30\tLoss_G: 1.9\n",
+        3,
+        1.3,
+    ),
 }
 
 
