@@ -56,7 +56,7 @@ LINES = {
         3,
         2.3,
     ),
-    "word language model": (
+    "language model": (
         b"| epoch   1 |    20/   64 batches | lr 20.00 | ms/batch  5.1 | loss  7.61 | ppl  2011.5\n"
         b"| epoch   1 |    40/   64 batches | loss  6.50 |\n| epoch   2 |    20/   64 batches | loss  6.25 |\n"
         b"| end of epoch   2 | time:  1.2s | valid loss  6.40 | valid ppl   601.8\n",
