@@ -288,7 +288,7 @@ def test_completion_of_runs_and_keys(here: Path) -> None:
     assert completion.candidates("hpcinit submit -- --multi") == completion.candidates("hpcinit nothing --q") == []
 
 
-COLORED = ("status", "watch", "plan", "doctor", "report", "render")  # their output has colors in a terminal
+COLORED = ("status", "watch", "plan", "doctor", "render")  # their output has colors in a terminal
 
 
 @pytest.mark.parametrize("name", COLORED)

@@ -3,21 +3,29 @@
 If another finding explains a finding, it does not count. The verdict is the first of the remaining findings with the
 highest grade.
 
-| grade | what shows the failure | explained by |
-|------------|-----------------------------------------------------------------------------|-----------------------| |
-PROVEN | dumps of torch's flight recorder name ranks that others wait for | a failure of that rank| | WAITING | stacks:
-some ranks wait in a collective, and others do not | a failure of that rank| | STATED | a message of torch, NCCL or gloo
-names the rank that others wait for | a failure of that rank| | KILLED | a signal ended a rank, and no rank had failed
-before | an abort: those, NODE | | RAISED | an error that no other rank causes, after which its rank printed no step | |
-| NODE | Slurm reports the loss of a node | | | MEMORY | Slurm reports the kernel's OOM killer | | | HUNG | ranks timed
-out in a collective, and nothing shows for which rank they wait | any failure above | | ENDED | Slurm ended the job: a
-time limit, scancel, a preemption | | | STOPPED | most ranks died of SIGTERM | | | TERMINATED | a rank died of SIGTERM
-before Slurm ended the step | | | INTERRUPTED| a rank was interrupted by SIGINT | | | NOTED | a line without a traceback
-has a known message of a failure | | | EXITED | a launcher lists an exit status other than 0 of a rank without an error
-| | | EARLY | a rank ended with status 0 while others failed | | | DIFFERENT | errors were raised in different
-collectives | | | UNLISTED | all ranks that are listed failed because of one that is not | | | MISSING | a rank has no
-error, and the collective of all others timed out | | | LOST | all errors are consequences of another rank's failure | |
-| SCRIPT | the batch script or srun failed, and no rank did | | | NOTHING | no failure is in the evidence | |
+| grade      | what shows the failure                                                      | explained by          |
+|------------|-----------------------------------------------------------------------------|-----------------------|
+| PROVEN     | dumps of torch's flight recorder name ranks that others wait for            | a failure of that rank|
+| WAITING    | stacks: some ranks wait in a collective, and others do not                  | a failure of that rank|
+| STATED     | a message of torch, NCCL or gloo names the rank that others wait for        | a failure of that rank|
+| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: those, NODE |
+| RAISED     | an error that no other rank causes, after which its rank printed no step    |                       |
+| NODE       | Slurm reports the loss of a node                                            |                       |
+| MEMORY     | Slurm reports the kernel's OOM killer                                       |                       |
+| HUNG       | ranks timed out in a collective, and nothing shows for which rank they wait | any failure above     |
+| ENDED      | Slurm ended the job: a time limit, scancel, a preemption                    |                       |
+| STOPPED    | most ranks died of SIGTERM                                                  |                       |
+| TERMINATED | a rank died of SIGTERM before Slurm ended the step                          |                       |
+| INTERRUPTED| a rank was interrupted by SIGINT                                            |                       |
+| NOTED      | a line without a traceback has a known message of a failure                 |                       |
+| EXITED     | a launcher lists an exit status other than 0 of a rank without an error     |                       |
+| EARLY      | a rank ended with status 0 while others failed                              |                       |
+| DIFFERENT  | errors were raised in different collectives                                 |                       |
+| UNLISTED   | all ranks that are listed failed because of one that is not                 |                       |
+| MISSING    | a rank has no error, and the collective of all others timed out             |                       |
+| LOST       | all errors are consequences of another rank's failure                       |                       |
+| SCRIPT     | the batch script or srun failed, and no rank did                            |                       |
+| NOTHING    | no failure is in the evidence                                               |                       |
 
 "A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain
 every hang.

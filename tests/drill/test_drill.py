@@ -95,7 +95,8 @@ def test_a_program_with_hpcinits_own_calls_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("same", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.more  # each takes two minutes
+@pytest.mark.parametrize("same", [False, True])
 def test_a_restart_on_fewer_ranks(tmp_path: Path, same: bool) -> None:
     """With --fewer-ranks a step of two ranks is loaded by one. A program that needs the same number fails there only."""
     check = "    assert not loaded or loaded.extra == run.world_size\n" if same else ""

@@ -239,7 +239,7 @@ REFUSED = [  # options, part of the message
     ({"zero_stage": 3, "offload_param": "nvme"}, "deepspeed.nvme_path is not set: set it to a folder"),
     ({"nvme_path": "/x"}, "nvme_path is '/x', but nothing is offloaded"),
     ({"zero_stage": 2, "hpz": 4}, "hpz is 4 with deepspeed.zero_stage 2"),
-    ({"hpz": 0}, "deepspeed.hpz is 0, expected 1"),
+    ({"hpz": 0}, "deepspeed.hpz is 0, expected a number of ranks"),
     ({"overlap_comm": True}, "overlap_comm is True with deepspeed.zero_stage 0"),
     ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0, expected 0"),
     ({"optimizer_params": {"lr": 1}}, "deepspeed.optimizer is none: choose an optimizer"),

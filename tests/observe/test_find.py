@@ -109,4 +109,4 @@ def test_an_id_of_a_local_run_and_of_a_slurm_job(hpcinit: Run, tmp_path: Path) -
         record = {"job_id": "4242", "engine": engine, "submitted": 1_790_000_000.0}
         (tmp_path / "runs" / name / "submission.json").write_text(json.dumps(record))
     done = hpcinit("cancel", "4242")
-    assert done.returncode == 2 and "name the run, test-0001 or train-0001" in done.stderr, done
+    assert done.returncode == 2 and "give the name of the run instead, test-0001 or train-0001" in done.stderr, done

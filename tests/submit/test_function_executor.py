@@ -221,7 +221,7 @@ def test_resubmit_has_no_function(folder: Path) -> None:
     """The module that runs a function names the executor when there is no pickle."""
     from hpcinit.jobs import function
 
-    with pytest.raises(RequestError, match=r"submit it with hpcinit\.Executor"):
+    with pytest.raises(RequestError, match=r"submit the function with hpcinit\.Executor"):
         function.main([])
 
 
