@@ -170,7 +170,8 @@ def test_ctrl_c_in_json(tmp_path: Path, hpcinit: Run) -> None:
     command = [sys.executable, "-m", "hpcinit", "logs", "--json", "-f", "long-0001"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        first = process.stdout.readline()
+        while "started" not in (first := process.stdout.readline()):  # after hpcinit's own lines
+            assert first
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=TIMEOUT_S)
     hpcinit("cancel", "long-0001")
