@@ -5,7 +5,7 @@
     with hpcinit.session() as run:
         print(run.rank, run.world_size, run.device)
 
-This import is cheap: torch is imported when a name that needs it is first used.
+This import is fast: torch is imported only when you first use a name that needs it.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, so that Tab offers no others."""
+    """Return only the public names, so that Tab completion offers no others."""
     return [*__all__, "api"]

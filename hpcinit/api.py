@@ -7,9 +7,9 @@
         print(run.why()["verdict"])
     print(run.result())
 
-`submit` and `sweep` run the command `hpcinit submit` in a process. So the checks and the run folder are the same as at
-the terminal, and several threads may submit at the same time. Nothing is printed and nothing is pickled. From asyncio,
-call the blocking functions in a thread: `await asyncio.to_thread(run.wait)`.
+`submit` and `sweep` run the command `hpcinit submit` in a new process. So the checks and the run folder are the same as
+at the terminal, and several threads may submit at the same time. Nothing is printed and nothing is pickled. From
+asyncio, call the blocking functions in a thread: `await asyncio.to_thread(run.wait)`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ POLL_S = 0.2  # between two reads of the run folder; Slurm is queried less often
 
 
 def __dir__() -> list[str]:
-    """Return the public names, so that Tab offers no others."""
+    """Return only the public names, so that Tab completion offers no others."""
     return __all__
 
 
@@ -104,7 +104,7 @@ class Run:
         return watched.now.name
 
     def logs(self, rank: int = 0) -> str:
-        """Return what `rank` has printed so far, '' before it has started.
+        """Return what `rank` has printed so far, or '' if it has not started yet.
 
         Raise RequestError if there is no such rank.
         """
@@ -123,15 +123,18 @@ class Run:
         return _documents("report", str(self.path))[0]
 
     def cancel(self, save: bool = False) -> None:
-        """Cancel the run. save: request through `run.should_stop()` that the program saves and exits instead."""
+        """Cancel the run.
+
+        save: instead, make `run.should_stop()` in the program return a reason, so that the program saves and exits.
+        """
         _documents("cancel", *["--save"] * save, str(self.path))
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait until the run has ended. Return what the program passed to `run.result()`, or None.
 
-        Raise Failure with the verdict of `why` if the run failed or was canceled, TimeoutError after `timeout_s`
-        seconds, and RequestError if result.json cannot be read. If Slurm no longer knows the run, return the result
-        that it wrote.
+        Raise Failure with the verdict of `why` if the run failed or was canceled. Raise TimeoutError after `timeout_s`
+        seconds. Raise RequestError if result.json cannot be read. If Slurm no longer knows the run, return the result
+        that the program wrote.
         """
         ended = self.wait(timeout_s)
         found = results.read(self.path)
@@ -147,9 +150,10 @@ def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **ke
     ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups,
     nodes=8, cluster="x"; a value may be None, a bool, a number, a string, a list or a dict.
 
-    Raise RequestError for all arguments of a wrong type, or if the same request is in the queue. Raise ConfigError
-    with all problems of the config, SubmitError if there is no job, and MaybeSubmitted if there may be one.
-    KeyboardInterrupt is raised only after the submission has ended; its argument names the run if there is one.
+    Raise RequestError if arguments have a wrong type (the message lists all), or if the same request is in the queue.
+    Raise ConfigError with all problems of the config, SubmitError if no job was created, and MaybeSubmitted if there
+    may be a job. KeyboardInterrupt is raised only after the submission has ended. Its argument names the run if a job
+    was created.
     """
     submitted = _submit(overrides, program, keys, multirun=False)
     if len(submitted) != 1:
@@ -199,15 +203,15 @@ def _submit(
 
 
 def _documents(*words: str) -> list[dict[str, Any]]:
-    """Return the JSON documents of a command."""
+    """Run `hpcinit WORDS` and return the JSON documents that it prints."""
     return _run([words[0], "--json", *words[1:]])[0]
 
 
 def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
     """Run `hpcinit WORDS`. Return its JSON documents and the lines on stderr. Raise the error that it reports.
 
-    The command runs in its own session, so that Ctrl-C reaches this process first. This process passes it on and waits,
-    because a submission that is killed halfway may leave a job behind.
+    The command runs in its own session, so that Ctrl-C reaches this process first. This process forwards Ctrl-C and
+    waits, because a submission that is killed halfway may leave a job behind.
     """
     command = [sys.executable, "-m", "hpcinit", *words]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

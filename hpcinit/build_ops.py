@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _config(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the ds_config of the run or of the file, or {} if the run needs no DeepSpeed."""
+    """Return the ds_config of the given file or overrides, or {} if these overrides need no DeepSpeed."""
     if given.ds_config:
         return _read(given.ds_config)
     from hpcinit.config import compose, job_spec  # noqa: PLC0415 - Hydra, which the other options do not need

@@ -1,6 +1,6 @@
 """`python -m hpcinit.elastic SPEC`: runs torch's elastic agent of this node, which starts the node's ranks.
 
-With launch=torchrun it is one Slurm task per node. The reasons are in docs/decisions/, "torchrun's agents".
+With launch=torchrun, Slurm starts it as one task per node. The reasons are in docs/decisions/, "torchrun's agents".
 """
 
 from __future__ import annotations

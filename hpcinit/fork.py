@@ -78,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:
-    """Return the CPUs of each local rank, or None if they use those of this process."""
+    """Return the CPUs of each local rank, or None if the ranks use the CPUs of this process."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return rank_binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)
 
 
 def _set_import_path(spec: Spec) -> None:
-    """Set sys.path[0] as for the program, so that its modules can be imported before the fork."""
+    """Set sys.path[0] to the script's folder, so that the program's modules can be imported before the fork."""
     if spec.program.kind == "script":
         sys.path[0] = str(Path(spec.program.target).absolute().parent)
 

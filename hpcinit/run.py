@@ -39,7 +39,10 @@ NOT_SPECS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program of the spec or of the arguments as this rank. Return its exit status. Raise RequestError."""
+    """Run the program of the spec or of the arguments as this rank. Return its exit status.
+
+    Raise RequestError if the arguments or the spec are invalid.
+    """
     processes.die_with_agent()
     if not argv or argv[0] in {"-h", "--help"}:
         print(__doc__)
@@ -62,8 +65,10 @@ def become_rank(
 ) -> int:
     """Run the program as the rank that this process's environment describes. Return its exit status.
 
-    argv: see main. protected: the names of safeguards that are already set. imported: what launch=fork imported. check:
-    the check of this node that this process has started.
+    argv: see main.
+    protected: the names of safeguards that are already set.
+    imported: a line about the modules that launch=fork has imported, or ''.
+    check: the check of this node that this process has started, or None.
     """
     rank_log.protect()
     what = spec.program if spec else _program_of(list(argv))
@@ -100,7 +105,10 @@ def become_rank(
 
 
 def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
-    """Raise RequestError for a file of the run folder that is not the spec, and for an unknown option."""
+    """Raise RequestError if the first argument can't be run.
+
+    That is an unknown option, a folder, or a file of the run folder other than the spec.
+    """
     path = Path(argv[0])
     file = path.suffix in {".yaml", ".yml"} or path.name in NOT_SPECS or (path.suffix == ".json" and len(argv) > 1)
     folder = path.is_dir() and not shutil.which(argv[0])
@@ -116,7 +124,10 @@ def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
 
 
 def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
-    """Yield a warning if the world size differs from the spec's. It is no error: a debugger may run a single rank."""
+    """Yield a warning if the world size differs from the spec's.
+
+    This is not an error, because a debugger may run a single rank.
+    """
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (

@@ -112,7 +112,10 @@ def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
 
 
 def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str:
-    """Return which limit restart number `number` would exceed, or '' if it is allowed."""
+    """Return which limit restart number `number` would exceed, or '' if it is allowed.
+
+    furthest, idle: the result of progress().
+    """
     if number > policy.max_restarts:
         step = "none" if furthest is None else furthest
         return f"restart.max_restarts is {policy.max_restarts}; furthest step: {step}"

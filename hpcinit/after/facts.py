@@ -103,7 +103,7 @@ def _hung(job: Job) -> Iterator[str]:
 
 
 def is_running(name: str) -> bool:
-    """Return whether the job's state is RUNNING, so that Slurm is not already ending it."""
+    """Return whether the job's state is RUNNING. If it is not, Slurm is already ending the job."""
     return _printed("squeue", "--noheader", f"--jobs={name}", "--format=%T").strip() == "RUNNING"
 
 

@@ -127,9 +127,8 @@ def later(what: str, write: Callable[[], object], *, keep_first: bool = False, e
     """Queue a report and return at once: a thread calls `write` until it succeeds.
 
     what: the report's name.
-    write: writes the report; it may raise OSError. It replaces an earlier `write` for the same report that has not run
-    yet.
-    keep_first: keep that earlier `write` and ignore the new one.
+    write: a function that writes the report; it may raise OSError. It replaces a waiting `write` of the same report.
+    keep_first: keep the waiting `write` and ignore the new one.
     every_s: the shortest time between two writes of this report. The latest version is always written.
     """
     _writer.put(what, write, keep_first, every_s)

@@ -26,9 +26,9 @@ def key(
     help: the description in `--help` and in the reference.
     least, above, most: the bounds of a number. A key declared as Optional may always be null.
     choices: the values that are allowed.
-    filled: the expected value in the error message about ''.
+    filled: if the value must not be '', a description of the expected value for the error message.
     sbatch: the sbatch option that gets the value unchanged.
-    owns: other options of sbatch and srun that hpcinit derives from this key.
+    owns: other options of sbatch and srun that hpcinit sets from this key.
     """
     about = {
         "help": help,

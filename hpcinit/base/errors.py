@@ -36,10 +36,10 @@ class HpcinitError(Exception):
 
     Attributes:
         exit_status: the exit status of a command that ends with this error.
-        kind: one of base/failure_kinds.py.
+        kind: one of the kinds in base/failure_kinds.py.
         rank_at_fault: the rank that failed first, or None if it is unknown.
         host_at_fault: the host that failed first, or '' if it is unknown.
-        quoted: the part of the message that another program or the system wrote; `hpcinit why` finds the cause in it.
+        quoted: the part of the message that another program or the system wrote; `hpcinit why` searches it.
     """
 
     exit_status = 1
@@ -127,7 +127,7 @@ class SubmitError(Failure):
     """The submission failed.
 
     problem: the message without its last clause.
-    outcome: the last clause: whether there is a job.
+    outcome: the last clause, which states whether there is a job.
     """
 
     kind = failure_kinds.SUBMISSION

@@ -56,7 +56,10 @@ def _signal_at_death_of(parent: int, number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make the descendants of this process its children when their parents die. Children do not inherit this."""
+    """Make each descendant of this process its child when the descendant's parent dies.
+
+    Child processes do not inherit this setting.
+    """
     if _libc is not None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -67,8 +70,8 @@ ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of i
 def die_with_agent() -> None:
     """Make the kernel send SIGKILL to this process when its agent (process id in ENV_PARENT) dies for any reason.
 
-    SIGTERM would not do: with run.should_stop() a rank would try to save, and never finish without its peers. The
-    variable is removed from the environment, because the children of this process have a different parent.
+    SIGTERM is not enough: with run.should_stop(), a rank would try to save and wait forever for its peers. The variable
+    is removed from the environment, because the children of this process have a different parent.
     """
     parent = os.environ.pop(ENV_PARENT, "")
     if parent.isdigit():
@@ -145,8 +148,8 @@ def end_hard(reason: str, stacks: bool = False) -> None:
 def set_title(title: str) -> None:
     """Show `title` as the name and the command line of this process in ps and top.
 
-    The title overwrites the command line in this process's memory (proc(5), stat: arg_start, arg_end), as sendmail did.
-    If it is longer than the command line, it is cut. No error is raised.
+    The title overwrites the command line in this process's memory (proc(5), stat: arg_start, arg_end). If it is longer
+    than the command line, it is cut. No error is raised.
     """
     text = title.encode()
     # No space in the short name: Slurm 22.05 (proctrack/linuxproc) splits /proc/PID/stat at spaces, and would neither

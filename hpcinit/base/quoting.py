@@ -17,8 +17,8 @@ def unsafe(text: str) -> str | None:
     """Return why `text` is not allowed in an #SBATCH line, or None if it is allowed.
 
     sbatch reads directives line by line and understands '...' and "..." as quotes (opt.c:
-    _get_next_opt_from_batch_script). After a newline the directive ends and the shell runs what follows, a NUL ends the
-    script, and an unmatched quote is an error.
+    _get_next_opt_from_batch_script). A newline ends the directive, and the shell runs what follows. A NUL ends the
+    script. An unmatched quote is an error.
     """
     for character in text:
         # Unicode's line ends (NEL, LS, PS) too: programs do not agree on whether they end a line. Surrogates represent

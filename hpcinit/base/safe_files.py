@@ -57,10 +57,13 @@ LARGEST = 2**28  # bytes of a file that is read as a whole; a submission.json of
 
 
 def descriptor_of(path: str | Path) -> int:
-    """Open a regular file for reading and return its descriptor. It must belong to this user or to its folder's owner.
+    """Open a regular file for reading and return its descriptor.
 
-    Read another user's folder only if this user named it on the command line. Raise OSError for any other file and for
-    links. One link is allowed: '../submission.json', which submit creates for a component of a heterogeneous job.
+    The file must belong to this user or to the owner of its folder.
+
+    Call this for another user's folder only if this user named the folder on the command line. Raise OSError for any
+    other file and for links. One link is allowed: '../submission.json', which submit creates for a component of a
+    heterogeneous job.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -171,7 +174,7 @@ def ownership_problem(
 ) -> str:
     """Return why `path` cannot be trusted and what to type, or '' if it can be trusted.
 
-    found: the result of os.stat, of the open file if a race matters, otherwise of the path.
+    found: the result of os.stat for the open file if a race matters, otherwise for the path.
     advice: what to do if another user owns it.
     owners: user ids that are trusted in addition to this user and root.
     named: whether the user typed this path; then its group is trusted too.
@@ -254,7 +257,7 @@ def _group(number: int) -> str:
 def _only_ours(path: Path, group: int) -> bool:
     """Return whether this user is the only member of the group.
 
-    With umask 002, each user has a group of the same name.
+    On systems with umask 002, each user usually has a private group.
     """
     if not _private(group):
         return False

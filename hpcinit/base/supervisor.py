@@ -4,8 +4,8 @@ Slurm's step daemon supervises ranks that srun starts. hpcinit itself supervises
 (launch/fork_server), of launch=torchrun (launch/torchrun) and of the local engine (engine/). Each of these has a
 subclass of Supervisor that overrides the hooks.
 
-A child that has exited is reaped late. Until then the kernel cannot reuse its process id, which is also the id of its
-group, so a signal to the group never reaches an unrelated process.
+A child that has exited is reaped as late as possible. Until then the kernel cannot reuse its process id, which is also
+the id of its process group. So a signal to the group never reaches an unrelated process.
 """
 
 from __future__ import annotations

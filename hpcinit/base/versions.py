@@ -90,8 +90,8 @@ _FOLDER = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 def by_folder(path: tuple[str, ...]) -> Mapping[str, str]:
     """Return the packages in the folders of `path` with their versions, as in {'hydra-core': '1.3.8'}.
 
-    The names of the metadata folders contain both. importlib.metadata gives the same answer, but also parses each
-    package's description.
+    The names of the metadata folders contain the name and the version. importlib.metadata gives the same answer, but
+    also parses each package's description.
     """
     found: dict[str, str] = {}
     for place in path:

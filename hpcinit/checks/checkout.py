@@ -163,7 +163,10 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 
 
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
-    """Return an earlier run's snapshot if the working folder is in it, because that run is submitted again."""
+    """Return the snapshot of an earlier run if the working folder is in it, otherwise None.
+
+    This is so if the user submits that run again.
+    """
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:
         try:

@@ -88,7 +88,7 @@ def syntax_problems(text: str | None) -> Iterator[str]:
 def written(config: Config) -> Iterator[str]:
     """Yield a message for each syntax error in `dependency`.
 
-    Yield another one if dependency or chain is set and the cluster has no queue.
+    Yield another message if dependency or chain is set and the cluster has no queue.
     """
     yield from syntax_problems(config.dependency or None)
     requested = ["dependency"] * bool(config.dependency) + ["chain"] * (config.chain > 1)
@@ -188,7 +188,7 @@ def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
 def _is_fulfilled(condition: Condition, states: list[State]) -> bool:
     """Return whether all the jobs have already ended as required.
 
-    In a dry run without Slurm, their states are unknown.
+    In a dry run without Slurm, jobs that were never submitted count as ended.
     """
     if condition.type in ("aftercorr", "afterburstbuffer"):  # Slurm decides
         return False

@@ -72,7 +72,7 @@ def _runs_dir(place: Path) -> Iterator[str]:
 
 
 def _consistent(config: Config) -> Iterator[str]:
-    """Yield a message for each contradiction: the environment is either an image or modules with Python."""
+    """Yield a message for each contradiction, such as a virtual environment together with a conda environment."""
     cluster, image = config.cluster, config.container.image
     if cluster.venv and cluster.conda:
         yield (
@@ -120,7 +120,10 @@ def _options(config: Config) -> Iterator[str]:
 
 
 def python(config: Config) -> str:
-    """Return the Python that the ranks use: the image's, cluster.python, the environment's, or the one that submits."""
+    """Return the Python that the ranks use.
+
+    It is the image's, or cluster.python, or the environment's, or else the Python that submits the job.
+    """
     cluster = config.cluster
     if config.container.image:
         return config.container.python

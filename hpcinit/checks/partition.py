@@ -42,7 +42,10 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
-    """Yield a message if nodes or time exceed the limits of the QOS. Limits that it lacks are the partition's."""
+    """Yield a message if nodes or time exceed the limits of the QOS.
+
+    If the QOS has no limit, the partition's limit applies.
+    """
     cluster, nodes, qos = config.cluster, config.nodes + config.spare_nodes, config.qos or config.cluster.qos
     own = cluster.qoses.get(qos or "") or Qos()
     here, there = _where(config), f"qos {qos!r} of cluster {cluster.name}"
@@ -189,7 +192,7 @@ def _cores(config: Config, has: Partition) -> Iterator[str]:
 
 
 def hetjob_problems(config: Config) -> Iterator[str]:
-    """Yield a message for each problem in `hetjob`, and with the resources of its components."""
+    """Yield a message for each problem in `hetjob`, and for each problem with the resources of its components."""
     if not config.hetjob:
         if config.worlds != hetjob.ONE:
             yield f"worlds is {config.worlds}, but hetjob is empty: remove worlds, or add components"

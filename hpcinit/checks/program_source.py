@@ -167,8 +167,8 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 def _syntax_error(path: str) -> str:
     """Return why this Python cannot compile the script, as in 'line 3: invalid syntax', or '' if it can.
 
-    A different Python 3 may run this function as a program, so the function uses only these modules. Raise OSError if
-    the script cannot be read.
+    Another Python 3 may run only the source of this function, so it needs no module except sys and warnings. Raise
+    OSError if the script cannot be read.
     """
     with open(path, "rb") as file:  # noqa: PTH123 - no other import
         text = file.read()

@@ -35,7 +35,7 @@ def problems(config: Config) -> Iterator[str]:
 def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[str]:
     """Yield a message for each of the user's own keys whose value is a secret and would be written to config.yaml.
 
-    patterns: secret_names, further patterns for the names of secrets.
+    patterns: the value of the key secret_names: further patterns for the names of secrets.
     """
     for key, text in _texts("", document):
         name = key.rpartition(".")[2]

@@ -137,7 +137,7 @@ def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tu
 
 
 def _fits(config: Config, command: str) -> bool:
-    """Return whether the program may be a launcher.
+    """Return whether the program `command` may be a launcher.
 
     A launcher may start the only rank, or run once per node if its arguments describe the other nodes.
     """

@@ -1,7 +1,7 @@
 """Completes `hpcinit` commands with TAB. `hpcinit --shell-completion install=bash|zsh|fish` prints the shell's script.
 
-hpcinit has its own scripts, because Hydra's do not support commands, change COMP_WORDBREAKS in the whole shell, and use
-bash's script for zsh. Hydra still provides the keys and choices.
+hpcinit has its own scripts, because Hydra's do not support subcommands, change COMP_WORDBREAKS in the whole shell, and
+use bash's script for zsh. Hydra still provides the keys and choices.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def candidates(line: str) -> list[str]:
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return the arguments that may follow those in `words`. The last argument, `word`, is still incomplete."""
+    """Return the arguments that may replace `word`, the incomplete last argument.
+
+    The list `words` contains the arguments before it.
+    """
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:

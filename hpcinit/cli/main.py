@@ -116,7 +116,10 @@ def _note_first_slow(name: str, over: threading.Event) -> None:
 
 
 def _slurm_commands() -> set[tuple[str, str]]:
-    """Return the process id and the name of each Slurm command that this process is running; nothing without Linux."""
+    """Return the process id and the name of each Slurm command that this process is running.
+
+    On systems other than Linux, return an empty set.
+    """
     pids = [pid for task in PROC.glob("self/task/*/children") for pid in read_or_empty(task).split()]
     return {(pid, name) for pid in pids if (name := read_or_empty(PROC / pid / "comm")) in SLURM}
 
@@ -195,7 +198,10 @@ def _as_json(error: HpcinitError, argv: Sequence[str]) -> int:
 
 
 def _ignore_closed_pipe(status: int = 0) -> int:
-    """Discard all further output: it is not a failure if `hpcinit logs ... | head` closes the pipe."""
+    """Discard all further output and return `status`.
+
+    It is not a failure if `hpcinit logs ... | head` closes the pipe.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 

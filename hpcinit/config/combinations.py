@@ -79,7 +79,7 @@ def make(
 
 
 def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
-    """Return the combinations that Hydra's own sweeper makes from 1,2, range(), choice(), glob() and its params.
+    """Return the combinations that Hydra's own sweeper makes from the overrides and from hydra.sweeper.params.
 
     Raise Searches if the config names a different sweeper. Raise ConfigError if the sweep is invalid.
     """
@@ -111,7 +111,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
 
 def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
-    """Return the overrides as Hydra parses them. Raise ConfigError that lists all overrides that Hydra can't parse."""
+    """Return the overrides as Hydra parses them. Raise a ConfigError that lists all that Hydra can't parse."""
     parsed, wrong = [], []
     for override in overrides:
         try:
@@ -211,7 +211,7 @@ def _alone(keys: Sequence[str], at: int) -> bool:
 def _alike(overrides: Sequence[Override]) -> bool:
     """Return whether all overrides set the same key in the same way, without interpolations.
 
-    Their values must be all lists of plain values, or all plain values.
+    Their values must all be plain values, or all be lists of plain values.
     """
     if len({(o.type, o.key_or_group, o.package) for o in overrides}) > 1:
         return False

@@ -1,8 +1,8 @@
 """Finds the folders with YAML files, and the default cluster.
 
-The folders are ./conf, $HPCINIT_CONF, ~/.config/hpcinit, and the package's own. The first one that has a file wins. The
-default cluster is $HPCINIT_CLUSTER, or else the cluster in settings.yaml in one of the user's folders, or else this
-machine.
+The folders are ./conf, $HPCINIT_CONF, ~/.config/hpcinit, and the package's own. If several contain the same file, the
+first folder wins. The default cluster is $HPCINIT_CLUSTER, or else the cluster in settings.yaml in one of the user's
+folders, or else this machine.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ LOCAL_CLUSTER = "local"
 def default_cluster() -> tuple[str, str]:
     """Return the default cluster and the variable or file that sets it. Return ('', '') if none is set.
 
-    Raise ConfigError if the file can't be read, and in the cases in which user_folders() raises it.
+    Raise ConfigError if the file can't be read or if user_folders() raises it.
     """
     if name := os.environ.get(CLUSTER_VARIABLE):
         return name, CLUSTER_VARIABLE

@@ -74,7 +74,7 @@ def state_kept() -> Iterator[None]:
 class Folders(SearchPathPlugin):
     """Adds the folders in which Hydra looks for YAML files: the user's, the package's, then --config-dir.
 
-    The first folder that has a file wins.
+    If several contain the same file, the first folder wins.
     """
 
     last: Path | None = None
@@ -91,7 +91,7 @@ class Folders(SearchPathPlugin):
 
 
 class ReadFiles(FileConfigSource):
-    """Reads YAML files as Hydra does, and remembers which ones.
+    """Reads YAML files as Hydra does, and remembers which files it has read.
 
     read: the files that the last composition read.
     """

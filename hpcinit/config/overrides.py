@@ -45,7 +45,7 @@ def mistakes(arguments: Sequence[str], unknown: Sequence[str], overrides: Sequen
     """Yield a message for each unknown flag, and one message for all arguments that are not key=value.
 
     arguments: the whole command line.
-    unknown: the flags on it that the parser does not know, with what follows them.
+    unknown: the flags that the parser does not know, each followed by its value.
     overrides: the arguments without dashes.
     """
     # argparse counts what follows an unknown flag as unknown.

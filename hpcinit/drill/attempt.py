@@ -21,14 +21,14 @@ from hpcinit.engine import local_job
 from hpcinit.records import drill_records, error_records, run_folder
 
 LOOK_S = 0.01
-CLOCK_S = 0.002  # a file's time may be that much too early: it is the kernel's coarse clock
+CLOCK_S = 0.002  # a file's time may be this much too early, because it is from the kernel's coarse clock
 TIME_MIN = 24 * 60.0  # the drill has its own limit
 STEP = ["-m", "hpcinit.engine.local_step"]
 
 
 @dataclass
 class Save:
-    """Files that changed after the same number of steps. files: their sizes when the save was complete."""
+    """The files that changed after `steps` steps. files: the size of each file when the save was complete."""
 
     steps: int
     files: dict[str, int] = field(default_factory=dict)
@@ -36,11 +36,16 @@ class Save:
 
 @dataclass(frozen=True)
 class Record:
-    """What remains of an attempt.
+    """The results of an attempt.
 
-    steps: by rank, as the ranks saw them. points: the reported steps. done: the number of steps, of rank 0. status: the
-    exit status, or None if the drill ended it. read: files that were read. outside: reports of files elsewhere. error:
-    what the first rank that failed raised, '' if none did. begin_s: from the start to the first step.
+    steps: for each rank, its optimizer steps as the rank recorded them.
+    points: the steps that the program reported.
+    done: how many steps rank 0 made.
+    status: the exit status, or None if the drill killed the attempt.
+    read: the files that the program read.
+    outside: reports of files that the program created outside of its working folder.
+    error: the error of the first rank that failed, or '' if none failed.
+    begin_s: seconds from the start to the first step.
     """
 
     steps: Sequence[Sequence[drill_records.Step]]
@@ -56,22 +61,22 @@ class Record:
 
 
 class Attempt:
-    """A running start of the program. End it with `kill()`, also after an error."""
+    """One start of the program. Call `kill()` at the end, even after an error."""
 
     def __init__(self, place: Place, run: Path, folder: Path, pid: int, log_from: Mapping[int, int]) -> None:
         self.place, self.run, self.folder, self.pid = place, run, folder, pid
         self._engine: psutil.Process | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
-            # It also knows when the process started: another process may have the number later.
+            # psutil also compares the start time, because another process may get the same id later.
             self._engine = psutil.Process(pid)
         self.began, self._at, self.first_step = time.monotonic(), time.time(), 0.0
-        self.times: list[float] = []  # of the steps of rank 0
+        self.times: list[float] = []  # of rank 0's steps
         self.reader: Reader | None = None
         self._log_from, self._records_at, self._points_seen = log_from, 0, 0
 
     @classmethod
     def start(cls, place: Place, run: Path, env: Mapping[str, str], restart: int) -> Attempt:
-        """Start the run's job again, in the folders as they are, with the variables of a requeued job."""
+        """Start the run's job again, with the environment variables of a requeued job. The folders stay as they are."""
         folder = place.next_attempt()
         more = environment(folder) | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {})
         place.forget_reads()
@@ -80,7 +85,7 @@ class Attempt:
         return cls(place, run, folder, int(pid), log_from)
 
     def running(self) -> bool:
-        """Whether the job has not ended."""
+        """Return whether the job is still running."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)  # if it is a child of this process
         try:
@@ -90,7 +95,7 @@ class Attempt:
             return False
 
     def steps(self) -> int:
-        """Return how many steps rank 0 has made."""
+        """Return how many steps rank 0 has made so far."""
         found, self._records_at = drill_records.read_lines(self.folder / "rank-0.jsonl", self._records_at)
         self.times += [one["time"] for one in found]
         done = len(self.times) or len(self.points())
@@ -106,7 +111,7 @@ class Attempt:
         return b""
 
     def job_log(self) -> bytes:
-        """Return what the batch script has printed, in all attempts."""
+        """Return what the batch script has printed in all attempts."""
         with contextlib.suppress(OSError):
             return (self.run / run_folder.JOB_LOG).read_bytes()
         return b""
@@ -120,7 +125,7 @@ class Attempt:
         return progress_lines.points(text, self._log_from.get(0, 0), reader) if reader else []
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the processes of the ranks, in their order."""
+        """Return the processes of the ranks, in the order of the ranks."""
         found = []
         for one in self._tree():
             with contextlib.suppress(psutil.Error):
@@ -131,7 +136,7 @@ class Attempt:
         return found
 
     def of_ranks(self) -> list[psutil.Process]:
-        """Return the processes of the ranks and their children, such as workers of data loaders."""
+        """Return the processes of the ranks and their child processes, such as the workers of data loaders."""
         found: list[psutil.Process] = []
         for one in self.ranks():
             with contextlib.suppress(psutil.Error):
@@ -147,10 +152,10 @@ class Attempt:
             return []
 
     def kill(self) -> None:
-        """Kill every process of the job, as the loss of its node does."""
+        """Kill every process of the job at once, like a node failure."""
         for _ in range(100):
             left = [one for one in self._tree() if one.is_running()]
-            # The engine is the last: its children would not be found without it.
+            # Kill the engine last, because its children could not be found without it.
             for process in [*left[1:], *left[:1]]:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -159,7 +164,7 @@ class Attempt:
                 return
 
     def wait(self, until: Callable[[], bool], deadline: float, look_s: float = LOOK_S) -> bool:
-        """Wait until a condition is true. Return False if the job ended or the deadline passed before."""
+        """Wait until `until()` returns True. Return False if the job ends or the deadline passes first."""
         while not until():
             if not self.running() or time.monotonic() > deadline:
                 return until()
@@ -167,7 +172,7 @@ class Attempt:
         return True
 
     def record(self, killed: bool) -> Record:
-        """Return what this attempt did. killed: the drill ended it."""
+        """Return the results of this attempt. killed: whether the drill killed the attempt."""
         read = self.place.read_since() if self.place.reads_visible else []
         ranks = sorted(self.folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:]))
         status = None if killed else int(local_job.read_state(self.run).get("exit_status", 1))
@@ -188,9 +193,10 @@ class Attempt:
 
 
 class SaveWatch:
-    """Sees after how many steps of the training run the program changes which files.
+    """Records which files the program changes after which number of steps.
 
-    from_step: the number of steps of the training run before this attempt. earlier: the saves of the attempts before.
+    from_step: how many steps the training run had made before this attempt.
+    earlier: the saves of earlier attempts.
     """
 
     def __init__(self, attempt: Attempt, from_step: int = 0, earlier: Sequence[Save] = ()) -> None:
@@ -203,23 +209,23 @@ class SaveWatch:
         return self.from_step + self.attempt.steps()
 
     def look(self) -> bool:
-        """Note what has changed since the last look. Return whether the job has ended."""
+        """Record which files have changed since the last call. Return whether the job has ended."""
         now, steps = self.attempt.place.written(), self.attempt.steps()
         renamed = {seen for name, seen in self.last.items() if name not in now}
         for name, seen in changes(self.last, now).items():
             if seen in renamed and "/." in name:
                 continue  # a file of an old checkpoint that run.save(keep=2) is removing
-            # The time of the change is exact, and this look may be late.
+            # The file's time is exact, but this call may be late.
             made = bisect.bisect(self.attempt.times, seen.changed_ns / 1e9 + CLOCK_S) if self.attempt.times else steps
             save = self.by_steps.setdefault(made, Save(made))
             save.files[name] = seen.size
-            # What vanishes when others appear in the same save was a temporary file, which is renamed.
+            # A file that disappears during a save was a temporary file that was renamed.
             save.files = {name: size for name, size in save.files.items() if name in now}
         self.last = now
         return not self.attempt.running()
 
     def saves(self) -> list[Save]:
-        """Return the saves so far, without files that change at most steps, such as a log of losses."""
+        """Return the saves so far. Omit files that change at most steps, such as a log of losses."""
         times: dict[str, int] = {}
         for save in self.by_steps.values():
             for name in save.files:
@@ -234,19 +240,22 @@ class SaveWatch:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables of an attempt with this folder."""
+    """Return the environment variables that an attempt needs in addition.
+
+    folder: the folder for the reports of the attempt.
+    """
     return {drill_records.ENV_DRILL: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to processes that may have ended, and to no other that has the number of one of them."""
+    """Send a signal to the processes that still exist. If a process id has been reused, skip the new process."""
     for one in processes:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             one.send_signal(number)
 
 
 def handles(process: psutil.Process, number: signal.Signals) -> str:
-    """Return 'caught', 'ignored' or 'default': what a process does with a signal."""
+    """Return how a process handles a signal: 'caught', 'ignored' or 'default'."""
     text = safe_files.read_or_empty(Path(f"/proc/{process.pid}/status"))
     masks = {
         name: int(value, 16)

@@ -1,4 +1,4 @@
-"""Compares an attempt that was resumed with an undisturbed one."""
+"""Compares a resumed attempt with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hpcinit.drill.attempt import Record, Save
 from hpcinit.drill.progress_lines import Point, last_digit
 from hpcinit.records.drill_records import Step
 
-EQUAL = 1e-6  # relative difference of sums that count as equal
-TIMES_NOISE = 4.0  # tolerance of losses, as a multiple of the largest difference of two undisturbed runs
+EQUAL = 1e-6  # largest relative difference of sums that count as equal
+TIMES_NOISE = 4.0  # tolerance of losses, as a multiple of the largest difference between two undisturbed runs
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """Two runs without a fault. saves: of the first. tolerance: of losses."""
+    """Two runs without a fault. saves: the saves of the first run."""
 
     first: Record
     second: Record
@@ -24,24 +24,24 @@ class Undisturbed:
 
     @property
     def deterministic(self) -> bool:
-        """Whether both runs computed the same."""
+        """Return whether both runs computed the same results."""
         pairs = [*zip(self.first.steps[:1], self.second.steps[:1], strict=False)]
         weights = all(close(a.weights, b.weights) for one, other in pairs for a, b in zip(one, other, strict=False))
         return weights and self._noise() <= self._digit()
 
     @property
     def tolerance(self) -> float:
-        """The difference of losses from which on they are different."""
+        """Return the largest difference at which two losses still count as equal."""
         return max(1.5 * self._digit(), TIMES_NOISE * self._noise())
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that made steps."""
+        """Return the number of ranks that made steps."""
         return max(1, len(self.first.steps))
 
     @property
     def step_s(self) -> float:
-        """The duration of a step."""
+        """Return the mean duration of a step in seconds."""
         return max(0.0, self.first.seconds - self.first.begin_s) / max(1, self.first.done)
 
     def _digit(self) -> float:
@@ -57,9 +57,11 @@ class Undisturbed:
 class Resumed:
     """An attempt compared with the undisturbed run.
 
-    from_step: the number of steps in its first state, None if unknown. by_weights: the same, from its weights alone.
-    differs: the first step whose loss or weights differ, None if all are equal. largest: the largest difference of
-    losses. compared: whether anything could be compared.
+    from_step: after how many steps the loaded state was saved, or None if this is unknown.
+    by_weights: the same number, found from the weights alone.
+    differs: the first step whose loss or weights differ, or None if all are equal.
+    largest: the largest difference between two losses of the same step.
+    compared: whether there was anything to compare.
     """
 
     from_step: int | None
@@ -70,7 +72,11 @@ class Resumed:
 
 
 def resumed(alone: Undisturbed, record: Record) -> Resumed:
-    """Compare `record`, an attempt after a fault, with the undisturbed run."""
+    """Compare an attempt after a fault with the undisturbed run.
+
+    alone: the undisturbed run.
+    record: the results of the attempt.
+    """
     reported, weighed = _from_step(alone.first, record), _by_weights(alone, record)
     from_step = weighed if reported is None else reported
     if weighed is not None and reported is not None and abs(weighed - reported) == 1:
@@ -91,7 +97,7 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 if (expected := at(alone.first, rank, from_step + number)) is None:
                     break
                 compared = True
-                # The inputs of the second step since the restart: those of the first may include more than its own.
+                # Use the second step after the restart: the first step's record may contain further inputs.
                 other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
                 if other_inputs or not close(step.weights, expected.weights, 1e-4):
                     differs = from_step + number if differs is None else min(differs, from_step + number)
@@ -100,34 +106,41 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
 
 
 def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
-    """Whether a step has other inputs than both undisturbed runs had, which were equal, in step `number`."""
+    """Return whether a resumed step read other inputs than step `number` of the undisturbed runs.
+
+    Return False if the two undisturbed runs read different inputs in this step.
+    """
     one, other = at(alone.first, rank, number), at(alone.second, rank, number)
     return bool(one and other and step.batch and one.batch == other.batch != step.batch)
 
 
 def losses(record: Record) -> dict[int, float]:
-    """Return the reported losses by step."""
+    """Return the reported loss of each step."""
     return {point.step: point.loss for point in record.points if point.loss is not None}
 
 
 def at(record: Record, rank: int, number: int) -> Step | None:
-    """Return what a rank recorded before its step `number`, or None."""
+    """Return what a rank recorded just before its step `number`, or None if it recorded nothing."""
     steps = record.steps[rank] if rank < len(record.steps) else ()
     return steps[number] if 0 <= number < len(steps) else None
 
 
 def close(a: float, b: float, relative: float = EQUAL) -> bool:
-    """Whether two sums are equal, except for rounding."""
+    """Return whether two sums are equal, except for rounding."""
     return math.isclose(a, b, rel_tol=relative, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
 
 
 def values(record: Record, name: str) -> Mapping[int, float]:
-    """Return the reported values of this name by step."""
+    """Return the reported value called `name` of each step that has one."""
     return {point.step: point.values[name] for point in record.points if name in point.values}
 
 
 def _from_step(first: Record, record: Record) -> int | None:
-    """Return how many steps the state had, from the number of the first reported step."""
+    """Return after how many steps the loaded state was saved, judged by the first step that the attempt reported.
+
+    first: the results of the undisturbed run.
+    record: the results of the resumed attempt.
+    """
     for point in record.points:
         same = next((number for number, one in enumerate(first.points) if one.step == point.step), None)
         if same is None:
@@ -139,12 +152,15 @@ def _from_step(first: Record, record: Record) -> int | None:
 
 
 def _before(record: Record, point: Point) -> int:
-    """Return how many steps rank 0 had made when it reported this one."""
+    """Return how many steps rank 0 had made when it reported `point`."""
     return sum(step.time < point.time if point.time else step.at < point.at for step in record.steps[0])
 
 
 def _by_weights(alone: Undisturbed, record: Record) -> int | None:
-    """Return how many steps the weights had made that the attempt started from."""
+    """Return after how many steps the loaded weights were saved, or None if this is unknown.
+
+    They are compared with the weights of each step of the undisturbed run.
+    """
     own = at(record, 0, 0)
     if own is None or not alone.first.steps or not alone.deterministic:
         return None

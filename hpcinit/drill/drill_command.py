@@ -1,4 +1,4 @@
-"""`hpcinit drill -- train.py`: does the training run resume correctly after what a cluster may do to it?"""
+"""`hpcinit drill -- train.py`: checks whether a training run resumes correctly after the faults of a cluster."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         keys.remove(word)
     if wrong := [word for word in keys if word.partition("=")[0] in OWN_KEYS and word != "cluster=local"]:
         raise RequestError(f"{wrong[0]}: a drill sets this key itself; it runs on this machine, with cluster=local")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C, so nothing is left behind
     place = Place(_folder_of(program), options.without)
     try:
         first = _submitted(place, keys, program)
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _folder_of(program: Sequence[str]) -> Path:
-    """Return the folder to copy: the current one, or that of a script elsewhere, which then runs in its folder."""
+    """Return the folder to copy: the current folder. Raise RequestError if the script is elsewhere."""
     here, script = Path.cwd(), Path(program[0])
     if script.suffix == ".py" and script.is_absolute() and not script.is_relative_to(here):
         raise RequestError(
@@ -103,7 +103,7 @@ def _folder_of(program: Sequence[str]) -> Path:
 
 
 def _submitted(place: Place, keys: Sequence[str], program: Sequence[str]) -> Attempt:
-    """Submit the program with all checks of a submission. Raise RequestError with what they report."""
+    """Submit the program with all checks of a submission. Raise RequestError with the problems that they find."""
     folder = place.next_attempt()
     own = ["cluster=local", f"runs_dir={place.now / 'runs'}", "again=true"]
     here = Path.cwd()
@@ -179,7 +179,10 @@ def _undisturbed_line(first: Record) -> str:
 
 
 def _part_lines(part: Part, shown: set[str]) -> list[str]:
-    """Return the line of a part, with its findings. Advice is printed once."""
+    """Return the lines that show a part and its findings. Print the advice for each cause only once.
+
+    shown: the causes whose advice was already printed; it is updated.
+    """
     lines = [f"{part.title}: {part.text}".ljust(100) + (" FAILS" if part.findings else " ok")]
     for finding in part.findings:
         lines.append(f"  {finding.cause}: {finding.text}")
@@ -221,7 +224,7 @@ def _document(alone: Undisturbed, parts: Sequence[Part], unchecked: Sequence[str
 
 
 def _findings(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return each cause once, with the parts that show it."""
+    """Return each cause once, with the names of the parts that show it."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for one in part.findings:
@@ -235,7 +238,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _end_all(place: Place) -> None:
-    """Kill the jobs that still run, also one whose submission was interrupted."""
+    """Kill all jobs that are still running, including one whose submission was interrupted."""
     for path in place.now.glob(f"runs/*/{local_job.STATE}"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             state = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The faults: what a cluster does to a job, done to an attempt of the drill."""
+"""Simulates faults: does to an attempt of the drill what a cluster may do to a job."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ from hpcinit.engine import local_job
 PREEMPTED, RANK_KILLED, ALL_KILLED = "preempted", "rank killed", "all ranks killed"
 TIME_LIMIT, WHILE_SAVING, FULL_DISK = "time limit", "killed while it saved", "full disk"
 FEWER_RANKS = "fewer ranks"
-SLICE_S = 0.001  # how long the ranks run between two looks during a save
-MOST_STATES = 2  # unfinished saves from which the program is started
-AFTER_FAILURE_S = 30.0  # for the other ranks to end
+SLICE_S = 0.001  # how long the ranks run between two checks of the files during a save
+MOST_STATES = 2  # from at most this many unfinished saves the program is restarted
+AFTER_FAILURE_S = 30.0  # how long the other ranks may take to end
 
 
 @dataclass(frozen=True)
 class Interruption:
     """An attempt that a fault ended.
 
-    at: the steps made before the fault. done: until the end. record: at its end. saves: complete ones, also after the
-    signal. signal: what rank 0 does with SIGTERM, '' if none was sent. ran_on: whether it still ran at the end of
-    the grace time. after_s: from the fault to the last step. state: the folders to start from, None for those that are
-    there.
-    unfinished: the files of the save that was cut, with their sizes. expected: those of the whole save.
+    at: how many steps the training run had made before the fault.
+    done: how many steps it had made at the end of the attempt.
+    record: the results of the attempt.
+    saves: the complete saves, including a save after the signal.
+    signal: how rank 0 handles SIGTERM, or '' if the fault sends no SIGTERM.
+    ran_on: whether the job was still running at the end of the grace time.
+    after_s: seconds from the fault to the last step.
+    state: a copy of the folders from which to restart, or None for the present folders.
+    unfinished: the sizes of the files of the interrupted save.
+    expected: the sizes of these files when the save is complete.
     """
 
     fault: str
@@ -50,13 +55,13 @@ class Interruption:
 
 
 class Faults:
-    """Ends attempts as a cluster does. limit_s: of an attempt up to the fault."""
+    """Ends attempts as a cluster does. limit_s: how many seconds an attempt may take until the fault."""
 
     def __init__(self, grace_s: float, limit_s: float) -> None:
         self.grace_s, self.limit_s = grace_s, limit_s
 
     def cut(self, fault: str, at: int, watch: SaveWatch) -> Interruption:
-        """Wait until the training run has made `at` steps, and do what `fault` names."""
+        """Wait until the training run has made `at` steps, then simulate the fault called `fault`."""
         reached = self._reach(at, watch)
         attempt, ranks = watch.attempt, watch.attempt.ranks()
         rank, done = len(ranks) - 1, watch.done()
@@ -77,7 +82,11 @@ class Faults:
         return Interruption(fault, done, watch.done(), record, watch.saves(), does, killed, last - began, rank=rank)
 
     def full_disk(self, save: Save, at_bytes: int, watch: SaveWatch) -> Interruption:
-        """Let writes fail that make a file larger than `at_bytes`, from before a save until two steps after it."""
+        """Simulate a full disk from just before a save until two steps after it.
+
+        save: the save of the undisturbed run at this step.
+        at_bytes: the size beyond which a file can't grow.
+        """
         reached = self._reach(save.steps - 1, watch)
         attempt, earlier = watch.attempt, watch.saves()
         for one in attempt.of_ranks():
@@ -90,17 +99,19 @@ class Faults:
         return Interruption(FULL_DISK, save.steps, watch.done(), record, earlier, expected=save.files)
 
     def _reach(self, steps: int, watch: SaveWatch) -> bool:
-        """Wait until the training run has made this number of steps. Return whether the program still runs."""
+        """Wait until the training run has made `steps` steps. Return whether the program is still running."""
         deadline = time.monotonic() + self.limit_s
         watch.attempt.wait(lambda: watch.look() or watch.done() >= steps, deadline)
         return watch.attempt.running()
 
 
 class Frozen:
-    """Copies of the files of an undisturbed attempt, as a kill of all its processes at that time would leave them.
+    """Copies the files of an undisturbed attempt, in the state in which a kill of all processes would leave them.
 
-    The processes are stopped meanwhile. at: the number of steps of a first copy. cut: saves of which unfinished states
-    are copied, until one save has some.
+    The ranks are stopped while the files are copied.
+
+    at: after how many steps to make the first copy.
+    cut: saves during which to copy unfinished states. It stops after the first save that has such states.
     """
 
     def __init__(self, attempt: Attempt, at: int, cut: Sequence[Save]) -> None:
@@ -109,7 +120,7 @@ class Frozen:
         self.while_saving: list[Interruption] = []
 
     def look(self, watch: SaveWatch) -> None:
-        """Copy the files if it is time."""
+        """Copy the files if the attempt has reached a step at which a copy is due."""
         steps = self.attempt.steps()
         if self.killed is None and steps >= self.at:
             processes = self.attempt.of_ranks()
@@ -120,12 +131,12 @@ class Frozen:
             self.killed = Interruption(ALL_KILLED, steps, steps, record, watch.saves(), state=state)
             send(processes, signal.SIGCONT)
         while self.cut and self.cut[0].steps <= steps:
-            self.cut.pop(0)  # it has passed, while a copy was made
+            self.cut.pop(0)  # this save ended while a copy was made
         if self.cut and not self.while_saving and steps >= self.cut[0].steps - 1:
             self._save(self.cut.pop(0), watch)
 
     def _save(self, save: Save, watch: SaveWatch) -> None:
-        """Let the ranks run a millisecond and stop them to look at the files, until the save is complete."""
+        """Copy the unfinished states of a save: let the ranks run for a millisecond at a time until it is complete."""
         earlier, states = watch.saves(), list[tuple[Path, dict[str, int]]]()
         known: set[object] = set()
         before, processes = self.attempt.place.written(), self.attempt.of_ranks()
@@ -135,7 +146,7 @@ class Frozen:
             complete = all(name in changed and changed[name].size == size for name, size in save.files.items())
             if complete:
                 break
-            # Files with other names, such as temporary ones, are only there or not.
+            # Of files with other names, such as temporary files, only the presence counts.
             key = tuple(sorted((name, seen.size == save.files.get(name)) for name, seen in changed.items()))
             if changed and key not in known:
                 known.add(key)
@@ -152,7 +163,7 @@ class Frozen:
 
 
 def _chosen(states: Sequence[tuple[Path, dict[str, int]]]) -> list[tuple[Path, dict[str, int]]]:
-    """Return the first, the last and the states between them, at most MOST_STATES."""
+    """Return at most MOST_STATES of the states: the first, the last, and some between them."""
     if len(states) <= MOST_STATES:
         return list(states)
     step = (len(states) - 1) / (MOST_STATES - 1)
@@ -160,7 +171,7 @@ def _chosen(states: Sequence[tuple[Path, dict[str, int]]]) -> list[tuple[Path, d
 
 
 def _run_for(processes: Sequence[psutil.Process], seconds: float) -> None:
-    """Let stopped processes run for a moment. Return when all of them are stopped or have ended."""
+    """Let stopped processes run for `seconds`. Return when all of them have stopped again or ended."""
     send(processes, signal.SIGCONT)
     time.sleep(seconds)
     send(processes, signal.SIGSTOP)

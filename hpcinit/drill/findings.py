@@ -1,7 +1,7 @@
-"""Findings: what is wrong with a resume, and its probable cause, from what was seen.
+"""Finds what is wrong with a resume, and its probable cause.
 
-A difference of losses or weights makes a finding, or a start at a wrong step. What the ranks recorded at the first step
-after the resume (learning rates, optimizer state, inputs, random states) only decides which cause is named.
+There is a finding if losses or weights differ, or if the attempt starts at a wrong step. What the ranks recorded at the
+first step after the resume (learning rates, optimizer state, inputs, random states) only determines the cause.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, reads_othe
 from hpcinit.drill.faults import Interruption
 from hpcinit.records.drill_records import Step
 
-LEAST_S = 0.25  # for which a program must run on to its own end, to ignore a signal
-SMALL_FILE = 1024  # bytes of a file that names the latest checkpoint, at most
+LEAST_S = 0.25  # a program that continues to its own end for at least this long ignores the signal
+SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this many bytes
 MOST_NAMES = 3
-# What torch, pickle, safetensors and json print about a file that is incomplete.
+# What torch, pickle, safetensors and json print about an incomplete file.
 DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|Ran out of input|UnpicklingError|data was truncated"
     r"|IncompleteMetadata|HeaderTooLarge|SafetensorError|JSONDecodeError|BadZipFile|not a ZIP archive|unexpected EOF"
@@ -55,22 +55,22 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. cause: one of the constants above. text: what was seen."""
+    """A problem that the drill found. cause: one of the constants above. text: a description of what was observed."""
 
     cause: str
     text: str
 
     @property
     def advice(self) -> str:
-        """What to change."""
+        """Return what the user should change."""
         return ADVICE[self.cause]
 
 
 def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
-    """Yield what the end of the first attempt shows."""
+    """Yield a finding if the interrupted attempt ignored SIGTERM."""
     if cut.signal in ("caught", "ignored"):
         after = cut.done - cut.at
-        # A short program may be over before the signal arrives, and a slow exit is no further step.
+        # A short program may end before the signal arrives, and a slow exit is not a further step.
         if after > 1 and (cut.ran_on or (cut.done >= alone.first.done and cut.after_s > LEAST_S)):
             yield Finding(
                 IGNORES_SIGNAL,
@@ -79,7 +79,12 @@ def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
 
 
 def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> list[Finding]:
-    """Return what is wrong with a resume."""
+    """Return the findings about a resume.
+
+    alone: the undisturbed run.
+    cut: the attempt that the fault ended.
+    record, found: the results of the next attempt, and their comparison with the undisturbed run.
+    """
     findings = [*_of_end(cut, record), *_of_place(alone, cut, record, found), *_of_start(cut, record, found)]
     if not findings or findings[0].cause == WRONG_FILE:
         findings += _of_state(alone, record, found)
@@ -87,9 +92,7 @@ def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
         findings = [
             Finding(UNKNOWN, f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}")
         ]
-    unfinished = found.from_step is None or found.from_step != newest(
-        cut.saves
-    )  # it did not skip the save that was cut
+    unfinished = found.from_step is None or found.from_step != newest(cut.saves)  # it did not skip the interrupted save
     if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings and unfinished:
         return [_of_unfinished(cut, findings[0])]
     return findings
@@ -120,7 +123,7 @@ def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
 
 
 def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
-    """Yield a start at a wrong step."""
+    """Yield a finding if the attempt started at a wrong step."""
     if record.status or found.from_step is None or not cut.saves:
         return
     latest = cut.saves[-1]
@@ -142,7 +145,7 @@ def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Fin
 
 
 def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
-    """Yield which part of the state the resume lacks, if losses or weights differ."""
+    """If losses or weights differ, yield a finding about the part of the state that was not restored."""
     from_step = found.by_weights if found.by_weights is not None else found.from_step
     if found.differs is None or from_step is None:
         return
@@ -173,7 +176,7 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
 
 
 def _one_rank_saved(alone: Undisturbed) -> bool:
-    """Whether a sharded state may have been saved by rank 0 alone: the ranks have different weights."""
+    """Return whether rank 0 alone may have saved a sharded state. This is possible if the ranks' weights differ."""
     first = [steps[0].weights for steps in alone.first.steps if steps]
     return len(first) > 1 and not all(close(one, first[0]) for one in first)
 
@@ -200,8 +203,11 @@ def _of_optimizer(
 
 
 def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:
-    """Return the first step with another learning rate, and both rates. It need not be the first step of the attempt:
-    the optimizer's state has the right one, until the scheduler sets its own."""
+    """Return the first step whose learning rate is wrong, that rate, and the right rate. Return None if all are right.
+
+    It may be a later step than the attempt's first step: the loaded optimizer state has the right rate until the
+    scheduler sets its own.
+    """
     for number, own in enumerate(record.steps[rank]):
         expected = at(alone.first, rank, from_step + number)
         for rate, other in zip(own.lr, expected.lr if expected else (), strict=False):
@@ -245,7 +251,11 @@ def _of_data(
 
 
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> bool:
-    """Whether a generator that training uses, and that is seeded, has another state than in the undisturbed runs."""
+    """Return whether a seeded random generator that training uses is in a different state than in the undisturbed runs.
+
+    own: what the rank recorded at its first step.
+    number: the same step in the undisturbed runs.
+    """
     start, one, other = at(alone.first, rank, 0), at(alone.first, rank, number), at(alone.second, rank, number)
     if not start or not one or not other:
         return False
@@ -254,7 +264,7 @@ def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> bool
 
 
 def _epoch_length(alone: Undisturbed) -> int:
-    """Return the number of steps per epoch if the program reports whole epochs, else 0."""
+    """Return the number of steps per epoch, or 0 if the program does not report whole epochs."""
     epochs = [point.values.get("epoch") for point in alone.first.points]
     whole = [one for one in epochs if one is not None]
     if not whole or any(one != int(one) for one in whole):
@@ -264,7 +274,10 @@ def _epoch_length(alone: Undisturbed) -> int:
 
 
 def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
-    """Return the cause of a failed resume after a save that was cut."""
+    """Return the finding for a resume that failed after an interrupted save.
+
+    seen: the finding about the failed resume.
+    """
     missing = [name for name, size in cut.expected.items() if cut.unfinished.get(name) != size]
     for name, size in cut.unfinished.items():
         if cut.state and size <= SMALL_FILE and _refers(cut.state / name, missing):
@@ -273,7 +286,10 @@ def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
 
 
 def _refers(path: Path, missing: Sequence[str]) -> bool:
-    """Whether a text file names one of these files, its folder, or the number of its step."""
+    """Return whether a text file contains the name of one of the files, of its folder, or the number of its step.
+
+    missing: the names of the files.
+    """
     try:
         text = path.read_text().strip()
     except (OSError, ValueError):
@@ -291,5 +307,5 @@ def _names(paths: Sequence[str]) -> str:
 
 
 def newest(saves: Sequence[Save]) -> int:
-    """Return the number of steps of the newest save, 0 without one."""
+    """Return the number of steps of the newest save, or 0 if there is no save."""
     return saves[-1].steps if saves else 0

@@ -1,4 +1,4 @@
-"""The parts of a drill: two undisturbed runs, then each fault with the restart after it, and what they found."""
+"""The parts of a drill: two undisturbed runs, then each fault with a restart after it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ from hpcinit.drill.progress_lines import Reader
 
 FIRST_STEP_S = 600.0
 AFTER_STATE = 3  # steps after a restart from an unfinished save
-START_S = 2.0  # of the local engine, before the program runs
-LEAST_FILE, BYTES_OF_STEP = 4096, 600  # a full disk must fail a checkpoint, and neither the log nor the drill's records
+START_S = 2.0  # how long the local engine takes to start the program
+LEAST_FILE, BYTES_OF_STEP = 4096, 600  # a full disk must stop a checkpoint, but not the log
 
 
 @dataclass(frozen=True)
 class Plan:
-    """After how many steps each fault happens. cut: saves to interrupt. unchecked: what is not checked."""
+    """The steps after which each fault happens.
+
+    at: for each fault that signals or kills ranks, the number of steps.
+    killed: the number of steps after which all ranks are killed.
+    cut: the saves to interrupt.
+    disk: the save during which the disk is full, and the size in bytes beyond which a file can't grow; or None.
+    unchecked: what the drill does not check.
+    """
 
     at: dict[str, int]
     killed: int
@@ -58,7 +65,11 @@ class Part:
 
 
 class Drill:
-    """Runs the parts in the folders of `place`. env: the environment of the job. fewer: submits it with fewer ranks."""
+    """Runs the parts of a drill in the folders of `place`.
+
+    env: the environment of the job.
+    fewer: submits the job with fewer ranks; None: do not test that.
+    """
 
     fewer: Callable[[], Attempt] | None = None
 
@@ -70,9 +81,12 @@ class Drill:
         self.restarts = 0
 
     def start(self, state: Path | None = None, restart: int = 1) -> Attempt:
-        """Start the job, in the folders of `state` or in those that are there. restart: 0 for the first attempt.
+        """Start the job.
 
-        What earlier attempts wrote to folders of their node is not there: the next attempt runs on another one.
+        Remove what earlier attempts wrote to node-local folders, because the next attempt runs on another node.
+
+        state: a copy of the folders to restore first, or None.
+        restart: the number of the restart; 0 for a first attempt.
         """
         self.place.remove_outside()
         if state:
@@ -84,7 +98,7 @@ class Drill:
     def undisturbed(self, attempt: Attempt, frozen: Frozen | None = None) -> Record:
         """Run an attempt without a fault to its end. Raise Failure or RequestError if the drill cannot continue.
 
-        frozen: copies the files meanwhile.
+        frozen: copies the files during the attempt, or None.
         """
         watch = SaveWatch(attempt)
         try:
@@ -120,7 +134,10 @@ class Drill:
         return record
 
     def _to_the_end(self, watch: SaveWatch, frozen: Frozen | None = None, most: int | None = None) -> bool:
-        """Wait for the end, or for more than `most` steps. Return whether the program still ran then."""
+        """Wait until the job ends or has made more than `most` steps. Return whether the program is still running.
+
+        frozen: copies the files during the attempt, or None.
+        """
         attempt = watch.attempt
         while attempt.running():
             watch.look()
@@ -135,7 +152,7 @@ class Drill:
         return False
 
     def plan(self, first: Record) -> Plan:
-        """Choose when each fault happens."""
+        """Choose the step at which each fault happens. first: the results of the first undisturbed run."""
         total, unchecked = first.done, list[str]()
         if len(first.steps) > 1 and not self.fewer:
             unchecked.append("a restart on fewer ranks: --fewer-ranks N")
@@ -155,21 +172,22 @@ class Drill:
         return Plan(dict(sorted(at.items(), key=lambda item: item[1])), killed, cut, disk, unchecked)
 
     def estimate_s(self, first: Record, plan: Plan) -> float:
-        """Return how long the rest of the drill takes, the second undisturbed run included."""
+        """Return how many seconds the rest of the drill takes, including the second undisturbed run."""
         step_s = (first.seconds - first.begin_s) / first.done
         starts = 3 + len(plan.at) + len(plan.cut[:1]) * faults.MOST_STATES + bool(plan.disk) + bool(self.fewer)
         return starts * (first.begin_s + START_S) + 4 * step_s * first.done
 
     def parts(self, alone: Undisturbed, plan: Plan, frozen: Frozen) -> Iterator[Part]:
-        """Run all faults, and yield each result, until a resume fails: a later one would fail in the same way.
+        """Simulate each fault and yield its result.
 
-        Each attempt that resumes after a fault ends with the next fault.
+        Stop at the first resume that fails, because later resumes would fail in the same way. Each attempt that resumes
+        after a fault ends with the next fault.
         """
         doing = Faults(self.grace_s, 60 + 5 * alone.first.seconds)
         watch, cut = SaveWatch(self.start(self.place.before, 0)), None
         for fault, at in [*plan.at.items(), ("", 0)]:
             if cut and cut.signal == "default" and fault == faults.TIME_LIMIT:
-                continue  # it ends the program as the preemption did
+                continue  # the time limit would end the program like the preemption
             following = self._whole(doing.cut(fault, max(at, watch.from_step + 2), watch)) if fault else None
             if cut:
                 yield (part := self._part(alone, [cut], [following.record if following else self._ended(watch)]))
@@ -187,7 +205,11 @@ class Drill:
             yield self._part(alone, [cut], [self._ended(self._with_fewer_ranks(cut, self.fewer), AFTER_STATE)])
 
     def _with_fewer_ranks(self, cut: Interruption, submit: Callable[[], Attempt]) -> SaveWatch:
-        """Submit the program with fewer ranks, in the folders that the kill of all ranks left."""
+        """Submit the program with fewer ranks, in the folders as the kill of all ranks left them.
+
+        cut: the kill of all ranks.
+        submit: submits the program.
+        """
         self.place.remove_outside()
         self.place.restore(cut.state)
         self.place.forget_reads()
@@ -196,7 +218,7 @@ class Drill:
         return SaveWatch(attempt, findings.newest(cut.saves), cut.saves)
 
     def _after_loss(self, alone: Undisturbed, plan: Plan, killed: Interruption, doing: Faults) -> Iterator[Part]:
-        """Yield the results of the kill of all ranks, and of the full disk that the attempt after it meets."""
+        """Yield the result of the kill of all ranks, then the result of a full disk during the next attempt."""
         watch = self._next(killed)
         disk = doing.full_disk(*plan.disk, watch) if plan.disk else None
         yield (part := self._part(alone, [killed], [disk.record if disk else self._ended(watch)]))
@@ -204,11 +226,11 @@ class Drill:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
-        """Return an interruption without the save that it cut, which is smaller than the same one undisturbed."""
+        """Return `cut` without the interrupted save, which is smaller than the same save of the undisturbed run."""
         files = {save.steps: save.files for save in self.saves}
 
         def is_whole(save: Save) -> bool:
-            # By their sum: a folder may be named after the time.
+            # Compare the total size, because a folder's name may contain the time.
             return sum(save.files.values()) >= 0.99 * sum(files.get(save.steps, {}).values())
 
         return replace(cut, saves=[save for save in cut.saves if is_whole(save)])
@@ -219,7 +241,7 @@ class Drill:
         return SaveWatch(self.start(cut.state, self.restarts), findings.newest(cut.saves), cut.saves)
 
     def _ended(self, watch: SaveWatch, most: int | None = None) -> Record:
-        """Return the record of an attempt at its end, or after `most` steps."""
+        """Wait until the attempt ends or has made `most` steps. Return its results."""
         try:
             killed = self._to_the_end(watch, most=most or self.most_steps)
             return watch.attempt.record(killed)
@@ -231,7 +253,7 @@ class Drill:
         part = Part(first.fault, _title(first, self.grace_s), at=first.at, saved=findings.newest(first.saves))
         for cut, record in zip(cuts, records, strict=True):
             found = comparison.resumed(alone, record)
-            if cut.fault == faults.FEWER_RANKS:  # their batches are others
+            if cut.fault == faults.FEWER_RANKS:  # fewer ranks read different batches
                 found = replace(found, differs=None, compared=False)
             part.from_step.append(found.from_step)
             part.lost_s += max(0, cut.at - (found.from_step or 0)) * alone.step_s + record.begin_s
@@ -257,7 +279,7 @@ def _title(cut: Interruption, grace_s: float) -> str:
 
 
 def _text(cut: Interruption, found: Resumed) -> str:
-    """Return what happened: 'saved step 23, resumed at 24, losses equal'."""
+    """Return what happened, as in 'saved step 23, resumed at 24, losses equal'."""
     if found.from_step is None:
         return "the next attempt made no step"
     parts = []
@@ -283,7 +305,10 @@ def _from(from_step: int | None) -> str:
 
 
 def _between(saves: Sequence[Save], total: int, share: float) -> int:
-    """Return a number of steps near this share of all, some steps after a save and before the next one."""
+    """Return a number of steps between two saves, near the given share of all steps.
+
+    total: the number of all steps.
+    """
     wanted = max(1, round(share * total))
     earlier = [save.steps for save in saves if save.steps <= wanted] or [save.steps for save in saves[:1]]
     if not earlier:
@@ -293,7 +318,11 @@ def _between(saves: Sequence[Save], total: int, share: float) -> int:
 
 
 def _all_killed(saves: Sequence[Save], total: int) -> int:
-    """Return a number of steps after two saves, the newer one with more digits if possible: '5' > '10' as text."""
+    """Return a number of steps after at least two saves.
+
+    If possible, the newer save's number has more digits: a program that compares the numbers as text then loads the
+    older save, because '5' > '10'.
+    """
     pairs = [(a.steps, b.steps) for a, b in itertools.pairwise(saves)]
     longer = [b for a, b in pairs if len(str(b)) > len(str(a))]
     after = next(iter(longer), pairs[-1][1] if pairs else 0)

@@ -1,13 +1,13 @@
 """The folders of a drill, and which files the program writes and reads in them.
 
-    ROOT/now/work           the program's working folder, at first a copy of the current one.
+    ROOT/now/work           the program's working folder, at first a copy of the current folder.
     ROOT/now/runs/NAME      the run folder.
-    ROOT/before             both, as they were before the first start.
-    ROOT/attempt-3          of one start: what its ranks report, and its TMPDIR
+    ROOT/before             copies of both, made before the first start.
+    ROOT/attempt-3          the reports of one attempt's ranks, and the attempt's TMPDIR.
 
-Which files an attempt reads is seen from their access times, without the program's help and in any language. Most file
-systems update an access time only if it is not later than the file's last change (relatime). So the drill sets it to
-1970 before each start, and a later one means that the file was read.
+The drill finds which files an attempt has read from their access times. This works for any program in any language.
+Most file systems update an access time only if it is not later than the file's last change (relatime). So the drill
+sets all access times to 1970 before each start. A later access time means that the file was read.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from hpcinit.base.errors import RequestError
 from hpcinit.records import drill_records, run_folder
 
-MOST_GB = 2.0  # of the user's folder, which is copied
+MOST_GB = 2.0  # the largest size of the user's folder, which is copied
 OMITTED = {"runs", "__pycache__", "node_modules", "venv"}  # and hidden folders
-# What hpcinit writes into a run folder; the rest is the program's.
+# What hpcinit writes into a run folder. All other files are the program's.
 OWN_FOLDERS = {"logs", "timeline", "errors", "hang", "flight", "nccl", "unusable", "heartbeats"}
 OWN_FILES = {value for name, value in vars(run_folder).items() if name.isupper() and isinstance(value, str)} | {
     "local.json"
@@ -36,17 +36,20 @@ SAVED_OF_RUN = (run_folder.SPEC, run_folder.CONFIG, run_folder.SCRIPT, run_folde
 
 @dataclass(frozen=True)
 class Seen:
-    """A file at one time. changed_ns: its modification time."""
+    """The size of a file and its modification time in nanoseconds."""
 
     size: int
     changed_ns: int
 
 
 class Place:
-    """The folders of one drill. Remove them with `remove()`."""
+    """The folders of one drill. Call `remove()` at the end."""
 
     def __init__(self, source: Path, without: Sequence[str] = ()) -> None:
-        """Copy the user's folder, except what is named `without`. Raise RequestError if it is too large."""
+        """Copy the user's folder `source`. Raise RequestError if it is too large.
+
+        without: names of files and folders that are not copied.
+        """
         files = [path for path in _files(source, {*OMITTED, *without}) if path.name not in without]
         size = sum(path.lstat().st_size for path in files)
         if size > MOST_GB * 1e9:
@@ -66,7 +69,7 @@ class Place:
         self.reads_visible = self._sees_reads()
 
     def keep_as_before(self, run: Path) -> None:
-        """Keep the working folder and the files of a run folder that was just submitted, for later parts."""
+        """Copy the working folder and the run folder `run`, which was just submitted. restore() uses the copies."""
         shutil.copytree(self.work, self.before / "work", symlinks=True)
         kept = self.before / run.relative_to(self.now)
         (kept / run_folder.LOGS).mkdir(parents=True)
@@ -74,7 +77,7 @@ class Place:
             shutil.copy2(run / name, kept / name)
 
     def restore(self, state: Path | None = None) -> None:
-        """Make the folders what they were before the first start, or at a state that copy_state() returned."""
+        """Restore the folders from `state`, which copy_state() returned; None: as they were before the first start."""
         shutil.rmtree(self.now)
         shutil.copytree(state or self.before, self.now, symlinks=True)
 
@@ -85,14 +88,14 @@ class Place:
         return target
 
     def next_attempt(self) -> Path:
-        """Return a new folder for the reports of the next attempt, with its TMPDIR."""
+        """Return a new folder for the reports of the next attempt. It contains the attempt's TMPDIR."""
         self.attempts += 1
         folder = self.root / f"attempt-{self.attempts}"
         (folder / "tmp").mkdir(parents=True)
         return folder
 
     def written(self) -> dict[str, Seen]:
-        """Return the program's files: all files in the working folder and in the run folder, except hpcinit's own."""
+        """Return all files in the working folder and in the run folder, except hpcinit's own files."""
         found: dict[str, Seen] = {}
         for path, entry in _entries(self.now):
             parts = path.parts
@@ -104,13 +107,13 @@ class Place:
         return found
 
     def forget_reads(self) -> None:
-        """Set all access times to 1970."""
+        """Set the access times of all files to 1970."""
         for name, seen in self.written().items():
             with contextlib.suppress(OSError):
                 os.utime(self.now / name, ns=(0, seen.changed_ns), follow_symlinks=False)
 
     def read_since(self) -> list[str]:
-        """Return the files that were read since forget_reads(), the first one first."""
+        """Return the files that were read since forget_reads(), in the order in which they were read."""
         times: dict[str, int] = {}
         for name in self.written():
             with contextlib.suppress(OSError):
@@ -119,7 +122,7 @@ class Place:
         return sorted(times, key=lambda name: times[name])
 
     def remove_outside(self) -> None:
-        """Remove what the ranks created in node-local folders, and nothing else in such a folder."""
+        """Remove the files and folders that the ranks created in node-local folders. Keep everything else there."""
         for name in sorted(drill_records.created_outside(self.root), reverse=True):  # a file before its folder
             path = Path(name)
             with contextlib.suppress(OSError):  # removed by the program, or a folder with files of another process
@@ -129,7 +132,7 @@ class Place:
                     path.unlink()
 
     def remove(self) -> None:
-        """Remove everything."""
+        """Remove all folders of the drill, and what the ranks created in node-local folders."""
         self.remove_outside()
         for _ in range(20):  # a process that is just ending may still create a file
             shutil.rmtree(self.root, ignore_errors=True)
@@ -146,12 +149,12 @@ class Place:
 
 
 def _is_own(name: str) -> bool:
-    """Whether hpcinit writes this file into a run folder, or its temporary file x.json.4242.tmp or x.json.tmp."""
+    """Return whether hpcinit writes a file of this name, or a temporary file for it, into a run folder."""
     return name in OWN_FILES or (name.endswith(".tmp") and name.startswith(tuple(f"{own}." for own in OWN_FILES)))
 
 
 def leftover(folder: Path) -> dict[str, int]:
-    """Return the files in the TMPDIR of an attempt, with their sizes."""
+    """Return the files in an attempt's TMPDIR, with their sizes. folder: the folder of the attempt."""
     return {str(path): entry.stat(follow_symlinks=False).st_size for path, entry in _entries(folder / "tmp")}
 
 
@@ -161,7 +164,7 @@ def changes(before: Mapping[str, Seen], after: Mapping[str, Seen]) -> dict[str, 
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
-    """Yield the files below a folder, with their relative paths. Files may vanish meanwhile."""
+    """Yield the files below a folder, with their relative paths. Skip files that disappear meanwhile."""
     waiting = [folder]
     while waiting:
         with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
@@ -174,7 +177,10 @@ def _entries(folder: Path) -> Iterator[tuple[Path, os.DirEntry[str]]]:
 
 
 def _files(source: Path, omitted: Container[str]) -> Iterator[Path]:
-    """Yield the files of the user's folder that a program may need."""
+    """Yield the files of the user's folder that a program may need.
+
+    omitted: names of folders to skip. Hidden folders and virtual environments are skipped too.
+    """
     for at, folders, files in os.walk(source):
         folders[:] = [
             one

@@ -1,4 +1,4 @@
-"""Steps and losses from a rank's log, for programs that do not call `run.progress()`.
+"""Finds steps and losses in a rank's log, for programs that do not call `run.progress()`.
 
 The formats are a table of patterns. Real lines of each framework are in tests/drill/test_progress_lines.py.
 """
@@ -34,9 +34,10 @@ _SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")
 
 @dataclass(frozen=True)
 class Point:
-    """One reported step: a number that grows from step to step.
+    """A reported step. step: a number that increases from step to step.
 
-    at: where its line ends in the log. time: of `run.progress()`, in seconds since 1970; 0 for a line of the log.
+    at: the byte at which its line ends in the log.
+    time: when `run.progress()` was called, in seconds since 1970; 0 for a line of the log.
     """
 
     step: int
@@ -46,7 +47,7 @@ class Point:
 
     @property
     def loss(self) -> float | None:
-        """The loss of this step, or None if the line has none."""
+        """Return the loss of this step, or None if no loss was reported."""
         return self.values.get("loss")
 
 
@@ -80,7 +81,7 @@ def _trainer(line: str, at: int) -> Point | None:
     values = _values(line)
     if not _DICT.match(line.strip()) or not {"loss", "epoch"} <= values.keys() or _SUMMARY.search(line):
         return None
-    # Lines of equal epochs are equal steps: comparison.py only needs numbers that grow from step to step.
+    # Lines with equal epochs count as the same step: comparison.py only needs numbers that increase.
     return Point(round(values["epoch"] * 10000), at, values)
 
 
@@ -105,7 +106,10 @@ FORMATS: Mapping[str, Reader] = {
 
 
 def reader_of(pattern: str) -> Reader:
-    """Return a reader for drill.pattern. Raise RequestError if it is no regular expression with a group 'step'."""
+    """Return a reader for drill.pattern.
+
+    Raise RequestError if `pattern` is not a regular expression with a group called 'step'.
+    """
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -119,7 +123,10 @@ def reader_of(pattern: str) -> Reader:
 
 
 def points(data: bytes, start: int, reader: Reader) -> list[Point]:
-    """Return the steps in a part of a log from byte `start` on. The last line of a step has its values."""
+    """Return the steps in the part of a log that starts at byte `start`.
+
+    If several lines report the same step, the last one provides its values.
+    """
     found: dict[int, Point] = {}
     for line, at in _lines(data, start):
         if point := reader(line, at):
@@ -129,7 +136,7 @@ def points(data: bytes, start: int, reader: Reader) -> list[Point]:
 
 
 def _lines(data: bytes, start: int) -> Iterator[tuple[str, int]]:
-    """Yield the complete lines and the end of each. Progress bars end a line with a carriage return."""
+    """Yield each complete line, and the byte at which it ends. Progress bars end a line with a carriage return."""
     at = start
     for piece in re.split(rb"(?<=[\r\n])", data):
         at += len(piece)
@@ -138,7 +145,7 @@ def _lines(data: bytes, start: int) -> Iterator[tuple[str, int]]:
 
 
 def best_reader(data: bytes) -> Reader | None:
-    """Return the reader that finds the most steps in growing order; None if no format of the table fits."""
+    """Return the reader that finds the most steps in increasing order, or None if no known format fits."""
 
     def grown(reader: Reader) -> int:
         steps = [point.step for point in points(data, 0, reader)]
@@ -149,7 +156,7 @@ def best_reader(data: bytes) -> Reader | None:
     return best if counts[best] >= MOST_NEEDED else None
 
 
-MOST_NEEDED = 3  # steps in a log, for its format to be recognized
+MOST_NEEDED = 3  # a format must find this many steps in a log
 
 
 def reported(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
@@ -159,7 +166,7 @@ def reported(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 
 def last_digit(texts: Sequence[float]) -> float:
-    """Return the value of the last printed digit of these numbers: 0.0001 for 2.3104."""
+    """Return the value of the last digit with which the numbers were printed, such as 0.0001 for 2.3104."""
     if not texts:
         return 0.0
     digits = max((len(f"{value!r}".partition(".")[2].split("e")[0]) for value in texts), default=0)

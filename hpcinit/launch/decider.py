@@ -1,16 +1,16 @@
-"""What the fork server of the first node decides for all of them with restart.warm. No sockets, no processes.
+"""What the fork server of the first node decides for all nodes with restart.warm. No sockets, no processes.
 
-The invariant: a set of ranks starts only when every server has reported that no rank of the set before runs. A stop
-signal, a server that is gone, or one that does not report in time ends the restarts of this step for good: each server
-then acts as without restart.warm, and Slurm ends the step when the first of them exits.
+The invariant: new ranks start only when every server has reported that none of its old ranks is running. After any of
+these events, ranks do not restart in this step any more: a stop signal, a lost server, or a server that does not report
+in time. Each server then acts as without restart.warm, and Slurm ends the step when the first server exits.
 
-A spare node has a server without ranks, which takes the place of one that is gone. A server that has lost its
-connection to the first one ends its ranks, so that no old rank runs on a node that only lost its network.
+A spare node has a server without ranks, which can replace a lost server. A server that has lost its connection to the
+first server ends its ranks. So no old rank keeps running on a node that only lost its network.
 
     from a server: failed, ended, stop, lost (its connection has ended)
-    to all servers: end (end your ranks), start (fork new ones, on these nodes), over (no restart any more)
+    to all servers: end (end your ranks), start (fork new ranks, on these nodes), over (there are no more restarts)
 
-A message about an earlier start of the ranks is ignored: its failure is part of a restart that has happened.
+A message about an earlier start of the ranks is ignored, because its failure has already led to a restart.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from typing import Any
 from hpcinit.records import elastic_restarts
 from hpcinit.records.elastic_restarts import Restart
 
-# Exit statuses after which the ranks do not start again: a wrong request, and a program that stopped early on purpose.
+# Exit statuses after which the ranks do not restart: a wrong request, and a program that stopped early on purpose.
 FINAL = (2, 143)
 SAME_FAILURES = 3
 
 
 def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> str:
-    """Return why the ranks do not start again after `failed`, or ''.
+    """Return why the ranks must not restart after the failure `failed`, or '' if they may.
 
-    before: the restarts of this step, in order. limit: restart.without_progress. A rank that fails in the same way at
-    the same step was started twice for that: it is the program. Steps that no rank reports count as no progress.
+    before: the earlier restarts of this step, in order.
+    limit: restart.without_progress, or None.
+
+    After SAME_FAILURES equal failures of a rank at the same step, the program itself is faulty. If no rank reports
+    steps, every restart counts as one without progress.
     """
     found = [*before, failed]
     last = {(one.rank, one.how, one.error, one.step) for one in found[-SAME_FAILURES:]}
@@ -47,11 +50,14 @@ def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> st
 
 
 class Decider:
-    """The state of all nodes. Call it with each message; it returns the orders for all servers.
+    """Decides for all nodes. Call it with each message of a server; it yields the orders for all servers.
 
-    hosts: the nodes' names. limit_s: a server must report the end of its ranks within this time. decide: called when no
-    rank runs any more, with the cause; it returns why the ranks do not start again, or '' after it recorded the
-    restart. nodes: how many have ranks; the others are spare nodes. lost: returns the failure of the node at a place.
+    hosts: the names of the nodes.
+    limit_s: how many seconds a server may take to report that its ranks have ended.
+    decide: called with the cause when no rank is running any more. It records the restart and returns '', or returns
+    why the ranks must not restart.
+    nodes: how many nodes have ranks; the others are spare nodes.
+    lost: returns the failure of a lost node, given its place among the nodes with ranks and its host.
     """
 
     def __init__(
@@ -64,13 +70,13 @@ class Decider:
     ) -> None:
         self._hosts, self._limit_s, self._decide, self._lost = hosts, limit_s, decide, lost
         self.round = 0
-        self._servers = set(range(len(hosts)))  # those that are not gone
-        self._nodes = list(range(len(hosts) if nodes is None else nodes))  # those of the ranks, by place
+        self._servers = set(range(len(hosts)))  # the servers that are not lost
+        self._nodes = list(range(len(hosts) if nodes is None else nodes))  # the nodes with ranks, by place
         self.end_ordered: float | None = None  # time.time() of the order that ends the ranks
         self._over = False
         self._deadline: float | None = None  # by time.monotonic()
         self._ended: set[int] = set()
-        self._failures: list[tuple[Restart, int, bool]] = []  # with the node, and whether its exit status is final
+        self._failures: list[tuple[Restart, int, bool]] = []  # each with its node, and whether its exit status is final
 
     def __call__(self, node: int, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self._over:
@@ -93,14 +99,14 @@ class Decider:
             yield self._end_for_good(f"{', '.join(silent)} did not report the end of its ranks in {self._limit_s:g} s")
 
     def _fail(self, failure: Restart, node: int, final: bool) -> Iterator[dict[str, Any]]:
-        """Record a failure. Order the end of the ranks after the first one."""
+        """Record a failure. After the first one, order all servers to end their ranks."""
         self._failures.append((failure, node, final))
         if self._deadline is None:
             self._deadline, self.end_ordered = time.monotonic() + self._limit_s, time.time()
             yield {"end": self.round}
 
     def _lose(self, node: int) -> Iterator[dict[str, Any]]:
-        """Replace a node whose server is gone by a spare node, or end the restarts if there is none."""
+        """Replace a lost node by a spare node. If there is none, order that there are no more restarts."""
         self._servers.discard(node)
         self._ended.discard(node)
         if node in self._nodes:
@@ -115,7 +121,7 @@ class Decider:
             yield self._next()
 
     def _next(self) -> dict[str, Any]:
-        """Return the order that follows when no rank runs any more."""
+        """Return the next order, once no rank is running any more."""
         if not self._failures:
             return self._end_for_good("", 0)
         cause, node = self._cause()
@@ -128,11 +134,15 @@ class Decider:
         return {"start": self.round, "why": cause.to_json(), "nodes": self._nodes}
 
     def _cause(self) -> tuple[Restart, int]:
-        """Return the failure that the others follow from, and its node, -1 for a node that is lost."""
+        """Return the failure that caused the others, and the node on which it occurred: -1 for a lost node."""
         first = elastic_restarts.cause([one for one, _, _ in self._failures])
         return first, next(node for one, node, _ in self._failures if one is first)
 
     def _end_for_good(self, why: str, node: int = -1) -> dict[str, Any]:
-        """Return the last order. why: '' if nothing has to be reported. node: that of the cause, -1 if unknown."""
+        """Return the last order: there are no more restarts.
+
+        why: the reason, or '' if there is nothing to report.
+        node: the node of the first failure, or -1 if it is unknown.
+        """
         self._over = True
         return {"over": why, "node": node}

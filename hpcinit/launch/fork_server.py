@@ -1,4 +1,4 @@
-"""The fork server: its supervision of the ranks of a node, and what turns a forked child into a rank."""
+"""The fork server: supervises the ranks of a node, and turns each forked child into a rank."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ STUCK_S = 10.0  # after SIGKILL, for a rank that is stuck in the kernel
 
 
 class ForkSupervisor(Supervisor):
-    """The ranks of `here`, by their rank number. fork() returns the local rank in each child and None in the parent,
-    which then calls wait()."""
+    """Supervises the ranks of the node `here`. Its `children` are identified by their rank numbers.
+
+    fork() returns the local rank in each child and None in the parent, which must then call wait().
+    """
 
     def __init__(
         self,
@@ -47,10 +49,10 @@ class ForkSupervisor(Supervisor):
         monitor: SignalMonitor,
         restarts: WarmRestarts | None = None,
     ) -> None:
-        """restarts: the warm restarts of this step, None without restart.warm."""
+        """Create the supervisor. restarts: the warm restarts of this step, or None without restart.warm."""
         super().__init__()
         self._restarts = restarts
-        self.ended_by_order = False  # the first server has ordered to end the ranks, because another node's failed
+        self.ended_by_order = False  # the first server ordered this, because a rank of another node failed
         self._forked_at = 0.0
         self.stuck_s = STUCK_S
         self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
@@ -59,7 +61,11 @@ class ForkSupervisor(Supervisor):
         self.stop_received = False  # a stop signal has arrived
 
     def fork(self, become: Callable[[int, int], None]) -> int | None:
-        """Fork the ranks. become(local_rank, parent) makes the child a rank; its signals are blocked until then."""
+        """Fork the ranks. Return the local rank in each child, and None in the parent.
+
+        become: a function of the local rank and the parent's process id, which makes the child a rank. Signals are
+        blocked in the child until it returns.
+        """
         parent = os.getpid()
         signals.block(HANDLED)
         sys.stdout.flush()
@@ -76,7 +82,7 @@ class ForkSupervisor(Supervisor):
         return None
 
     def wait(self) -> int:
-        """Wait for the last rank. Return the exit status for this process; -9 for SIGKILL."""
+        """Wait until all ranks have ended. Return the exit status for this process, or -9 if SIGKILL ended the rank."""
         received = signals.Descriptor(HANDLED)
         self.supervise(received.wait if self._restarts is None else partial(self._restarts.wait, self, received))
         received.close()
@@ -87,7 +93,7 @@ class ForkSupervisor(Supervisor):
             self._say_succeeded()
             self.stop_received = True
         received = self._monitor.also_received(number)
-        # The monitor has it, but ranks that a restart has just forked may not exist for the process that sent it.
+        # The monitor got the signal, but its sender may have missed ranks that a restart has just forked.
         new = self._restarts is not None and time.monotonic() - self._forked_at < NEW_S
         if not received or new:
             self.signal(number)
@@ -96,14 +102,17 @@ class ForkSupervisor(Supervisor):
         return False
 
     def end_ranks(self) -> None:
-        """End the ranks, so that all nodes can start new ones. They may be saving after a stop signal."""
+        """End the ranks, so that all nodes can start new ranks.
+
+        After a stop signal, do nothing, because the ranks may be saving.
+        """
         if not self.stop_received and self.left():
             self.ended_by_order = True
             self._terminate_running()
 
     def on_exit(self, child: Child) -> bool:
-        """Report a failed rank, and end the others if kill_on_bad_exit is set."""
-        child.signal(signal.SIGKILL)  # processes that it has left running
+        """Report a rank that failed. If kill_on_bad_exit is set, end the other ranks."""
+        child.signal(signal.SIGKILL)  # processes that the rank left running
         child.reap()
         if not self.ended_by_order:
             self._report_exit(child)
@@ -119,14 +128,14 @@ class ForkSupervisor(Supervisor):
             )
 
     def _say_succeeded(self) -> None:
-        """Print which ranks ended with status 0 before another one failed: `hpcinit why` needs it."""
+        """Print which ranks ended with status 0 before another rank failed. `hpcinit why` needs this information."""
         if self._first_failed is None and not self.stop_received and self.left():
             for child in self.children.values():
                 if child.code == 0:
                     say(f"{self._here.host}: rank {child.number}: {job_log.SUCCEEDED}")
 
     def _report_exit(self, child: Child) -> None:
-        """Print a failed rank with its error, and end the others if the config requires it."""
+        """If a rank failed, print its error. End the other ranks if kill_on_bad_exit is set."""
         bad = child.code != 0
         if bad:
             self._say_succeeded()
@@ -143,8 +152,8 @@ class ForkSupervisor(Supervisor):
             self.kill_in(self._launch.wait_s)
 
     def _end_others(self, others: Sequence[Child]) -> None:
-        """Terminate the remaining ranks; give them time if they may be saving."""
-        if self.stop_received:  # the signal has reached them too, and they may be saving
+        """Terminate the remaining ranks. After a stop signal, give them time to save."""
+        if self.stop_received:  # the signal has also reached the ranks, and they may be saving
             self.kill_in(SAVING_S)
             return
         names = ranges(child.number for child in others)
@@ -157,7 +166,7 @@ class ForkSupervisor(Supervisor):
         self.terminate(GRACE_S)
 
     def _last_error(self, rank: int) -> str:
-        """Return the rank's own error, or the last line of its log."""
+        """Return a line with the error that the rank recorded, or with the last line of its log, or ''."""
         found = error_records.read(self._folder / run_folder.ERRORS, f"rank-{rank}.json")
         recent = [one.record.error for one in found if one.record.time > time.time() - 60]
         if recent:
@@ -171,19 +180,25 @@ class ForkSupervisor(Supervisor):
         return f"the last line of rank {rank} on {self._here.host}: {lines[-1][:500]}" if lines else ""
 
     def _exit_status(self) -> int:
-        """Return the status of the first failed rank; with kill_on_bad_exit=false the highest, like srun."""
+        """Return the exit status of the rank that failed first.
+
+        With kill_on_bad_exit=false, return the highest exit status, as srun does.
+        """
         if self._launch.kill_on_bad_exit:
             return (self._first_failed.code if self._first_failed else 0) or 0
         return max((child.code or 0 for child in self.children.values()), key=_shell_status, default=0)
 
 
 def _shell_status(code: int) -> int:
-    """Return the status as a shell reports it: 128 plus the signal's number."""
+    """Return the exit status that a shell reports: 128 plus the number of the signal if `code` is negative."""
     return code if code >= 0 else 128 - code
 
 
 def end_as(code: int) -> int:
-    """End this process by the signal that ended the rank, so that Slurm reports the same; or return the code."""
+    """Return the rank's exit status `code`. If a signal ended the rank, end this process by the same signal instead.
+
+    Slurm then reports the signal of the rank.
+    """
     if code >= 0:
         return code
     with contextlib.suppress(ImportError, ValueError, OSError):
@@ -195,20 +210,22 @@ def end_as(code: int) -> int:
     return 128 - code  # not reached
 
 
-# Ranks that are not forked yet: reports in their name while the fork server imports, and if an import fails.
+# Reports for ranks that are not forked yet: during the imports, and if an import fails.
 
 
 def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
-    """Write the fork server's events to the timeline for each rank, so that a rank that hangs in an import is
-    listed."""
+    """Write the fork server's start-up events to the timeline of each rank.
+
+    So a rank that hangs in an import is listed.
+    """
     for local_rank in range(here.ranks_per_node):
         startup.announce(_world_of(here, spec, local_rank), folder)
 
 
 def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) -> None:
-    """Record the error in the log and the error record of the node's first rank, and report it to running ranks.
+    """Record an error that occurred before the fork, as the error of the node's first rank. Report it to running ranks.
 
-    A spare node has no rank: the fork server's own error is in the job's log.
+    A spare node has no ranks. Its error is only in the job's log, where the fork server prints it.
     """
     if not here.ranks_per_node:
         return
@@ -218,7 +235,7 @@ def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) 
             traceback.print_exception(error.__cause__, file=log)
         log.write(f"hpcinit: error: {error}\n")
     program.record(error, world)
-    if not spec.launch.kill_on_bad_exit:  # otherwise Slurm ends them, and no rank has to wait for rank 0
+    if not spec.launch.kill_on_bad_exit:  # otherwise Slurm ends all ranks, so none waits for rank 0
         timeout = spec.comm.timeout.start_up(world.nodes, left_of_job(os.environ, time.time()))
         with contextlib.suppress(HpcinitError):
             startup.join_rendezvous(world, spec, timeout)
@@ -226,11 +243,11 @@ def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) 
 
 
 def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:
-    """Return the World of a rank that is not forked yet."""
+    """Return the World of a rank before it is forked."""
     return launchers.read(fork_environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus))
 
 
-# What turns a forked child into a rank: session, log, environment, CPUs, threads, random numbers.
+# Turning a forked child into a rank: session, log, environment, CPUs, threads, random numbers.
 
 
 def become_child(
@@ -242,9 +259,10 @@ def become_child(
     cpus: list[set[int]] | None,
     restarts: WarmRestarts | None = None,
 ) -> None:
-    """Make this process, a new child, the local rank `local_rank` of `here`.
+    """Turn this process, a newly forked child, into the local rank `local_rank` of the node `here`.
 
-    cpus: the CPUs of each local rank, or None to keep those of the parent. restarts: as for ForkSupervisor.
+    cpus: the CPUs of each local rank, or None to keep the parent's.
+    restarts: the warm restarts of this step, or None.
     """
     os.setsid()
     processes.die_with_parent(parent)
@@ -262,8 +280,10 @@ def become_child(
 
 
 def _redirect_streams(path: Path) -> None:
-    """Append stdout and stderr to `path`, like srun's --open-mode=append, or keep the parent's if that fails. stdin is
-    empty."""
+    """Append stdout and stderr to the file `path`, like srun's --open-mode=append, and make stdin empty.
+
+    If the file can't be opened, keep the parent's stdout and stderr.
+    """
     with rank_log.opened(path) as log, open(os.devnull, "rb") as nothing:  # noqa: PTH123 - no path
         os.dup2(nothing.fileno(), 0)
         if log is not None:
@@ -278,16 +298,19 @@ def _replace_environment(env: Mapping[str, str]) -> None:
 
 
 def _set_thread_count(cpus: int | None) -> None:
-    """Use as many threads as CPUs, unless OMP_NUM_THREADS is set: torch has counted the CPUs of the fork server."""
+    """Make torch use `cpus` threads, unless OMP_NUM_THREADS is set.
+
+    Otherwise torch would use as many threads as the fork server has CPUs.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and cpus is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpus)
 
 
 def _reseed_numpy() -> None:
-    """Seed NumPy's global generator, if it is imported: all ranks would get the same numbers from their parent.
+    """Reseed NumPy's global generator if NumPy is imported. Otherwise all ranks would draw the same numbers.
 
-    Python's generator seeds itself after a fork, and torch's has the same seed in every process anyway.
+    Python's generator reseeds itself after a fork. torch's generator has the same seed in every process anyway.
     """
     generators = sys.modules.get("numpy.random")
     if generators is not None:

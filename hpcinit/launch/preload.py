@@ -1,8 +1,8 @@
-"""Imports the modules that the ranks share, one at a time, and refuses what does not survive a fork.
+"""Imports the modules that the ranks share, one at a time, and refuses modules that do not survive a fork.
 
-A fork copies memory, but only the thread that forks. A lock of another thread stays locked forever, and a thread pool
-(libgomp's) waits for workers that do not exist. A device's context cannot be used in the child (CUDA: 'Cannot
-re-initialize CUDA in forked subprocess').
+A fork copies the memory, but only the thread that calls it. A lock of another thread stays locked forever, and a thread
+pool (such as libgomp's) waits for workers that do not exist. The child cannot use the parent's device context (CUDA:
+'Cannot re-initialize CUDA in forked subprocess').
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
-    """Import `names`, and hpcinit's own bring-up if torch is among them. Return a line for the log, '' without names.
+    """Import the modules `names`. Return a line about them for the log, or '' if there are none.
 
-    If importing DeepSpeed would start CUDA, it is not imported here, but later in each rank. Raise RequestError for a
-    module that does not exist, that leaves a thread which a fork would lose, or that has used a device. Raise
-    BringUpError if an import fails.
+    If torch is among them, also import hpcinit's bring-up code. If importing DeepSpeed would initialize CUDA, leave
+    that import to each rank.
+
+    Raise RequestError for a module that does not exist, that starts a thread which a fork would lose, or that uses a
+    device. Raise BringUpError if an import fails.
     """
     gc.disable()  # garbage collections, which find next to nothing here, take a tenth of torch's import time
     skipped = {name: reason for name in names if (reason := _reason_to_skip(name))}
@@ -53,8 +55,8 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
                 _refuse_device(name, devices)
             _prepare_bring_up()
     finally:
-        # Exclude the present objects from collections: in a rank they would write to shared pages. No gc.collect()
-        # before it: it takes 70 ms, and what it frees only leaves holes in these pages.
+        # Exclude the present objects from garbage collection, which would write to shared pages in a rank. Do not
+        # call gc.collect() first: it takes 70 ms, and what it frees only leaves holes in these pages.
         gc.freeze()
         gc.enable()
     imported = ", ".join(_with_version(name) for name in names if name not in skipped)
@@ -64,7 +66,10 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
 
 @contextmanager
 def _devices_counted_by_nvml() -> Iterator[None]:
-    """Set the variable only during the imports, so that a rank finds its devices as under srun. Keep a user's value."""
+    """Make torch count devices with NVML during the `with` block, so that the imports do not initialize CUDA.
+
+    Keep the variable if the user has set it. Otherwise remove it afterwards, so that ranks find devices as under srun.
+    """
     if NVML_CHECK in os.environ:
         yield
         return
@@ -76,7 +81,7 @@ def _devices_counted_by_nvml() -> Iterator[None]:
 
 
 def _reason_to_skip(name: str) -> str:
-    """Explain why the module must not be imported before the fork, or return ''."""
+    """Return why the module must not be imported before the fork, or '' if it may be."""
     version = installed("deepspeed") if name.partition(".")[0] == "deepspeed" else ""
     if not version or key(version) >= key(IMPORT_LEAVES_CUDA_SINCE):
         return ""
@@ -91,13 +96,13 @@ def _with_version(name: str) -> str:
 
 
 def _prepare_bring_up() -> None:
-    """Import or look up what bring-up otherwise does later in each rank with the same result."""
+    """Do in advance what each rank would otherwise do during bring-up with the same result: imports and look-ups."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
         importlib.import_module("torch.utils._device")  # the mesh
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")  # the seeds
-    importlib.import_module("encodings.idna")  # the first name that a socket is given
+    importlib.import_module("encodings.idna")  # for the first name that is passed to a socket
     fingerprint.fingerprint()
 
 
@@ -106,7 +111,7 @@ def _import(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _import_error(name, error) from error  # the module exists, but one that it imports does not
+            raise _import_error(name, error) from error  # the module exists, but a module that it imports does not
         raise RequestError(
             f"launch.preload lists {name!r}, but there is no module {error.name} on {os.uname().nodename}: looked in "
             f"{sys.path[0]} and in {sys.prefix}; remove it from launch.preload, or install it"
@@ -120,7 +125,10 @@ def _import_error(name: str, error: Exception) -> BringUpError:
 
 
 def _refuse_threads(name: str, before: Collection[int]) -> None:
-    """Raise RequestError if a thread has started since `before` that a fork would lose."""
+    """Raise RequestError if importing `name` has started a thread that a fork would lose.
+
+    before: the threads before the import.
+    """
     started = set(_threads()) - set(before)
     if started:
         # OpenBLAS ends its pool before a fork and recreates it afterwards (pthread_atfork): a trial fork shows this.
@@ -138,7 +146,7 @@ def _refuse_threads(name: str, before: Collection[int]) -> None:
 
 
 def _threads() -> dict[int, str]:
-    """Return every thread of this process except the main one, with its name in Python or the kernel."""
+    """Return the id of every thread of this process except the main thread, with its name in Python or the kernel."""
     known = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[int, str] = {}
     for path in TASKS.iterdir():

@@ -18,11 +18,11 @@ DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MAS
 def cpus(
     launch: Launch, ranks: int, allowed: set[int], env: Mapping[str, str], *, sysfs: Path = kernel.SYSFS
 ) -> list[set[int]] | None:
-    """Return the CPUs of each local rank, or None if all may use the same CPUs as their parent.
+    """Return the CPUs of each local rank, or None if all ranks may use the CPUs of their parent.
 
-    launch.cpu_bind decides if it is set. Otherwise ranks get whole cores in order, if Slurm confines the node's task to
-    the CPUs it granted and there are enough. If the job has the whole node and devices, return None; each rank then
-    binds itself to the CPUs near its device (runtime/devices.py).
+    If launch.cpu_bind is set, it decides. Otherwise, if Slurm confines the node's task to enough CPUs, each rank gets
+    whole cores, in order. If the job has the whole node and devices, return None. Each rank then binds itself to the
+    CPUs near its device (runtime/devices.py).
     """
     kind, _, value = _without_verbosity(launch.cpu_bind).partition(":")
     if kind == "none":
@@ -44,7 +44,7 @@ def cpus(
 
 
 def devices(launch: Launch, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that show a rank only its own devices; {} if launch.gpu_bind is not set."""
+    """Return the environment variables that restrict a rank to its own devices, or {} if launch.gpu_bind is not set."""
     kind, _, value = _without_verbosity(launch.gpu_bind).partition(":")
     if kind in ("", "none"):
         return {}
@@ -74,7 +74,7 @@ def _set_bits(mask: int) -> set[int]:
 
 
 def apply(mine: set[int]) -> None:
-    """Bind this process. If a CPU went offline, leave the binding unchanged."""
+    """Bind this process to the CPUs `mine`. If one of them is offline, leave the binding unchanged."""
     try:
         os.sched_setaffinity(0, mine)
     except (OSError, AttributeError):  # not on this system

@@ -1,7 +1,8 @@
-"""The connections of the fork servers with the one of the first node, for restart.warm. No threads: a server forks.
+"""Connects the fork servers to the first node's server, for restart.warm. No threads are used, because a server forks.
 
-The servers find each other in hpcinit's rendezvous, which ends before the first fork. Then each has one connection to
-the first server, over which both send messages of the rendezvous' protocol. The first one decides, see decider.py.
+The servers find each other in hpcinit's rendezvous, which ends before the first fork. After that, each server has one
+connection to the first server. Both ends send messages in the protocol of the rendezvous. The first server decides; see
+decider.py.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from hpcinit.rendezvous.rendezvous_client import CONNECT_S, JoinRequest, connect
 from hpcinit.world import World, ports
 
 Message = dict[str, Any]
-# A node that has lost its network or its power sends no end of the connection: the kernel reports it after this time.
+# A node without network or power does not close its connection. The kernel reports the loss after this time.
 SILENT_S = 15
-REACH_S = 2.0  # for the answer of a node that may have no network
+REACH_S = 2.0  # for the reply of a node that may have no network
 LOST: Message = {"lost": True}  # what receive() returns for a connection that has ended
 
 
 class Connection:
-    """A connection to another server. It blocks never: messages are short, and the kernel's buffer takes them."""
+    """A connection to another server. It never blocks, because messages are short and fit into the kernel's buffer."""
 
     def __init__(self, own: socket.socket, lines: protocol.Lines) -> None:
         self._socket, self._lines, self._open = own, lines, True
@@ -48,11 +49,11 @@ class Connection:
         return [self._socket.fileno()] if self._open else []
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # receive() finds out
+        with suppress(OSError):  # receive() reports the error
             self._socket.sendall(protocol.encode(message))
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, and LOST, once, if the connection has ended."""
+        """Return the messages that have arrived. If the connection has ended, return LOST as the last message, once."""
         try:
             data = self._socket.recv(65_536) if self._open else None
             if data is None:
@@ -71,7 +72,7 @@ class Connection:
         self._socket.close()
 
     def is_peer_reachable(self) -> bool:
-        """Return whether the peer's node answers now: its former port accepts or refuses a connection."""
+        """Return whether the peer's node responds now: its former port accepts or refuses a connection."""
         try:
             socket.create_connection(self._peer, timeout=REACH_S).close()
         except ConnectionRefusedError:
@@ -82,19 +83,20 @@ class Connection:
 
 
 class Link:
-    """This server's connections: the first server has one to each other node, the others have one to the first node.
+    """The connections of this server. The first server is connected to each other server, and these only to the first.
 
-    decide: only for the first server; it takes a node's number and message, and returns orders for all servers.
+    decide: on the first server, a function of a node's number and message that returns orders for all servers; else
+    None.
     """
 
     def __init__(
         self, connections: Mapping[int, Connection], decide: Callable[[int, Message], Iterable[Message]] | None = None
     ) -> None:
         self._connections, self._decide = connections, decide
-        self._orders: list[Message] = []  # of the first server for itself
+        self._orders: list[Message] = []  # from the first server to itself
 
     def wait(self, received: signals.Descriptor, timeout_s: float) -> int | None:
-        """Return the next signal; None after the timeout, or when receive() has something to do."""
+        """Return the next signal. Return None after the timeout, or as soon as receive() may have a message."""
         files = [file for connection in self._connections.values() for file in connection.files()]
         return received.wait(0.0 if self._orders else timeout_s, files)
 
@@ -106,7 +108,7 @@ class Link:
             self._take(0, message)
 
     def receive(self) -> Sequence[Message]:
-        """Return the orders of the first server, and LOST if it is gone."""
+        """Return the orders from the first server, and LOST if the connection to it has ended."""
         if self._decide is None:
             return self._connections[0].receive()
         for node, connection in self._connections.items():
@@ -120,7 +122,7 @@ class Link:
         return self._decide is not None or self._connections[0].is_peer_reachable()
 
     def close(self) -> None:
-        """Close this process's connections, also in a forked rank, which has copies of them."""
+        """Close this process's connections. A forked rank calls this too, because it has copies of them."""
         for connection in self._connections.values():
             connection.close()
 
@@ -133,20 +135,22 @@ class Link:
 
 
 def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
-    """Return this server's connections, by node, when all servers have started. Raise BringUpError if one is missing.
+    """Wait until all fork servers have started. Return this server's connections, each with the number of its node.
 
-    servers: their world, in which each is a rank. Call it before the first fork: the threads of the rendezvous have
-    ended when it returns.
+    Raise BringUpError if a server is missing. Call this before the first fork: the threads of the rendezvous have ended
+    when it returns.
+
+    servers: the World of the fork servers, in which each server is a rank.
     """
     if servers.world_size == 1:
         return {}
-    # Not the ranks' name: they use the same host a moment later.
+    # Not the ranks' job name, because the ranks use the same host a moment later.
     job = elastic_restarts.agents_folder(servers.job)
     servers = replace(servers, job=job, master_ports=ports.of_job(os.environ, job))
     timeout = spec.comm.timeout.start_up(spec.nodes, left_of_job(os.environ, time.time()))
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = join.join(servers, spec, timeout, 0)
-    # With another key: a connection must not be taken for one of the rendezvous.
+    # A different key, so that these connections can't be mistaken for those of the rendezvous.
     key = hashlib.sha256(f"{spec.nonce}|fork servers|{job}".encode()).hexdigest()
     try:
         rendezvous.report_phase("imported")
@@ -169,7 +173,10 @@ def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
 
 
 def _accept(listener: socket.socket, servers: World, key: str, deadline: float) -> dict[int, Connection]:
-    """Return the connections of all other servers. Raise BringUpError at the deadline, by time.monotonic()."""
+    """Accept connections until all other servers have connected. Return them, each with the number of its node.
+
+    Raise BringUpError at the deadline, which is a time of time.monotonic().
+    """
     found: dict[int, Connection] = {}
     while len(found) < servers.world_size - 1:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -188,7 +195,7 @@ def _accept(listener: socket.socket, servers: World, key: str, deadline: float) 
 
 
 def _check(accepted: socket.socket, lines: protocol.Lines, servers: World, key: str) -> int:
-    """Return the node of the server that has connected. Raise NotOurs if it does not prove that it has the key."""
+    """Return the node of the server that has connected. Raise NotOurs if it cannot prove that it has the key."""
     until = time.monotonic() + CONNECT_S
     theirs, mine = protocol.text(protocol.receive(accepted, lines, until)[0], "challenge", 100), protocol.challenge()
     proof = protocol.proof(key, "server", theirs, servers.job)

@@ -1,12 +1,12 @@
-"""A helper process in its own session that detects whether Slurm also signals this process's children.
+"""Starts a helper process in its own session, which detects whether Slurm also signals this process's children.
 
-If Slurm tracks processes by control group or by parents (proctrack/cgroup, linuxproc), it signals everything that a
+If Slurm tracks processes by control group or by parents (proctrack/cgroup, linuxproc), it signals all processes that a
 task has started. Forwarding the signal would then deliver it twice: a program that requeues itself at USR1 would do so
 twice. If Slurm tracks process groups (pgid), and with cluster=local, the ranks do not get the signal, because they have
 their own sessions.
 
-The helper also continues a stopped fork server, or agent of launch=torchrun. Otherwise it would not see a rank end, and
-the job would continue without the rank until its time limit.
+The helper also continues a stopped fork server or a stopped agent of launch=torchrun. Otherwise that process would not
+see a rank end, and the job would continue without the rank until its time limit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LOOK_S = 5.0
 
 
 class SignalMonitor:
-    """Create it while this process has one thread and little memory.
+    """The helper process. Create it while this process has one thread and little memory.
 
-    look: the helper calls it with this process's id and the seconds since its last call, at most LOOK_S.
+    look: the helper calls it regularly, with this process's id and the seconds since the last call, at most LOOK_S.
     """
 
     def __init__(self, look: Callable[[int, float], object] | None = None) -> None:
@@ -54,7 +54,7 @@ class SignalMonitor:
         os.waitpid(self.pid, 0)
 
     def forget(self) -> None:
-        """Close the pipe in a child, because the helper belongs to the parent."""
+        """Close the pipe to the helper. Call this in a forked child, because the helper belongs to the parent."""
         os.close(self._read)
 
 

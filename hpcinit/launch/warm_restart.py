@@ -1,13 +1,12 @@
-"""Restarts inside the job with launch=fork and restart.warm: this fork server ends its ranks and forks new ones.
+"""Restarts inside the job with launch=fork and restart.warm: each fork server ends its ranks and forks new ranks.
 
-The server of the first node decides (decider.py). This one reports how its ranks ended, and obeys. It signals only its
-own children, which it has not reaped. It forks only after an order that the first server gives when no rank of any node
-runs, and never after a signal that asks to stop.
+The server of the first node decides (decider.py). The others report how their ranks ended, and obey its orders. A
+server signals only its own children that it has not reaped. It forks only when the first server has ordered it, which
+happens when no rank of any node is running, and never after a stop signal.
 
-A server on a spare node has no ranks until the first server gives it the place of a node that is lost.
+A server on a spare node has no ranks until the first server makes it replace a lost node.
 
-What remains: if the first server is gone, or the order does not arrive, this server exits as without restart.warm, and
-its ranks with it.
+If the first server is gone, or its order does not arrive, a server and its ranks exit as without restart.warm.
 """
 
 from __future__ import annotations
@@ -40,15 +39,19 @@ from hpcinit.world.launchers.slurm_step import ForkNode
 FIRST = 0  # the number of the server that decides
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
-# From the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does not end,
-# and the memory.
+# The time from the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does
+# not end, and MEMORY_S.
 LIMIT_S = MEMORY_S + 25.0
-ORPHANS_S = 10.0  # after SIGKILL, for a process that the kernel does not end
-RANK_PARTS = {"rendezvous": "up", "load": "loaded", "first_step": "stepped"}  # of a restart, and the values of a slot
+ORPHANS_S = 10.0  # how long to wait after SIGKILL for a process that the kernel does not end
+RANK_PARTS = {
+    "rendezvous": "up",
+    "load": "loaded",
+    "first_step": "stepped",
+}  # the parts of a restart, and the values of a slot that end them
 
 
 class Ranks(Protocol):
-    """What is needed of the supervisor of the ranks of one start (ForkSupervisor)."""
+    """What WarmRestarts needs of a ForkSupervisor, which supervises the ranks of one start."""
 
     children: dict[int, Child]
     stop_received: bool
@@ -60,7 +63,10 @@ class Ranks(Protocol):
 
 
 class WarmRestarts:
-    """The restarts of one step, on one node. Raise BringUpError if another node's fork server does not start."""
+    """The warm restarts of one step, on one node.
+
+    The constructor raises BringUpError if another node's fork server does not start.
+    """
 
     def __init__(self, here: ForkNode, spec: Spec, folder: Path) -> None:
         servers = launchers.read(os.environ)
@@ -72,17 +78,17 @@ class WarmRestarts:
         self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, self._of_lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
         self._round = 0
-        self._why: Restart | None = None  # of this round
+        self._why: Restart | None = None  # the reason for this round
         self._next: Restart | None = None  # the order to start ranks, until they are forked
         self._ends_round = -1  # the last round whose ranks must end
-        self._over: Mapping[str, Any] | None = None  # the last order: there is no restart any more
+        self._over: Mapping[str, Any] | None = None  # the last order: there are no more restarts
         self._stopped = False  # by a signal while no rank ran
-        self._cut_off = False  # from the first server, and other nodes may continue without this one
+        self._cut_off = False  # from the first server; other nodes may continue without this node
         self._missed: list[int] = []  # signals for ranks, which arrived while none ran
         self._slots = slots(spec.ranks_per_node)
         processes.adopt_orphans()
-        self._helpers = processes.children(os.getpid())  # no rank has started them
-        # Only in the first server: the restarts of this step, and when their parts ended.
+        self._helpers = processes.children(os.getpid())  # processes that no rank has started
+        # Only on the first server: the restarts of this step, and when their parts ended.
         self._before: list[Restart] = []
         self._ended_at = self._forked_at = 0.0
         self._recorded = 0  # the last round whose parts were recorded
@@ -90,11 +96,11 @@ class WarmRestarts:
     # --- for the new ranks
 
     def forget(self) -> None:
-        """Close this process's copies of the connections, in a forked rank."""
+        """Close this process's copies of the connections. Call this in a forked rank."""
         self._link.close()
 
     def become_child(self, local_rank: int) -> dict[str, str]:
-        """Return further variables of the environment of a rank. Call it in the rank, after its log is open."""
+        """Return further environment variables for the rank. Call this in the rank after its log is open."""
         state.slot = self._slots[local_rank]
         found = {"TORCHELASTIC_RESTART_COUNT": str(self._round)}
         if self._why is not None:
@@ -105,7 +111,7 @@ class WarmRestarts:
     # --- while ranks run
 
     def wait(self, ranks: Ranks, received: signals.Descriptor, timeout_s: float) -> int | None:
-        """Return the next signal, None after the timeout. Obey the orders that arrive meanwhile."""
+        """Return the next signal, or None after the timeout. Obey the orders that arrive meanwhile."""
         while self._missed:
             ranks.signal(self._missed.pop())
         self._reap_orphans(ranks)
@@ -116,10 +122,10 @@ class WarmRestarts:
         return number
 
     def report_failure(self, child: Child, terminated: bool) -> None:
-        """Report to the first server how a rank ended.
+        """Report to the first server how a rank failed.
 
-        terminated: it got SIGTERM because another rank had failed. Then its exit status means nothing, and it is only
-        reported if it recorded an error, from which the other failure may follow.
+        terminated: whether the rank got SIGTERM because another rank had failed. Its exit status then means nothing.
+        Report it only if it recorded an error, which may have caused the other failure.
         """
         step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
@@ -130,15 +136,15 @@ class WarmRestarts:
             self._link.send({"round": self._round, "failed": failed.to_json(), "final": final})
 
     def stop(self) -> None:
-        """Report to the first server that this step stops: there is no restart any more."""
+        """Report to the first server that this step must stop without further restarts."""
         self._link.send({"stop": True})
 
     # --- when no rank of this node runs
 
     def next_start(self, ranks: Ranks, status: int) -> int | None:
-        """Wait for what follows. Return None if the ranks must be forked again, else the exit status of this server.
+        """Wait for the next order. Return None if new ranks must be forked, otherwise the exit status of this server.
 
-        status: that of the ranks, -9 for SIGKILL.
+        status: the exit status of the ranks, -9 for SIGKILL.
         """
         with closing(signals.Descriptor(FORWARDED)) as received:
             if not self._ends(ranks):
@@ -146,16 +152,16 @@ class WarmRestarts:
                 self._link.send({"round": self._round, "ended": problem})
             while not self._ends(ranks) and self._next is None:
                 self._wait_without_ranks(ranks, received, 1.0)
-            # Without a network, srun would never get this server's exit status, and wait for it forever.
+            # Without a network, srun would never get this server's exit status and would wait forever.
             while self._cut_off and not (self._stopped or ranks.stop_received or self._link.is_first_reachable()):
                 self._wait_without_ranks(ranks, received, 1.0)
         self._record_phases(only_complete=False)
         if self._next is None or self._ends(ranks):
             node = self._over["node"] if self._over else -1
             if node not in (-1, self._number):
-                return 0  # srun reports the node of the rank that failed first, and no other
+                return 0  # so srun reports only the node of the rank that failed first
             return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
-        self._end_orphans(ranks)  # also those of ranks that were done
+        self._end_orphans(ranks)  # also the orphans of ranks that succeeded
         if mine := scratch.base(os.environ):  # the folders of killed ranks
             scratch.sweep(mine)
         self._round, self._why, self._next = self._round + 1, self._next, None
@@ -166,7 +172,7 @@ class WarmRestarts:
         return self._over is not None or self._stopped or ranks.stop_received
 
     def _wait_without_ranks(self, ranks: Ranks, received: signals.Descriptor, timeout_s: float) -> None:
-        """Wait for orders and signals. A signal that asks to stop ends the restarts of the step."""
+        """Wait for orders and signals. After a stop signal, request that there are no more restarts in this step."""
         number = self._link.wait(received, timeout_s)
         if number in STOPPING:
             self._stopped = True
@@ -176,9 +182,10 @@ class WarmRestarts:
         self._obey(ranks)
 
     def _orphans(self, ranks: Ranks) -> set[int]:
-        """Return the processes that ranks have started, and that are children of this one because the ranks ended.
+        """Return the processes that ranks started and that became children of this process when the ranks ended.
 
-        Those in a rank's group were ended with it. The others have their own session: a daemon, an inference server.
+        The processes in a rank's group ended with the rank. The others have their own session, such as a daemon or an
+        inference server.
         """
         own = {child.pid for child in ranks.children.values()}
         return set(processes.children(os.getpid())) - {*self._helpers, *own}
@@ -189,13 +196,14 @@ class WarmRestarts:
                 os.waitpid(pid, os.WNOHANG)
 
     def _end_orphans(self, ranks: Ranks) -> set[int]:
-        """End what the ranks have left, as Slurm does at the end of a step: it may have files, ports or GPU memory.
+        """Kill the processes that the ranks left running, as Slurm does at the end of a step. Return their ids.
 
-        Return their ids. Those that the kernel does not end in ORPHANS_S still exist.
+        They may use files, ports or GPU memory. Those that the kernel does not end within ORPHANS_S seconds still
+        exist.
         """
         found, until = set(), time.monotonic() + ORPHANS_S
         while (orphans := self._orphans(ranks)) and time.monotonic() < until:
-            for pid in orphans:  # children that are not reaped, so no other process has these ids
+            for pid in orphans:  # these children are not reaped, so no other process has their ids
                 os.kill(pid, signal.SIGKILL)
             self._reap_orphans(ranks)
             found |= orphans
@@ -203,8 +211,10 @@ class WarmRestarts:
         return found
 
     def _free_node(self, ranks: Ranks, received: signals.Descriptor) -> str:
-        """End what the ranks have left, and wait until no GPU lists it. Return why the node can start no ranks, or
-        ''."""
+        """Kill the processes that the ranks left running, and wait until they use no GPU any more.
+
+        Return why the node can't start ranks, or '' if it can.
+        """
         if running := ranks.running():
             return f"{rank_names([child.number for child in running])} is still running after SIGKILL"
         own = {child.pid for child in ranks.children.values()} | self._end_orphans(ranks)
@@ -234,17 +244,20 @@ class WarmRestarts:
             else:
                 gone, node = "the fork server of the first node is gone", -1
                 if "lost" in order and self._spec.launch.spares:
-                    # The others may have started on a spare node, and another exit status than 0 would end their step.
+                    # The other ranks may use a spare node by now, and any exit status but 0 would end their step.
                     self._ends_round, node, self._cut_off = self._round, FIRST, True
                 self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._over["over"] and (self._decider is not None or "lost" in order):
                     say(f"no warm restart any more: {self._over['over']}")
-        # The order may arrive with the one to start these ranks, before they are forked.
+        # This order may arrive together with the order to start these ranks, before they are forked.
         if self._ends_round == self._round and not ranks.ended_by_order:
             ranks.end_ranks()
 
     def _place(self, nodes: list[int]) -> ForkNode:
-        """Return this server's node in the next start. nodes: the numbers of the servers with ranks, in their order."""
+        """Return this server's place in the next start of the ranks.
+
+        nodes: the numbers of the servers with ranks, in their order.
+        """
         hosts = tuple(self._hosts[node] for node in nodes) if self._spec.launch.spares else ()
         at, ranks = (nodes.index(self._number), self._spec.ranks_per_node) if self._number in nodes else (-1, 0)
         return replace(self.here, rank=at, ranks_per_node=ranks, hosts=hosts)
@@ -258,12 +271,15 @@ class WarmRestarts:
     # --- in the first server
 
     def _of_lost(self, place: int, host: str) -> Restart:
-        """Return the failure of the first rank at the place of a node that is lost."""
+        """Return the failure of a lost node, attributed to its first rank.
+
+        place: the node's place among the nodes with ranks.
+        """
         rank, job = place * self._spec.ranks_per_node, self._round_job()
         return Restart(job, self._round + 1, time.time(), rank, host, elastic_restarts.LOST)
 
     def _decide(self, cause: Restart) -> str:
-        """Return why the ranks do not start again, or '' after recording the restart. No rank runs."""
+        """Record the restart and return '', or return why the ranks must not restart. No rank is running now."""
         assert self._decider is not None
         self._record_phases(only_complete=False)
         self._ended_at, ordered = time.time(), self._decider.end_ordered or time.time()
@@ -284,7 +300,10 @@ class WarmRestarts:
             elastic_restarts.record(self._folder, restart)
 
     def _record_phases(self, only_complete: bool) -> None:
-        """Record the parts of the last restart, once. only_complete: not before the first step."""
+        """Record how long each part of the last restart took. Do this once per restart.
+
+        only_complete: do nothing before the first step.
+        """
         if not self._before or self._before[-1].number != self._round or self._recorded == self._round:
             return
         slot, at, phases = self._slots[0], self._ended_at, dict(self._before[-1].phases)

@@ -1,6 +1,6 @@
-"""One node's part of a run: torch's elastic agent, and the ranks that it starts.
+"""Runs torch's elastic agent of one node and the ranks that it starts.
 
-The agent's loop and its rule for restarts are torch's; hpcinit starts the ranks and reports their failures.
+The agent's loop and its restart policy are torch's. hpcinit starts the ranks and reports their failures.
 
 The methods with an underscore are those that an extension of SimpleElasticAgent must implement:
 https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent
@@ -44,14 +44,16 @@ from hpcinit.runtime import interpreter_exit, startup
 from hpcinit.world import World
 from hpcinit.world.launchers.torch_variables import ENV_AGENT
 
-# The ranks of a node as its agent's children: each in its own session, with its own log.
+# The ranks of a node are children of its agent. Each has its own session and log.
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is started with.
+    """How to start a rank.
 
-    env: its environment, instead of this process's. cpus: its CPUs, or None for those of this process.
+    env: the rank's environment variables, which replace this process's.
+    log: the rank's log file.
+    cpus: the CPUs that the rank may use, or None for those of this process.
     """
 
     env: Mapping[str, str]
@@ -60,9 +62,12 @@ class Start:
 
 
 class Workers(Supervisor):
-    """The ranks of a node, started together, by local rank. torch's agent polls for ended ones, and stops all."""
+    """The ranks of a node, which start together. Its `children` are identified by their local ranks.
 
-    stuck_s = 3.0  # a rank that the kernel does not end, for a disk or a driver, is left to Slurm
+    torch's agent polls which ranks have ended, and stops all of them.
+    """
+
+    stuck_s = 3.0  # after this time, a rank that waits in the kernel for a disk or a driver is left to Slurm
 
     def __init__(
         self,
@@ -70,7 +75,10 @@ class Workers(Supervisor):
         starts: Sequence[Start],
         around: Callable[[Callable[[], Child]], Child],
     ) -> None:
-        """around: calls its argument, which starts a process. Raise OSError, after stopping those already started."""
+        """Start a rank for each item of `starts`. If one can't be started, stop the others and raise OSError.
+
+        around: called with a function that starts a process; it must call that function.
+        """
         super().__init__()
         try:
             for number, start in enumerate(starts):
@@ -87,7 +95,7 @@ class Workers(Supervisor):
         with rank_log.opened(start.log) as log:
             try:
                 if start.cpus:
-                    os.sched_setaffinity(0, start.cpus)  # for this thread, and for what it starts
+                    os.sched_setaffinity(0, start.cpus)  # for this thread and the processes that it starts
                 return self.start(number, command, start.env, output=log)
             finally:
                 if start.cpus:
@@ -95,13 +103,17 @@ class Workers(Supervisor):
 
 
 GRACE_S = 3.0  # from SIGTERM to SIGKILL, for ranks that cannot continue without the failed one
-SAVE_S = 30.0  # the same if the job was to end: ranks may be saving. Slurm's default of KillWait.
+SAVE_S = 30.0  # the same if the job must end, because ranks may be saving; Slurm's default of KillWait
 WRONG_REQUEST = 2  # exit status of a rank that would fail again after a restart
 
 
 class Agent(SimpleElasticAgent):
-    """The agent of one node. start: starts its ranks. report: prints the ranks' failures, from their exit statuses
-    (-9 for SIGKILL), and which ranks had succeeded before; it returns the cause first."""
+    """The elastic agent of one node.
+
+    start: starts the node's ranks.
+    report: prints failures, given the exit statuses of the failed local ranks (-9 for SIGKILL) and the local ranks that
+    succeeded before. It returns the failures, the cause first.
+    """
 
     def __init__(
         self,
@@ -115,7 +127,7 @@ class Agent(SimpleElasticAgent):
         self._agent_rendezvous, self._signals, self._start, self._report = rendezvous, agent_signals, start, report
         self._workers: Workers | None = None
         self._stop_received = self._terminated = False
-        self.status = 0  # of the rank that failed first in the last round
+        self.status = 0  # exit status of the rank that failed first in the last round
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._workers, self.status = self._start(), 0
@@ -132,7 +144,7 @@ class Agent(SimpleElasticAgent):
             self._workers = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks; torch calls it every monitor_interval."""
+        """Return the state of the ranks. torch calls this every `monitor_interval` seconds."""
         assert self._workers is not None  # torch starts them before it monitors them
         self._forward_signals(self._workers)
         ended = self._workers.ended()
@@ -141,7 +153,9 @@ class Agent(SimpleElasticAgent):
                 worker_group, failures, [rank for rank, status in ended.items() if status == 0]
             )
         if len(ended) == worker_group.spec.local_world_size and self._agent_rendezvous.all_done():
-            if self._agent_rendezvous.is_over():  # a rank of another node failed, perhaps because these ended early
+            if (
+                self._agent_rendezvous.is_over()
+            ):  # a rank of another node failed, perhaps because these ranks ended early
                 self._report({}, list(ended))
             done = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=done)
@@ -150,7 +164,7 @@ class Agent(SimpleElasticAgent):
     def _handle_failures(
         self, worker_group: WorkerGroup, failures: dict[int, int], succeeded: Sequence[int]
     ) -> RunResult:
-        """Stop the remaining ranks, report the failure, and request a restart if one is left."""
+        """Stop the remaining ranks and report the failure. Request a restart if the limit allows one."""
         self._shutdown()
         first = self._report(failures, succeeded)[0]
         self.status = failures[first.rank % worker_group.spec.local_world_size]
@@ -166,7 +180,10 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
-        """Leave the store. torch's own barrier would ignore the restarts of other agents; here all ranks are done."""
+        """Leave the store. torch's own barrier is not used: it would ignore the restarts of other agents.
+
+        When torch calls this, all ranks have succeeded.
+        """
         self._agent_rendezvous.leave()
 
     def _forward_signals(self, ranks: Workers) -> None:
@@ -177,11 +194,11 @@ class Agent(SimpleElasticAgent):
                 ranks.signal(number)
 
 
-# The agent's run: it joins the other agents, starts this node's ranks, and reports their failures.
+# The agent joins the other agents, starts this node's ranks, and reports their failures.
 
 
 class Node:
-    """What an agent does for the ranks of its node."""
+    """Starts the ranks of one node for its agent, and reports their failures."""
 
     def __init__(
         self, spec: Spec, path: Path, agents: World, agent_signals: Signals, polled: Callable[[], object]
@@ -199,7 +216,7 @@ class Node:
         self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart, polled)
 
     def start(self) -> Workers:
-        """Start the ranks of this node. After a restart, write its reason to the log of each rank."""
+        """Start the ranks of this node. After a restart, write the reason for it to the log of each rank."""
         starts = [self._start_of(local_rank) for local_rank in range(self._spec.ranks_per_node)]
         if why := self.rendezvous.why:
             for start in starts:
@@ -212,9 +229,11 @@ class Node:
         return Workers(command, starts, self._signals.unblocked)
 
     def report(self, failures: Mapping[int, int], succeeded: Sequence[int] = ()) -> Sequence[Restart]:
-        """Return the failures, from exit statuses by local rank, the cause first; print them before srun reports us.
+        """Print the failures before srun reports that this agent has exited. Return them, the cause first.
 
-        succeeded: local ranks that ended with status 0 before."""
+        failures: the exit statuses of the failed ranks, by local rank.
+        succeeded: local ranks that ended with status 0 before.
+        """
         for local_rank in succeeded:
             say(f"{self._agents.host or os.uname().nodename}: rank {self._rank(local_rank)}: {job_log.SUCCEEDED}")
         if not failures:
@@ -229,7 +248,7 @@ class Node:
         return found
 
     def _failure(self, local_rank: int, status: int) -> Restart:
-        """Return a rank's failure, with the error that it recorded in this round."""
+        """Return the failure of a rank, including the error that the rank recorded in this round."""
         host, step = self._agents.host or os.uname().nodename, elastic_restarts.furthest(self._folder)
         number = self.rendezvous.round + 1
         return elastic_restarts.of_failure(
@@ -237,7 +256,7 @@ class Node:
         )
 
     def _record_restart(self, why: Restart) -> None:
-        """Record the restart: called in the first agent when no rank of the previous start runs any more."""
+        """Record the restart. The first agent calls this when no rank of the previous round is running any more."""
         with background_writer.suppressed("the folder of old error records"):
             elastic_restarts.set_aside(self._folder, why.job)
         with background_writer.suppressed(run_folder.ELASTIC):
@@ -265,7 +284,7 @@ class Node:
     def _environment(self, local_rank: int, rank: int) -> dict[str, str]:
         """Return torchrun's variables: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 
-        Its error file, for programs that use torch's @record, is in the folder of hpcinit's error records.
+        The error file for programs that use torch's @record is in the folder of hpcinit's error records.
         """
         nodes, here = self._spec.nodes, self._spec.ranks_per_node
         return {
@@ -284,7 +303,10 @@ class Node:
         }
 
     def _timeline_times(self) -> dict[str, str]:
-        """Return times for the timeline: when this agent started, or after a restart, when the failure occurred."""
+        """Return variables with a time for the timeline.
+
+        It is the time when this agent started, or after a restart, the time of the failure.
+        """
         if why := self.rendezvous.why:
             return {timeline.ENV_AGENT_BEGAN: "", timeline.ENV_ALLOCATED: str(why.time)}
         return {timeline.ENV_AGENT_BEGAN: str(self._began or "")}
@@ -295,8 +317,10 @@ class Node:
 
 
 def run(spec: Spec, path: Path, agents: World, agent_signals: Signals, watch: AgentWatch) -> int:
-    """Run until the ranks of all nodes are done, and return 0, or the exit status of the failed rank. If a signal ended
-    that rank, end this process by the same signal. Raise BringUpError if agents are missing."""
+    """Run the agent until the ranks of all nodes have ended. Return 0, or the exit status of the failed rank.
+
+    If a signal ended that rank, end this process by the same signal. Raise BringUpError if agents are missing.
+    """
     node = Node(spec, path, agents, agent_signals, watch.polled)
     worker_spec = WorkerSpec(
         role="default",

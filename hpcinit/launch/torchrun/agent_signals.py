@@ -1,8 +1,9 @@
-"""Handles signals to an agent, and forwards them to its ranks unless the ranks have received them already.
+"""Handles signals to an agent, and forwards them to its ranks unless the ranks have already received them.
 
-slurmstepd signals every process of a step (Slurm 22.05: even those in other sessions), so its signals have reached the
-ranks. hpcinit's local engine signals a task's own process group, and a person signals one process. Only sigwaitinfo(2)
-reports the sender of a signal, a handler does not. So the signals are blocked, and a thread waits for them.
+slurmstepd signals every process of a step (in Slurm 22.05, even those in other sessions), so its signals have already
+reached the ranks. hpcinit's local engine signals only a task's process group, and a user signals a single process. Only
+sigwaitinfo(2) reports the sender of a signal; a handler does not. So the signals are blocked, and a thread waits for
+them.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ T = TypeVar("T")
 
 
 class ReceivedSignal(NamedTuple):
-    """A signal. forward: whether the ranks have not received it."""
+    """A signal that the agent has received. forward: whether to forward it, because the ranks have not received it."""
 
     number: signal.Signals
     forward: bool
 
 
 class Signals:
-    """Collects signals for take().
+    """Collects signals until take() returns them.
 
-    Outside collect() and stop_collecting(), a signal that requests termination ends this process. Create it in the main
-    thread, before other threads start.
+    While no ranks are running, a signal that requests termination ends this process instead. Create the object in the
+    main thread, before other threads start.
     """
 
     def __init__(self, under_slurm: bool | None = None) -> None:
@@ -49,11 +50,11 @@ class Signals:
         signals.Listener(HANDLED, self._on_signal)
 
     def collect(self) -> None:
-        """Collect signals from now on, because there are ranks to which to forward them."""
+        """Start to collect signals, because ranks are running to which they may have to be forwarded."""
         self._collecting = True
 
     def stop_collecting(self) -> None:
-        """Stop collecting signals, because no rank runs any more."""
+        """Stop collecting signals, because no rank is running any more."""
         self._collecting = False
 
     def take(self) -> Iterator[ReceivedSignal]:
@@ -62,12 +63,15 @@ class Signals:
             yield self._received.get()
 
     def unblocked(self, start: Callable[[], T]) -> T:
-        """Call start(), which starts a process, with signals unblocked: it would inherit the blocked ones."""
+        """Call `start`, which starts a process, with signals unblocked, because the process inherits blocked signals.
+
+        Return the result of `start`.
+        """
         with signals.unblocked(HANDLED):
             return start()
 
     def _on_signal(self, number: signal.Signals, sender: int) -> None:
-        """Keep a signal for take(). Outside collect(), end this process if the signal requests that."""
+        """Keep a signal for take(). If no signals are collected now, end this process if the signal requests that."""
         if self._collecting:
             self._received.put(ReceivedSignal(number, not self._step_daemon or sender != self._step_daemon))
         elif number in ENDING:

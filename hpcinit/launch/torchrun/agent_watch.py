@@ -1,10 +1,11 @@
-"""Reports an agent that hangs after its ranks have ended. Its signal monitor, a separate process, checks this.
+"""Reports an agent that hangs after its ranks have ended. The agent's signal monitor, a separate process, checks this.
 
 torch's loop polls the agents' store several times per second, even while it waits for other agents. An agent that stops
 polling does not see its ranks end, and the job would continue without ranks until its time limit.
 
-The agent is only reported, because a check cannot distinguish a deadlock from a file server that answers after an hour,
-and then the agent restarts its ranks. Checks are counted, not seconds: a suspended job makes none.
+The agent is only reported, not ended. A check cannot distinguish a deadlock from a file server that answers after an
+hour; in that case the agent restarts its ranks. The monitor counts checks instead of seconds, because no checks happen
+while the job is suspended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ REPORT_S = 300.0  # since the last poll, or since the last rank ended
 
 
 class AgentWatch:
-    """Create it before the signal monitor, which calls look(). The agent calls polled()."""
+    """Detects an agent that has stopped polling its store.
+
+    Create it before the signal monitor, which calls look(). The agent calls polled().
+    """
 
     def __init__(self) -> None:
         self._polls = memoryview(mmap.mmap(-1, 8)).cast("Q")  # shared with the monitor
@@ -34,7 +38,11 @@ class AgentWatch:
         self._polls[0] += 1
 
     def look(self, agent: int, since_s: float) -> None:
-        """Report the agent if it has hung for REPORT_S. since_s: seconds since the last call."""
+        """Report the agent if it has hung for REPORT_S seconds.
+
+        agent: the agent's process id.
+        since_s: seconds since the last call.
+        """
         polls = self._polls[0]
         if polls == 0 or polls != self._seen or not _ranks_ended(agent):
             self._seen, self._silent_s = polls, 0.0

@@ -1,8 +1,8 @@
 """The rendezvous handler for torch's agent: how the agents of all nodes find each other and report failures.
 
-It replaces torch's 'static' (no agent learns that another one's rank has failed) and 'c10d' (each agent counts restarts
-for itself, and nodes are sorted by name). The agents use hpcinit's rendezvous and keep torch's store. A *round* is
-one start of all ranks; the first is 0.
+It replaces torch's two handlers. With 'static', no agent learns that a rank of another agent has failed. With 'c10d',
+each agent counts restarts separately, and nodes are sorted by name. Here the agents use hpcinit's rendezvous and then
+keep torch's store. A *round* is one start of all ranks; the first round is 0.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from hpcinit.runtime import startup
 from hpcinit.runtime.torch_store import open_store
 from hpcinit.world import World, ports
 
-LEAVE_S = 10.0  # the first agent has the store, and waits this long for the others to read their last value
-OVER_S = 1.0  # the same after a failure: ranks of other agents may still run, and end when the first agent has gone
+LEAVE_S = 10.0  # how long the first agent, which hosts the store, waits for the others to read their last value
+OVER_S = 1.0  # the same after a failure: ranks of other agents may still run, and end when the first agent is gone
 
 
 class AgentRendezvous(RendezvousHandler):
-    """The handler of one agent. round: the number of the current round. why: what failed before it, None at first.
+    """The rendezvous handler of one agent.
 
-    Raise BringUpError, as next_rendezvous() does, if agents are missing or the first one is gone.
+    round: the number of the current round.
+    why: the failure that led to this round, or None in the first round.
+
+    The constructor and next_rendezvous() raise BringUpError if an agent is missing or the first agent is gone.
     """
 
     def __init__(
@@ -45,8 +48,13 @@ class AgentRendezvous(RendezvousHandler):
         record: Callable[[Restart], None],
         polled: Callable[[], object] = lambda: None,
     ) -> None:
-        """agents: their world, one rank each. timeout: returns how long to wait for all agents. record: called by the
-        first agent at each restart, when no rank runs any more. polled: called before each use of the store."""
+        """Connect to the other agents.
+
+        agents: the World of the agents, in which each agent is a rank.
+        timeout: returns how long to wait for all agents.
+        record: called by the first agent at each restart, when no rank is running any more.
+        polled: called before each use of the store.
+        """
         self._agents, self._timeout, self._record, self._polled = agents, timeout, record, polled
         self.round = 0
         self.why: Restart | None = None
@@ -66,7 +74,10 @@ class AgentRendezvous(RendezvousHandler):
         return False  # the ranks create their own store, as under srun
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the agents' store for torch. After the first call, wait for all agents first: a new round starts."""
+        """Return the agents' store for torch.
+
+        From the second call on, first wait until all agents are ready for a new round.
+        """
         if self._has_started:
             self._start_next_round()
         self._has_started = True
@@ -74,14 +85,14 @@ class AgentRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, self._agents.rank, self._agents.world_size, here)
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 after a failure: it makes the agent stop its ranks and call next_rendezvous()."""
+        """Return 1 after a failure, otherwise 0. On 1, torch's agent stops its ranks and calls next_rendezvous()."""
         return int(self._has(f"failed/{self.round}"))
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: there is no further start, because the step ends."""
+        """Do nothing. No other round can start, because the step ends."""
 
     def shutdown(self) -> bool:
         return True
@@ -89,30 +100,36 @@ class AgentRendezvous(RendezvousHandler):
     # --- called by hpcinit's agent
 
     def request_restart(self, why: Restart) -> None:
-        """Report that a rank here has failed, so that all agents call next_rendezvous()."""
+        """Report the failure of a rank on this node, so that all agents call next_rendezvous()."""
         self._call("set", f"why/{self.round}/{self._agents.rank}", why.to_json())
         self._call("set", f"failed/{self.round}", "")
 
     def end_run(self) -> None:
-        """Report that a rank here has failed and that there is no further restart, and leave the store."""
+        """Report that a rank on this node has failed and that there are no more restarts. Then leave the store."""
         with suppress(BringUpError):
             self._call("set", "over", "")
             self.leave()
 
     def all_done(self) -> bool:
-        """Report that this node's ranks have succeeded. Return whether all nodes' have, or the run is over anyway."""
+        """Report that this node's ranks have succeeded.
+
+        Return whether the ranks of all nodes have succeeded, or a rank has failed and there are no more restarts.
+        """
         if not self._done:
             self._call("add", f"done/{self.round}", 1)
             self._done = True
         return bool(self._count(f"done/{self.round}") == self._agents.world_size or self._has("over"))
 
     def is_over(self) -> bool:
-        """Return whether a rank has failed and there is no further restart."""
+        """Return whether a rank has failed and there are no more restarts."""
         return bool(self._has("over"))
 
     def leave(self) -> None:
-        """Leave the store. The first agent, which hosts it, waits for the others: after a failure OVER_S, in which they
-        can report how their ranks ended."""
+        """Leave the store. The first agent, which hosts the store, waits for the other agents.
+
+        It waits up to LEAVE_S seconds, or up to OVER_S after a failure, so that the others can report how their ranks
+        ended.
+        """
         with suppress(BringUpError):
             self._call("add", "left", 1)
             began = time.monotonic()
@@ -124,9 +141,9 @@ class AgentRendezvous(RendezvousHandler):
     # ---
 
     def _start_next_round(self) -> None:
-        """Wait until all agents are ready for the next round, and learn why it starts.
+        """Wait until all agents are ready for the next round. Set `why` to the reason for it.
 
-        Raise BringUpError if an agent does not arrive in time, or if the first agent's reason cannot be read.
+        Raise BringUpError if an agent is not ready in time, or if the first agent's reason cannot be read.
         """
         before, self.round, self._done = self.round, self.round + 1, False
         timeout = self._timeout()
@@ -150,7 +167,7 @@ class AgentRendezvous(RendezvousHandler):
             )
 
     def _failure_reports(self, number: int) -> list[Restart]:
-        """Return the readable failure reports of the agents."""
+        """Return the failures that the agents reported in round `number`. Skip reports that cannot be read."""
         keys = (f"why/{number}/{rank}" for rank in range(self._agents.world_size))
         found = (_read_restart(self._call("get", key)) for key in keys if self._has(key))
         return [restart for restart in found if restart is not None]
@@ -184,7 +201,7 @@ class AgentRendezvous(RendezvousHandler):
         return int(self._call("add", key, 0))
 
     def _call(self, name: str, *arguments: object) -> Any:
-        """Call a method of the store. Raise BringUpError if the first agent, which hosts it, is gone."""
+        """Call the method `name` of the store. Raise BringUpError if the first agent, its host, is gone."""
         self._polled()
         try:
             return getattr(self._store, name)(*arguments)
@@ -197,7 +214,10 @@ class AgentRendezvous(RendezvousHandler):
 
 
 def _read_restart(value: bytes) -> Restart | None:
-    """Return the restart in a value of the store, which any process that reaches the store may have written."""
+    """Return the restart in a value of the store, or None if the value is not one.
+
+    Any process that can reach the store may have written the value.
+    """
     try:
         return elastic_restarts.from_json(value.decode(errors="replace"))
     except (ValueError, TypeError, AttributeError):
@@ -205,7 +225,7 @@ def _read_restart(value: bytes) -> Restart | None:
 
 
 def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
-    """Return the agents' store when all agents have connected."""
+    """Wait until all agents have connected, and return their store."""
     job = elastic_restarts.agents_folder(agents.job)  # not the ranks' own: they use the same host a moment later
     of_agents = replace(agents, job=job, master_ports=ports.of_job(os.environ, job))
     deadline = time.monotonic() + timeout.total_seconds()
