@@ -59,7 +59,7 @@ def _config(given: argparse.Namespace) -> dict[str, Any]:
     """Return the ds_config of the given file or overrides, or {} if these overrides need no DeepSpeed."""
     if given.ds_config:
         return _read(given.ds_config)
-    from hpcinit.config import compose, job_spec  # noqa: PLC0415 - Hydra, which the other options do not need
+    from hpcinit.config import compose, job_spec  # noqa: PLC0415 - imports Hydra, which the other options do not need
 
     chosen = job_spec.training(compose.compose(given.overrides))
     if not chosen.wrapper.needs_deepspeed:

@@ -38,12 +38,12 @@ def main(argv: Sequence[str]) -> int:
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
     watch = AgentWatch()
-    SignalMonitor(watch.look)  # reports an agent that hangs, continues a stopped one; it dies with this process
-    signals = agent_signals.Signals()  # before torch starts threads: they inherit the blocked signals
+    SignalMonitor(watch.look)  # reports a hanging agent and continues a stopped agent; it dies with this process
+    signals = agent_signals.Signals()  # before torch starts threads, because they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
     if spec.nodes == 1:
-        watch.polled()  # it waits for no other agent, so it is watched before it joins
+        watch.polled()  # a single agent waits for no other, so it is watched from the start
     check = node_check.start(spec, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)

@@ -85,7 +85,7 @@ def become_rank(
         stack_signal.install(world.rank)
     if what.kind != "command" and world.launcher != "single":
         processes.set_title(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
-    # Before the program imports torch, which reads some of them only once. A single process is not a job.
+    # Set them before the program imports torch, which reads some of them only once. A single process is not a job.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
         if world.local_rank == 0:

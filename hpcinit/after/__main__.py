@@ -1,4 +1,4 @@
-"""Decides what happens when the ranks of a job end, and does it. The batch script runs this module:
+"""Decides what to do when the ranks of a job have ended, and does it. The batch script runs this module:
 
     python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
     python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued
@@ -62,12 +62,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         nodes=int(env.get("SLURM_JOB_NUM_NODES") or 0),
         job_from=int(given.get("job_from") or 0),
         from_=int(given.get("from") or 0),
-        # Slurm has taken lost nodes from the job, also those that work again.
+        # Slurm has removed lost nodes from the job, even if they work again by now.
         excluded=tuple(dict.fromkeys([*excluded, *elastic_restarts.lost_nodes(folder, number, attempt)])),
     )
     try:
         print(restarted(job, policy) if what == RESTARTED else ended(job, policy, int(what)))
-    except Exception as error:  # not started again with another Python: it may have acted already
+    except Exception as error:  # no retry with another Python, because this one may have acted already
         say(f"error: hpcinit.after failed, so nothing is restarted: {error!r}")
         print(END, 1 if what == RESTARTED else what)
     return 0
@@ -153,7 +153,7 @@ def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | No
     try:
         requeues.append(job.folder, Restart(job.name, number, int(time.time()), why, furthest, idle, most))
     except OSError as error:
-        # A full disk must not end the job: the limit counts SLURM_RESTART_COUNT, and not these records.
+        # A full disk must not end the job. The limit is checked with SLURM_RESTART_COUNT, not with these records.
         say(f"warning: cannot record restart {number} ({why}) in {job.folder / run_folder.RESTARTS}: {error.strerror}")
     return True
 

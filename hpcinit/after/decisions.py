@@ -83,7 +83,7 @@ def reason(facts: Facts, status: int) -> str:
 def _of_failure(facts: Facts, status: int) -> str:
     if facts.lost or facts.unusable:
         return run_folder.NODE_FAIL
-    # srun returns the highest status of all ranks, and killed ranks have a higher one than those that hung.
+    # srun returns the highest status of all ranks, and killed ranks have a higher status than ranks that hung.
     if status == run_folder.HUNG or facts.hung:
         return run_folder.HANG
     return "" if status == USAGE else run_folder.FAILURE

@@ -28,7 +28,7 @@ from hpcinit.base import failure_kinds
 
 INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
 NOTHING_SUBMITTED = "nothing was submitted"  # the outcome of most SubmitErrors
-FIELDS = ("kind", "rank_at_fault", "host_at_fault", "quoted")  # of every HpcinitError: in records and in --json
+FIELDS = ("kind", "rank_at_fault", "host_at_fault", "quoted")  # of every HpcinitError, in records and in --json
 
 
 class HpcinitError(Exception):

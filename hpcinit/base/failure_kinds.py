@@ -11,7 +11,7 @@ HANG = "hang"  # no rank finished a step for too long
 START_UP = "start-up"  # a rank did not finish the rendezvous in time
 PEER_LOST = "peer-lost"  # another rank failed during the rendezvous, and this rank was informed
 
-# Only of a command that ends with an error: nothing was started, or there is no job.
+# Used only if a command ends with an error: nothing was started, or there is no job.
 REQUEST = "request"  # the request is wrong: a key, a value, an option or the name of a run
 SUBMISSION = "submission"  # Slurm or the local engine refused the job, or did not reply
 INTERRUPTED = "interrupted"  # by Ctrl-C

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-VERSION = 1  # changes if a field is removed or gets another meaning, not if one is added
+VERSION = 1  # changes if a field is removed or changes its meaning, not if a field is added
 
 
 def line(document: str, fields: Mapping[str, Any]) -> str:

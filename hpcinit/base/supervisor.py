@@ -54,7 +54,7 @@ class Child:
                 try:
                     os.killpg(self.pid, number)
                 except ProcessLookupError:
-                    if self._process is None:  # forked, and not yet in its own session
+                    if self._process is None:  # the child is forked but not yet in its own session
                         os.kill(self.pid, number)
 
     def reap(self) -> None:
@@ -191,7 +191,7 @@ class Supervisor:
             time.sleep(LOOK_S)
         for child in self.children.values():
             child.signal(signal.SIGKILL)
-            if child.ended() is not None:  # else the kernel does not end it
+            if child.ended() is not None:  # otherwise the kernel does not end it
                 child.reap()
 
     def _kill_if_due(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 LONGEST = 240  # characters of an error in a headline
-MOST_RANKS = 1 << 20  # a larger number of a rank, or of ranks, in a file of another program is not one
+MOST_RANKS = 1 << 20  # a larger number in another program's file can't be a rank or a number of ranks
 
 
 def ranges(numbers: Iterable[int]) -> str:

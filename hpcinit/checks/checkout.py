@@ -221,7 +221,10 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_in_run_folder(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
-    """Return whether `folder` is a run folder or inside one, in any runs_dir. Snapshots do not contain run folders."""
+    """Return whether `folder` is a run folder or inside one, in any runs_dir. Snapshots do not contain run folders.
+
+    known: the results so far, which are cached in it.
+    """
     if folder not in known:
         here = (folder / run_folder.SPEC).is_file() and (folder / run_folder.SCRIPT).is_file()
         known[folder] = here or (folder != root and _is_in_run_folder(folder.parent, root, known))

@@ -100,7 +100,7 @@ def written(config: Config) -> Iterator[str]:
         )
 
 
-NOT_SUBMITTED = "NOT_SUBMITTED"  # as in observe.find_runs, which a plain submission does not import
+NOT_SUBMITTED = "NOT_SUBMITTED"  # the same as in observe.find_runs, which a plain submission does not import
 JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
 

@@ -50,9 +50,9 @@ def _image(config: Config) -> Iterator[str]:
 
 
 def _runs_dir(place: Path) -> Iterator[str]:
-    """Yield a message if runs can't be created in `place`, before anything is created.
+    """Yield a message if a run folder can't be created in `place`. Nothing is created.
 
-    A used-up quota is noticed only when the run folder is written.
+    A used-up quota is found only when the run folder is written.
     """
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
@@ -64,7 +64,7 @@ def _runs_dir(place: Path) -> Iterator[str]:
         return  # submit reports it with the system's own reason, such as a read-only file system
     disk = shutil.disk_usage(there)
     free = disk.free // 2**20
-    if disk.total and free < LEAST_MB:  # /proc has no size: writing there has its own message
+    if disk.total and free < LEAST_MB:  # /proc has no size; a write there is reported separately
         yield (
             f"runs_dir is {str(place)!r} with {free} MB free, expected {LEAST_MB} MB or more: free some space or "
             "choose another runs_dir=..."

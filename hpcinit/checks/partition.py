@@ -37,7 +37,7 @@ def problems(config: Config) -> Iterator[str]:
         )
     impossible = list(_gpus(config, has))
     yield from impossible
-    if not impossible or config.ranks_per_node is not None:  # else the number of ranks follows from the GPUs
+    if not impossible or config.ranks_per_node is not None:  # otherwise the number of ranks follows from the GPUs
         yield from _cores(config, has)
 
 

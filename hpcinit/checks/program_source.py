@@ -28,9 +28,9 @@ from hpcinit.config.schema import Config
 from hpcinit.records import program_use
 
 PYTHON = re.compile(r"python[\d.]*")
-COMPILE_TIMEOUT_S = 5.0  # of the child process; a Python on a slow file system must not delay the submission
+COMPILE_TIMEOUT_S = 5.0  # limit for the child process; a Python on a slow file system must not delay the submission
 WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python whose value is the next argument
-MOST_FILES = 500  # of the program's own modules; with more of them there is no warning about unused settings
+MOST_FILES = 500  # with more modules of the program, there is no warning about unused settings
 # Names in a script that reads arguments such as nodes=2 itself.
 READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
 
@@ -170,7 +170,7 @@ def _syntax_error(path: str) -> str:
     Another Python 3 may run only the source of this function, so it needs no module except sys and warnings. Raise
     OSError if the script cannot be read.
     """
-    with open(path, "rb") as file:  # noqa: PTH123 - no other import
+    with open(path, "rb") as file:  # noqa: PTH123 - pathlib would be another import
         text = file.read()
     try:
         with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from hpcinit.records import run_folder
 from hpcinit.records.starts import STARTS
 from hpcinit.world import ports
 
-# Bindings that hpcinit can do itself where it starts the ranks of a node. srun's others depend on the devices' places.
+# Bindings that hpcinit can apply itself where it starts a node's ranks. srun's other bindings depend on the topology.
 CPU_BIND = r"none|mask_cpu:[0-9a-fA-Fx,]+|map_cpu:[0-9a-fA-Fx,]+|cores|threads"
 GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 

@@ -62,7 +62,7 @@ NO_ANSWER = (
     *NOT_SENT,
     *("emporarily un", "controller is not", "configuration source", "standby"),
 )
-# Slurm prints these texts both for nodes that are missing now and for nodes that never exist.
+# Slurm prints these texts both for nodes that are missing now and for nodes that don't exist at all.
 MAYBE_LATER = ("node configuration is not available", "Required node not available", "nodes are busy", "DOWN, DRAINED")
 LONGEST_NODES = 40  # longer lists are not shown
 EARLIER = ", or earlier if running jobs end before their time limits"

@@ -13,7 +13,7 @@ class Command(NamedTuple):
     module: str  # has main(argv)
     about: str
     group: str  # heading in `hpcinit --help`
-    examples: str = ""  # those of submit are in conf/hydra/help
+    examples: str = ""  # the examples of submit are in conf/hydra/help
 
 
 SUBMIT = "submit a job"

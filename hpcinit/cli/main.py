@@ -25,7 +25,7 @@ from hpcinit.cli.commands import ABOUT, COMMANDS, EXAMPLES, OPTIONS
 
 SLOW_S = 1.0
 SLURM = {"sacct", "sbatch", "scontrol", "sinfo", "squeue"}
-# Names of other tools for a command.
+# Names that other tools use for our commands.
 MEANT = {
     **dict.fromkeys(("ls", "ps", "list", "queue", "squeue"), "status"),
     **dict.fromkeys(("kill", "stop", "scancel"), "cancel"),
@@ -46,9 +46,9 @@ def entry(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     status = 0
     if words[:1] == ["status"]:
-        gc.disable()  # it would look at the records of a thousand runs several times, and free nothing
+        gc.disable()  # garbage collection would scan the records of a thousand runs several times and free nothing
     if words[:1] == ["submit"]:
-        # It makes 90,000 objects and keeps most of them. Examining them several times takes a tenth of its time.
+        # A submission creates 90,000 objects and keeps most of them. Scanning them takes a tenth of its time.
         gc.set_threshold(200_000)
     try:
         status = main(words)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hpcinit {version('hpcinit')}")
         return 0
     own = words[: words.index("--")] if "--" in words else words
-    if COMPLETION & set(own[:2]):  # also where Hydra has it, `hpcinit submit --shell-completion ...`
+    if COMPLETION & set(own[:2]):  # also in Hydra's position: `hpcinit submit --shell-completion ...`
         return guarded("hpcinit.cli.completion", words[1 if words[0] in COMPLETION else 2 :])
     if words[0] not in COMMANDS:
         say(f"error: {_no_such(words)}")
@@ -141,7 +141,7 @@ def _help(words: list[str]) -> int:
     """Print the command's help, from its own parser, and its examples."""
     try:
         status = guarded(COMMANDS[words[0]].module, words[1:])
-    except SystemExit as end:  # argparse, once it has printed its help
+    except SystemExit as end:  # raised by argparse after it has printed its help
         status = int(end.code or 0)
     if status == 0 and COMMANDS[words[0]].examples:
         print(f"\nexamples:{COMMANDS[words[0]].examples}")

@@ -153,7 +153,7 @@ class Quick:
         self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
         self._parsed: dict[str, Override] = {}
         self._values, self._groups = self._places(combinations, swept)
-        self._few = len(combinations) < 3  # a base costs as much as a composition
+        self._few = len(combinations) < 3  # a base takes as long as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the positions of the swept overrides whose values can be varied, and the other swept positions."""
@@ -165,7 +165,7 @@ class Quick:
                 for at in swept:
                     self._parsed |= _read({chosen[at] for chosen in combinations}, parser.parse_override)
             except self._composer.unusable:
-                return [], list(swept)  # composed in full, which reports the error
+                return [], list(swept)  # Hydra composes this combination in full, which reports the error
             group = loader.repository.group_exists  # type: ignore[attr-defined]
             values = [at for at in swept if not group(keys[at]) and _alone(keys, at)]
             values = [at for at in values if _alike([self._parsed[chosen[at]] for chosen in combinations])]
@@ -255,7 +255,7 @@ class _Base:
             hydras = composed.copy()
             made = composer.request(composed.copy(), overrides, "")
         except HpcinitError:
-            return None  # the combination itself, composed in full, reports it
+            return None  # Hydra composes this combination in full, which reports the error
         with open_dict(composed):
             del composed["hydra"]
         typed = Texts(composed, hydras.hydra)
@@ -266,7 +266,7 @@ class _Base:
         keys = [override.key_or_group for override in swept]
         changing = {key: _path(key) for key in _depending(texts, keys)}
         paths = {key: _path(key) for key in keys}
-        if any(_at(raw, path) != texts[key] for key, path in changing.items()):  # a name with a dot in it
+        if any(_at(raw, path) != texts[key] for key, path in changing.items()):  # a name contains a dot
             return None
         if any(not _leaf(_at(made.document, path)) for path in changing.values()):
             return None

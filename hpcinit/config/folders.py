@@ -19,8 +19,8 @@ from hpcinit.base.errors import ConfigError
 from hpcinit.base.text import home
 from hpcinit.config.schema import MISSING
 
-MOST_PROBLEMS = 3  # further ones are counted
-SETTINGS = "settings"  # settings.yaml, which is no config, but has the default cluster
+MOST_PROBLEMS = 3  # further problems are only counted
+SETTINGS = "settings"  # settings.yaml is not a config, but contains the default cluster
 
 
 def folder() -> Path:

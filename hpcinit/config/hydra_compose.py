@@ -112,7 +112,7 @@ def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
 
     Hydra stops at the first problem, so the overrides are added one by one, and each one that fails is reported.
     """
-    # Choices first, because whether cluster.x exists depends on the cluster; and then a wrong default does not matter.
+    # Choices first, because the choice of the cluster decides whether cluster.x exists, and replaces a wrong default.
     ordered = sorted(overrides, key=lambda text: (not _is_cluster(text), "." in text.partition("=")[0]))
     local = [f"cluster={folders.LOCAL_CLUSTER}"]
     usual = local if ordered[:1] and _is_cluster(ordered[0]) else []
@@ -165,9 +165,9 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
     """
     document = OmegaConf.to_container(config)
     if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
-        # name is ${job.name} and missing only because that is
+        # name is ${job.name}, so it is missing only because job.name is
         return hydra_errors.unset([key for key in missing if "." in key] or missing, choices)
-    found: dict[str, str] = {}  # by Hydra's message, because further keys may refer to the first wrong one
+    found: dict[str, str] = {}  # one per message of Hydra, because further keys may refer to the first wrong key
     for key, raw in command_line.references(document):
         try:
             OmegaConf.select(config, key)
@@ -202,7 +202,7 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
             request = _request(config, overrides)
             prepare(request)
             statuses.append(task([request]))
-        except Exception as error:  # kept, because Hydra prints its own line about an exception that reaches it
+        except Exception as error:  # raised later, because Hydra would print its own line about it
             statuses.append(error)
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program

@@ -78,7 +78,7 @@ class Folders(SearchPathPlugin):
     """
 
     last: Path | None = None
-    used = False  # Hydra keeps the plugin in a process whose own program may use Hydra for its own configs
+    used = False  # Hydra keeps the plugin, but the program in this process may use Hydra for its own configs
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if not self.used:
@@ -132,7 +132,7 @@ class Made(ConfigSource):
 
 
 def _schema() -> Container:
-    # Without the flag, OmegaConf copies each table once for every table around it, which takes as long as the rest.
+    # Without the flag, OmegaConf copies each table once for every table around it, which doubles the time.
     made: Container = OmegaConf.structured(Config, flags={"no_deepcopy_set_nodes": True})
     return made
 

@@ -138,7 +138,7 @@ def training(config: Config) -> Training:
     )
 
 
-# What run.wrap, run.load and the first step of an optimizer import: a second of each rank's time after each restart.
+# What run.wrap, run.load and an optimizer's first step import: it takes each rank a second after each restart.
 WARM_MODULES = ("torch._dynamo", "hpcinit.train.checkpoint")
 
 

@@ -26,7 +26,9 @@ def as_text(value: object) -> str:
 
 
 class Rewritten(str):
-    """A variable or an argument that YAML has read as something else. The checks report it, so no job ever gets it.
+    """A text that YAML has read as something else. The checks report it, so no job ever gets it.
+
+    It is an environment variable or an argument of the program.
 
     written: the text in the file.
     where: the file and the line.
@@ -86,7 +88,7 @@ Task = Callable[[Sequence[Request]], int]  # -> exit status
 
 
 class Search(Protocol):
-    """Submits the batches that a sweeper asks for, and returns their results to the sweeper."""
+    """Submits the batches of trials that a sweeper requests, and returns their results to it."""
 
     def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
         """Submit a batch of trials and wait. Return the result of each trial, or the error that prevented it.

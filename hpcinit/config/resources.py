@@ -28,7 +28,7 @@ def requested_gpus(config: Config) -> int | None:
 
 
 def partition(config: Config) -> Partition:
-    """Return the limits of the job's partition. Limits that it does not set are the cluster's own."""
+    """Return the limits of the job's partition. If the partition has no limit, the cluster's limit applies."""
     cluster = config.cluster
     found = cluster.partitions.get(config.partition or cluster.partition or "") or Partition()
     gpus = cluster.gpus_per_node or None
@@ -86,7 +86,7 @@ def mem_gb(config: Config) -> float | None:
     if config.mem_gb is not None or memory is None:
         return config.mem_gb
     requested, there = _share(config)
-    if not memory and requested < there:  # all of it: the partition may have the size
+    if not memory and requested < there:  # request all memory, because the partition may have the size
         memory = partition(config).mem_gb or 0
     return memory * requested / there
 

@@ -50,7 +50,7 @@ class Qos:
 
 @dataclass
 class SiteContainer:
-    """How the cluster's site runs containers."""
+    """Settings of the cluster's site for containers."""
 
     runtime: Optional[str] = key(
         "pyxis (srun's --container-* options), apptainer or singularity; null: no containers",
@@ -208,7 +208,7 @@ class Model:
 
 @dataclass
 class Comm:
-    """How the process group is initialized."""
+    """Settings for initializing the process group."""
 
     backend: str = key(
         "nccl, gloo, cpu:gloo,cuda:nccl for tensors on both, or auto: nccl on GPUs and gloo on CPUs",
@@ -256,7 +256,7 @@ class Job:
 
 @dataclass
 class Launch:
-    """How hpcinit starts the ranks on the nodes."""
+    """Settings for starting the ranks on the nodes."""
 
     kind: str = key(
         "srun: one task per rank; fork: one task per node imports once and forks; torchrun: one agent per node",
@@ -290,7 +290,7 @@ class Launch:
 
 @dataclass
 class Stop:
-    """When `run.should_stop()` returns a reason, so that the program can save and exit."""
+    """Settings of `run.should_stop()`: when it returns a reason, so that the program can save and exit."""
 
     margin_s: float = key(
         "time reserved before the limit, besides twice the longest checkpoint so far", Stopping.margin_s, least=0
@@ -308,7 +308,7 @@ class Stop:
 
 @dataclass
 class Restart:
-    """Automatic restarts. The next attempt uses the same run folder and resumes from the last checkpoint."""
+    """Settings of automatic restarts. An attempt uses the same run folder and resumes from the last checkpoint."""
 
     max_restarts: Optional[int] = key(
         "maximum restarts of a job; 0: never; null: the site's Slurm decides about requeueing", least=0
@@ -325,7 +325,7 @@ class Restart:
 
 @dataclass
 class ExcludedNodes:
-    """When nodes that failed (NODE_FAIL, Xid, ECC, ...) are excluded from later submissions: see `hpcinit nodes`."""
+    """Settings for excluding failed nodes (NODE_FAIL, Xid, ECC, ...) from later submissions; see `hpcinit nodes`."""
 
     limit: int = key("exclude a node after this many failures", LIMIT, least=1)
     expiry_h: float = key("how long a failure counts", EXPIRY_H, above=0)
@@ -334,7 +334,7 @@ class ExcludedNodes:
 
 @dataclass
 class Hang:
-    """Hang detection. If no rank finishes a step for too long, hpcinit writes all stacks and a report."""
+    """Settings of hang detection. If no rank finishes a step for too long, hpcinit writes all stacks and a report."""
 
     after_s: float = key(
         "report a hang after this long without a step (at least 5 longest steps; 10 times as long in a save); 0: off",
@@ -350,7 +350,10 @@ class Hang:
 
 @dataclass
 class NodeCheck:
-    """The check of each node before its ranks start: leftovers of ended jobs, GPU memory in use, and free space."""
+    """Settings of the check of each node before its ranks start.
+
+    It finds leftovers of ended jobs and GPU memory in use, and measures the free space.
+    """
 
     action: str = key(
         "report; replace: also replace a node whose GPU memory others use by a spare node, or exit; off",
@@ -362,7 +365,7 @@ class NodeCheck:
 
 @dataclass
 class Container:
-    """The container image in which the ranks run. cluster.container describes how the site runs images."""
+    """Settings of the container image in which the ranks run. cluster.container describes how the site runs images."""
 
     image: Optional[str] = key(
         "train.sif, docker://..., or, quoted for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:YY.MM-py3\"'",

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from hpcinit.config import folders, hydra_setup
 from hpcinit.config.request import PLAIN, KeyPath, Rewritten, as_text
 
-# The keys whose values are text: of the program, and of lines in the script.
+# The keys whose values are text: those of the program, and those with lines of the script.
 TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modules"), ("cluster", "setup"))
 
 
@@ -85,12 +85,12 @@ def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
         return [text if _is_rewritten(one) else one for one, text in zip(value, texts or value, strict=True)]
     if isinstance(value, dict):
         texts = _elements(line)
-        texts = texts if len(texts) == len(value) else [*value.values()]  # a key that is given twice
+        texts = texts if len(texts) == len(value) else [*value.values()]  # a key is given twice
         return {key: text if _is_rewritten(one) else one for (key, one), text in zip(value.items(), texts, strict=True)}
     if not isinstance(value, PLAIN) or isinstance(value, str):
         return value if isinstance(value, str) else None
     text = override.get_value_string().strip()
-    return as_text(value) if "(" in text else text  # int(1.5) is a function of Hydra, which makes another value
+    return as_text(value) if "(" in text else text  # int(1.5) calls a function of Hydra, which changes the value
 
 
 def _as_typed(value: Any) -> Any:
@@ -113,7 +113,10 @@ def _is_rewritten(value: object) -> bool:
 
 
 class Texts:
-    """A config in which overrides have the values as the user typed them, also where another key refers to them."""
+    """A config in which overridden keys have the values exactly as the user typed them.
+
+    Keys that refer to an overridden key get the typed value too.
+    """
 
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
         """Apply the overrides in Hydra's own table to the config.
@@ -124,8 +127,8 @@ class Texts:
         self._files = YamlTexts(tuple(hydra_setup.ReadFiles.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         self._config = config
-        self._has_texts = False  # then it is a copy of the config without types
-        self._keys: dict[str, None] = {}  # those that overrides set to a single value
+        self._has_texts = False  # then self._config is a copy without types
+        self._keys: dict[str, None] = {}  # the keys that overrides set to a single value
         for override in OverridesParser.create().parse_overrides(overrides):
             if not (override.is_delete() or override.package or override.is_hydra_override()):
                 self.set(override)
@@ -155,7 +158,7 @@ class Texts:
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
-        """Return the texts of the program's variables and arguments and of the script's lines, as the user typed them.
+        """Return the program's variables and arguments, and the script's lines, as the user typed them.
 
         The result maps the place of each text in the config to the text. A list, or another value that has no text,
         stays unchanged. A text that YAML has read as something else becomes a Rewritten. checks/values.py reports both.
@@ -210,7 +213,7 @@ def _loader() -> Any:
     loader: Any = hydra_setup.yaml_loader()
 
     class Loader(loader):  # type: ignore[misc]
-        """OmegaConf's own loader, which also keeps how numbers, booleans and nulls were typed."""
+        """OmegaConf's own loader, which also keeps the original text of numbers, booleans and nulls."""
 
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             value = super().construct_object(node, deep)

@@ -181,8 +181,8 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
 def _one_total(config: dict[str, Any]) -> dict[str, Any]:
     """Return `config` without train_batch_size if it uses AutoTP in stage 3, where DeepSpeed 0.19.8 reads it twice.
 
-    The engine counts tensor parallel ranks, zero.Init with AutoTP's mpu does not count them, and each checks the
-    product, so no total is right for both. Without it, each computes its own total from the other two numbers.
+    The engine counts tensor parallel ranks as data parallel, but zero.Init with AutoTP's mpu does not. Each checks the
+    product of the batch numbers, so no total fits both. Without a total, each computes its own.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)
@@ -193,7 +193,7 @@ def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[s
     """Return how many ranks DeepSpeed counts as data parallel, and a note if that is not the real number.
 
     DeepSpeed's runtime/config.py uses the world size, or what the program's mpu returns. It subtracts neither AutoTP's
-    ranks nor those of context parallelism, whose groups only run.wrap's attention knows.
+    ranks nor the ranks of context parallelism, whose groups are used only by the attention of run.wrap.
     """
     if chosen.mpu or layout.tp == layout.cp == 1:
         return batch.data_parallel, []
@@ -259,7 +259,7 @@ def _device(device: str, nvme_path: str) -> dict[str, Any]:
 def _optimizer(chosen: Options) -> dict[str, Any]:
     params = dict(chosen.optimizer_params)
     if chosen.optimizer == "none":
-        # Otherwise DeepSpeed refuses optimizers other than Adam, and with offload all but its own.
+        # Otherwise DeepSpeed refuses all optimizers except Adam, and with offload, all except its own.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if chosen.optimizer == "muon":
         return {"optimizer": {"type": "Muon", "params": params}}
@@ -270,7 +270,7 @@ def _optimizer(chosen: Options) -> dict[str, Any]:
 def _parallel(chosen: Options, layout: Layout) -> dict[str, Any]:
     if layout.tp > 1 and chosen.autotp and not chosen.mpu:
         return {"tensor_parallel": {"autotp_size": layout.tp}}
-    # Nothing for context parallelism: with sequence_parallel_size, the copies of the model diverge in DeepSpeed 0.19.8.
+    # No key for context parallelism: with sequence_parallel_size, the model's copies diverge in DeepSpeed 0.19.8.
     return {}
 
 

@@ -1,7 +1,7 @@
 """Lists settings that DeepSpeed silently ignores or handles wrongly, from release 0.18.5 on.
 
-Each fact was verified in DeepSpeed's source: with `git tag --contains` for the commit behind a number, or in the
-released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. Settings that DeepSpeed refuses with a clear message are not
+Each fact was verified in DeepSpeed's source: with `git tag --contains` for the commit of a numbered pull request, or in
+the released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. Settings that DeepSpeed refuses with a clear message are not
 listed.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from hpcinit.base.versions import key
 
-# hpcinit resets DeepSpeed's groups by names that older ones lack (runtime/deepspeed_setup.py).
+# hpcinit resets DeepSpeed's groups by names that older versions lack (runtime/deepspeed_setup.py).
 OLDEST = "0.18.5"
 UPDATE = f"pip install 'deepspeed>={OLDEST},<0.20'"
 
 _TP = "tensor_parallel.autotp_size"
 _DC = "compile.deepcompile"
 
-# The first DeepSpeed that in stage 3 waits for all of several gathers, not only for the last one: #8539. On a GPU the
+# The first DeepSpeed that waits for all of several gathers in stage 3, not only for the last one: #8539. On a GPU, the
 # stream's order made that sufficient. gloo has no order, so parameters were read from uninitialized memory.
 GATHERS_WAIT_SINCE = "0.19.8"
 SEQUENTIAL = "stage3_allgather_sequential"  # key of zero_optimization since 0.18.5 (#7661): waits for each gather
@@ -153,7 +153,7 @@ def unread(given: Mapping[str, Any]) -> list[str]:
 
 
 def _near(name: str) -> str:
-    import difflib  # noqa: PLC0415 - for a mistake only
+    import difflib  # noqa: PLC0415 - needed only for a mistake
 
     close = difflib.get_close_matches(name, sorted(KEYS), n=3, cutoff=0.8)
     return f"; did you mean {' or '.join(close)}?" if close else ""

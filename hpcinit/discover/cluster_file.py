@@ -22,7 +22,7 @@ from hpcinit.discover.live_site import MIB_PER_GB, Kind, Partition, Site
 
 DEFAULT_TIME_MIN = 60
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
-MOST_KINDS, MOST_FEATURES = 6, 8  # in a comment
+MOST_KINDS, MOST_FEATURES = 6, 8  # shown in a comment
 
 
 class Entry(NamedTuple):

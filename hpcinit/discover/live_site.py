@@ -12,7 +12,7 @@ from hpcinit.slurm import nodelist, scontrol, slurm_client
 from hpcinit.slurm.scontrol import minutes, names, number, value_or_none
 
 CONFIG = "scontrol show config"
-PARTITIONS = "scontrol --all show partition"  # --all: also hidden ones and those of other groups
+PARTITIONS = "scontrol --all show partition"  # --all: also hidden partitions and those of other groups
 NODES = "scontrol --all show node"
 SRUN = "srun --help"
 USER = "sacctmgr --noheader --parsable2 show user where name={user} format=DefaultAccount"
@@ -55,7 +55,7 @@ def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
 def accounting(config: Mapping[str, str]) -> bool:
     """Return whether Slurm uses accounting.
 
-    Without it, 22.05 prints accounting_storage/none, and 24.11 prints (null).
+    Without accounting, Slurm 22.05 prints accounting_storage/none, and Slurm 24.11 prints (null).
     """
     kind = scontrol.value_or_none(config.get("AccountingStorageType"))
     return kind is not None and not kind.endswith("/none")
@@ -218,7 +218,7 @@ def _with_accounts(answers: SiteAnswers, user: User) -> User:
         user.name,
         user.uid,
         user.groups,
-        # An empty list: sacctmgr hides it from users (PrivateData), or Slurm enforces nothing.
+        # An empty list means that sacctmgr hides it from users (PrivateData), or that Slurm enforces nothing.
         frozenset(row[0] for row in rows) or None,
         frozenset(qos for row in rows for qos in row[2].split(",") if qos) or None,
         account,

@@ -1,4 +1,4 @@
-"""Measures by how much another machine's clock differs from this one's, from the times of a query and its answer."""
+"""Measures how much another machine's clock differs from this machine's, from the times of a query and its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 class ClockSkew(NamedTuple):
     """The difference between two clocks.
 
-    seconds: by how much the other clock is at least ahead (if negative, behind). 0: the clocks may agree.
+    seconds: the other clock is at least this far ahead. A negative number means behind, and 0 means that they may
+    agree.
     """
 
     seconds: float

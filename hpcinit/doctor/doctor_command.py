@@ -36,7 +36,7 @@ from hpcinit.records.rank_report import Report
 from hpcinit.submit import submit_command
 from hpcinit.why import why_command
 
-# The defaults of the doctor's job. A short job waits less in the queue. A failure is a result, so it is not restarted.
+# The defaults of the doctor's job. A short job waits less in the queue. A failure is a result, so there is no restart.
 JOB_DEFAULTS = {"time_min": "15", "restart.max_restarts": "0"}
 POLL_S = 0.5
 MOST_ROWS = 64

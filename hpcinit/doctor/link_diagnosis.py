@@ -1,8 +1,8 @@
 """Finds slow nodes, links and devices, and wrong clocks, in the reports of the doctor's ranks.
 
 A collective is as slow as its slowest member, but does not show which member that is. So each node is judged by its
-best link to another node: a node without a fast link is slow. A slow link between two nodes that have other, fast links
-is itself slow.
+best link to another node: a node without a fast link is slow. If two nodes have fast links to other nodes but the link
+between them is slow, that link is faulty.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINKS = (
     # NVLink 2, 300 GB/s: https://www.nvidia.com/en-us/data-center/v100/
     (re.compile(r"\bV100-SXM"), 150.0),
 )
-# A fraction of the peak. We assume that less shows a fault: a link that is down, a wrong interface, no GPUDirect.
+# Fractions of the peak. We assume that less means a fault: a link that is down, a wrong interface, no GPUDirect.
 # Bus bandwidth is defined in https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 HEALTHY = 0.5
 
@@ -49,10 +49,10 @@ def network_gb_s(interfaces: Sequence[Interface]) -> float | None:
     return sum(one.gbit for one in chosen) / 8 or None
 
 
-# gloo shares the cores with the ranks and other processes, so a difference below a multiple is noise.
-RULES = {True: (Rule(3.0, least=5e-3), Rule(4.0)), False: (Rule(1.5, least=50e-6), Rule(1.5))}  # key: on CPUs
-# Two nodes cannot be compared with others. But in one data center a round trip takes microseconds (InfiniBand) to a
-# tenth of a millisecond (Ethernet).
+# gloo shares the cores with the ranks and other processes, so smaller differences are noise.
+RULES = {True: (Rule(3.0, least=5e-3), Rule(4.0)), False: (Rule(1.5, least=50e-6), Rule(1.5))}  # key: CPUs are used
+# With two nodes, there are no others to compare. But in a data center, a round trip takes microseconds (InfiniBand) to
+# a tenth of a millisecond (Ethernet).
 FAR_S = 5e-3
 DEVICE = Rule(1.3)
 

@@ -115,7 +115,7 @@ def _write_file(folder: Path) -> tuple[float, float, float]:
     finally:
         os.close(descriptor)
         os.unlink(name)  # noqa: PTH108
-    # The kernel stamps a file with the time of its last tick, up to 10 ms ago (CONFIG_HZ=100).
+    # The kernel gives a file the time of its last tick, up to 10 ms ago (CONFIG_HZ=100).
     return before - 0.01, at, time.time()
 
 

@@ -15,7 +15,7 @@ from hpcinit.records.rank_report import MEASURED, Report
 
 # GPUs: processes of other jobs, ECC, PCIe, and the speed of copies.
 
-SLOW_COPY = 0.5  # a fraction of the median of all devices
+SLOW_COPY = 0.5  # as a fraction of the median of all devices
 DIRECTIONS = ("to_device", "from_device", "on_device")
 
 
@@ -46,7 +46,7 @@ def _devices_of(ranks: Sequence[Report]) -> list[Mapping[str, str]]:
 
 
 def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
-    """Yield the findings that concern a single node. The check before a start prints them too."""
+    """Yield the findings that concern a single node. The check of each node before its ranks start prints them too."""
     for host, node, ranks in _nodes(reports):
         pids = [one.pid for one in ranks]
         for check in node_findings(node, _devices_of(ranks), pids, max(one.world_size for one in ranks)):
@@ -104,7 +104,7 @@ def _copies(reports: Sequence[Report]) -> Iterator[Check]:
         yield Check("devices' copies", OK, detail)
 
 
-LITTLE_MEMORY = 0.1  # a fraction of the node's memory, available before the program starts
+LITTLE_MEMORY = 0.1  # as a fraction of the node's memory, before the program starts
 SLOW_STORE_S = 0.25
 
 
@@ -135,7 +135,7 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
         whole = len(lost) == ranks_per_node
         where, all_of_node = f"{host}: " if host else "", " (no rank of the node did)" * whole
         detail = f"{where}{rank_names(lost)} did not start{all_of_node}"
-        # If no rank of any node started, the cause is common to them (a module, an image, the time limit).
+        # If no rank of any node started, they have a common cause (a module, an image, the time limit).
         faulty = (host,) if host and whole and here else ()
         yield Check("ranks", FAIL, detail, "see the check 'job' below", faulty)
     stuck = [report for report in reports if report.stage != MEASURED]

@@ -1,6 +1,7 @@
 """The interface of an engine, which starts jobs: Slurm (`slurm_engine.py`) or this machine alone (`local_engine.py`).
 
-No other package asks which engine it is. Another scheduler would be a third module here, and a line in `__init__.py`.
+No other package depends on which engine is used. Another scheduler would be a third module here, and a line in
+`__init__.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Engine(ABC):
     def states(self, records: Sequence[JobRecord], early: QueueQuery | None = None) -> list[State]:
         """Return the states of runs that belong to this engine, in the same order.
 
-        early: a squeue for all jobs of the user that is already running, or None.
+        early: a squeue query for all of the user's jobs, if it is already running, or None.
         """
 
     @abstractmethod
@@ -73,7 +74,7 @@ class Engine(ABC):
         """Cancel jobs, given the job ids for each run folder. Raise Failure if a job could not be canceled."""
 
 
-class State(NamedTuple):  # a frozen dataclass takes five times as long to make, and a sweep has a thousand jobs
+class State(NamedTuple):  # a frozen dataclass takes five times as long to create, and a sweep may have a thousand jobs
     """The state of one job.
 
     name: Slurm's state (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.

@@ -5,8 +5,8 @@
 This is not a scheduler: a job starts at once, and no resources are reserved.
 
 No process of a job outlives the job: this background process adopts descendants whose parent died, and kills them at
-the end. The exception is runs that the program itself submitted with cluster=local. They are separate jobs, as on
-Slurm, and keep running.
+the end. Only runs that the program itself submitted with cluster=local keep running, because they are separate jobs, as
+on Slurm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hpcinit.records.spec import load
 STATE = "local.json"  # in the run folder: the job's state, which squeue would report on Slurm
 GO = b"go\n"  # on the engine's stdin: the job is recorded, run it
 ENDING = (signal.SIGTERM, signal.SIGINT)
-MODULE = ["-m", "hpcinit.engine.local_job"]  # in the command line of this process, after Python
+MODULE = ["-m", "hpcinit.engine.local_job"]  # the part after Python in this process's command line
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
 # prctl(2)
 PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
@@ -49,7 +49,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     path: the run folder, which must be complete.
     """
     command = [sys.executable, *MODULE, str(path), str(time_min)]
-    # The engine starts with these signals blocked and unblocks them after it installed its handlers: none is lost.
+    # The engine starts with these signals blocked and unblocks them once its handlers are installed, so none is lost.
     before = signals.block(ENDING)
     try:
         with (path / run_folder.JOB_LOG).open("ab") as log:
@@ -67,7 +67,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
         write_state(path, {"state": "RUNNING", "pid": process.pid, "started": time.time(), "engine": engine})
         process.stdin.write(GO)
         process.stdin.close()
-    except Exception as error:  # without GO the engine runs nothing
+    except Exception as error:  # without GO, the engine runs nothing
         process.kill()
         process.wait()
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

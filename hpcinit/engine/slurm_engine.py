@@ -36,7 +36,7 @@ class SlurmEngine(Engine):
         return [_now(record, answers[record.clusters]) for record in records]
 
     def check_cancelable(self, path: Path, jobs: Sequence[State]) -> None:
-        # A controller that lost its state has given the id to another job, which only its reply shows.
+        # A controller that lost its state may reuse the id for another job. Only its reply shows this.
         if silent := next((job for job in jobs if job.away and not job.over), None):
             with slurm_client.on_cluster(job_record.clusters(path)):
                 scancel = " ".join(slurm_client.addressed([self.cancel_command, silent.job_id]))
@@ -85,7 +85,7 @@ class Known:
     """All information about one Slurm job.
 
     slurm: the state from squeue, sacct or scontrol, or None if Slurm does not know the job.
-    record: the state from exit.json. It is an end if the batch script has ended.
+    record: the state from exit.json, which is final if the batch script has ended.
     unreachable: why the controller did not reply, or ''.
     cancelled: returns whether `hpcinit cancel` recorded this job in the run folder.
     """
@@ -174,7 +174,7 @@ def _unreachable(known: Known) -> State | None:
 
 
 def _purged(known: Known) -> State:
-    """Return the record's state. Slurm does not know the job, and the job did not record its end."""
+    """Return the state from the record of a job that Slurm does not know and that did not record its end."""
     return known.record
 
 
@@ -276,7 +276,7 @@ def _end(record: JobRecord, job_id: str) -> State:
 def _chain(record: JobRecord, answer: SlurmReply) -> State:
     """Return the state of a chain: its recorded end, or the state of one of its jobs.
 
-    That is the job that is running, or else one that is waiting, or else the last one.
+    The job is the one that is running, or else one that is waiting, or else the last job.
     """
     status = job_record.exit_status(record.path)
     stopped = status == 0 and (record.path / run_folder.STOPPED).exists()

@@ -25,14 +25,14 @@ from hpcinit.records.rank_report import MEASURED, MET, AllReduce, Copies, Link, 
 from hpcinit.world import World, launchers, visible_devices
 
 # Each measurement is repeated and the best counts, because noise only adds.
-ROUNDS = 3  # each round measures all links, so that the rounds of one link are apart in time
-TRIPS, TRANSFERS = 20, 3  # of a link in each round: messages of 8 bytes, and of the size below
-TRIES = 5  # of an all-reduce, a matrix product and a copy
+ROUNDS = 3  # each round measures all links, so that the measurements of one link are spread over time
+TRIPS, TRANSFERS = 20, 3  # messages per link and round: of 8 bytes, and of the size below
+TRIES = 5  # repetitions of an all-reduce, a matrix product and a copy
 # Bytes of the all-reduces, and of a transfer. They are small for gloo, which uses the CPUs of the node.
 ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
 ON_DEVICE = ((1 << 10, 1 << 20, 1 << 25, 1 << 28), 1 << 26)
 MATRIX = 8192  # rows and columns
-PROBE_S = 30.0  # half of it for Slurm's commands, half for NCCL
+PROBE_S = 30.0  # half of this time is for Slurm's commands, half for NCCL
 COPIED = 1 << 28  # bytes of a copy: larger than the caches of any GPU
 
 
@@ -159,7 +159,7 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
     ranks: the number of ranks in the group.
     """
     value = torch.ones(size // 4, device=device)
-    dist.all_reduce(value, group=group)  # the first one connects
+    dist.all_reduce(value, group=group)  # the first all-reduce connects the ranks
     times = []
     for _ in range(TRIES):
         _barrier(device, group)
@@ -171,7 +171,7 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
 
 
 def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
-    """Measure an all-reduce among the ranks `own` of this node. Return None if it would show nothing new."""
+    """Measure an all-reduce among the ranks `own` of this node. Return None if the result would add no information."""
     if len(own) == 1 or len(own) == run.world_size:
         return None
     group = dist.new_group(list(own), use_local_synchronization=True)
@@ -210,7 +210,7 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Play the second rank's part in _measure_link()."""
+    """Return the messages of _measure_link() to the first rank of the pair."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)

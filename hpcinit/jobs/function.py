@@ -51,7 +51,7 @@ def _name_as_submitit(paths: JobPaths) -> None:
     log = run_folder.RANK_LOG.format(rank=paths.task_id)
     names = {paths.submitted_pickle: run_folder.PICKLE, paths.stdout: log, paths.stderr: log}
     for link, name in names.items():
-        with suppress(FileExistsError):  # by another rank, or by an earlier attempt, whose checkpoint it is
+        with suppress(FileExistsError):  # created by another rank, or by an earlier attempt, whose checkpoint it is
             link.symlink_to(name)
 
 

@@ -128,7 +128,7 @@ def read(run: Path) -> JobReturn | None:
         found = pickle.loads(file.read_bytes())
     except FileNotFoundError:
         return None
-    except Exception as error:  # a class of the program may raise anything, as a tensor does that needs a GPU
+    except Exception as error:  # a class of the program may raise anything, for example a tensor that needs a GPU
         log.warning(f"{file} cannot be loaded on this machine: {type(error).__name__}: {error}")
         return None
     return found if isinstance(found, JobReturn) else None
@@ -160,7 +160,7 @@ def _write(folder: Path, done: JobReturn) -> None:
             write_result(folder, done.return_value)
     try:
         safe_files.write_atomically(folder / run_folder.JOB_RETURN, cloudpickle.dumps(done), 0o600)
-    except Exception as error:  # the value is the program's, so pickling it may raise anything
+    except Exception as error:  # the value is from the program, so pickling it may raise anything
         log.warning(f"no return value for the sweeper: {type(error).__name__}: {error}")
 
 

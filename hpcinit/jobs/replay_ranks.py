@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 
 WAITS, FINISHED, READY = b"wfr"
 WINDOW_S, WINDOWS = 0.2, 4  # how long all threads must sleep
-POLLS = 3  # gloo's threads wake up every 10 ms: as often as this, they have seen all data
-LIMIT = timedelta(hours=1)  # of gloo; the parent's deadline is earlier
+POLLS = 3  # gloo's threads wake up every 10 ms; after this many times, they have seen all data
+LIMIT = timedelta(hours=1)  # gloo's timeout; the parent's deadline is earlier
 
 Seen = dict[str, tuple[str, int]]
 

@@ -18,7 +18,7 @@ LIMIT_S = 50.0  # after all ranks have joined, so that a faulty link does not ke
 
 def main() -> None:
     with hpcinit.session() as run:
-        # This is a C thread: it prints the stacks and ends the rank even while NCCL waits and keeps Python's lock.
+        # This is a C thread. It prints the stacks and ends the rank even if NCCL waits and blocks Python's lock.
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         total = torch.tensor([float(run.rank)], device=run.device)
         dist.all_reduce(total)

@@ -80,7 +80,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(VOCABULARY), bias=False)
         nn.init.normal_(self.position.weight, std=0.1)  # the token matters more than its position
-        nn.init.normal_(self.head.weight, std=0.02)  # small logits, so that the first loss is that of guessing
+        nn.init.normal_(self.head.weight, std=0.02)  # small logits: the first loss is that of random guessing
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         if positions is None:
@@ -211,7 +211,7 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
             starts = torch.randint(len(text) - options.context, (options.micro_batch,), generator=generator)
             passes.append(loss_at(run, wrapped, text, starts, options.context))
             wrapped.backward(passes[-1])
-            wrapped.step()  # takes the optimizer's step after the last pass
+            wrapped.step()  # makes the optimizer's step after the last accumulation pass
         mean = mean_over_ranks(torch.stack(passes).mean())
         losses.append(mean)
         if not math.isfinite(mean):

@@ -25,11 +25,11 @@ from hpcinit.world import fingerprint
 TASKS = Path("/proc/self/task")
 FILES = Path("/proc/self/fd")
 DEVICES = Path("/dev")
-# Device files that are opened with the first context, and not to count devices only (NVML opens nvidiactl).
+# Device files that a process opens for its first context, but not to count devices (NVML opens nvidiactl).
 CONTEXT_DEVICES = {"nvidia-uvm": "CUDA", "kfd": "ROCm", "dri/renderD": "a GPU"}
 # These exist if there is a CUDA or ROCm device. Without one, torch's CUDA build cannot start CUDA in any process.
 DRIVER_DEVICES = ("nvidiactl", "kfd")
-# torch.cuda.is_available() then asks NVML instead of starting CUDA: see torch's documentation of that function.
+# With this variable, torch.cuda.is_available() queries NVML instead of initializing CUDA; see torch's documentation.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -42,7 +42,7 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
     Raise RequestError for a module that does not exist, that starts a thread which a fork would lose, or that uses a
     device. Raise BringUpError if an import fails.
     """
-    gc.disable()  # garbage collections, which find next to nothing here, take a tenth of torch's import time
+    gc.disable()  # garbage collection takes a tenth of torch's import time and finds almost nothing
     skipped = {name: reason for name in names if (reason := _reason_to_skip(name))}
     try:
         with _devices_counted_by_nvml():
@@ -99,9 +99,9 @@ def _prepare_bring_up() -> None:
     """Do in advance what each rank would otherwise do during bring-up with the same result: imports and look-ups."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
-        importlib.import_module("torch.utils._device")  # the mesh
+        importlib.import_module("torch.utils._device")  # for the mesh
     if "numpy" in sys.modules:
-        importlib.import_module("numpy.random")  # the seeds
+        importlib.import_module("numpy.random")  # for the seeds
     importlib.import_module("encodings.idna")  # for the first name that is passed to a socket
     fingerprint.fingerprint()
 
@@ -162,7 +162,7 @@ def _refuse_device(name: str, devices: Path) -> None:
     for file in FILES.iterdir():
         try:
             target = str(file.readlink())
-        except OSError:  # the descriptor of the folder itself
+        except OSError:  # it was the descriptor of the folder itself
             continue
         for device, what in CONTEXT_DEVICES.items():
             if target.startswith(f"{devices}/{device}"):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from hpcinit.base import processes, signals
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-WITHIN_S = 0.3  # Slurm signals one process after the other
+WITHIN_S = 0.3  # Slurm signals the processes one after the other
 LOOK_S = 5.0
 
 

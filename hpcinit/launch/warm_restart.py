@@ -82,9 +82,9 @@ class WarmRestarts:
         self._next: Restart | None = None  # the order to start ranks, until they are forked
         self._ends_round = -1  # the last round whose ranks must end
         self._over: Mapping[str, Any] | None = None  # the last order: there are no more restarts
-        self._stopped = False  # by a signal while no rank ran
-        self._cut_off = False  # from the first server; other nodes may continue without this node
-        self._missed: list[int] = []  # signals for ranks, which arrived while none ran
+        self._stopped = False  # stopped by a signal while no rank was running
+        self._cut_off = False  # whether the first server is unreachable; other nodes may continue without this node
+        self._missed: list[int] = []  # signals for ranks that arrived while none was running
         self._slots = slots(spec.ranks_per_node)
         processes.adopt_orphans()
         self._helpers = processes.children(os.getpid())  # processes that no rank has started

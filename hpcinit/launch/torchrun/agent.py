@@ -328,7 +328,7 @@ def run(spec: Spec, path: Path, agents: World, agent_signals: Signals, watch: Ag
         entrypoint=sys.executable,
         rdzv_handler=node.rendezvous,
         max_restarts=spec.launch.max_restarts,
-        monitor_interval=0.1 + spec.nodes / 1000,  # s; each time the agents query the first one's store
+        monitor_interval=0.1 + spec.nodes / 1000,  # in seconds; each time, all agents query the first agent's store
     )
     # The number of ranks is the same on all nodes, so torch need not exchange it between the agents.
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from hpcinit.base import signals
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-# SIGCONT is not handled: Slurm sends it before every other signal, and alone it ends nothing.
+# SIGCONT is not handled: Slurm sends it before every other signal, and it ends no process.
 HANDLED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 T = TypeVar("T")
 
@@ -37,13 +37,13 @@ class Signals:
     """
 
     def __init__(self, under_slurm: bool | None = None) -> None:
-        # slurmstepd has created this process itself: SLURM_TASK_PID is inherited by processes below it, too.
+        # True only if slurmstepd itself created this process, because child processes inherit SLURM_TASK_PID.
         is_task = os.environ.get("SLURM_TASK_PID") == str(os.getpid())
         self._step_daemon = os.getppid() if (is_task if under_slurm is None else under_slurm) else 0
         self._received: queue.SimpleQueue[ReceivedSignal] = queue.SimpleQueue()
         self._collecting = False
         signals.block(HANDLED)
-        # For the moments in which unblocked() lets signals in.
+        # These handlers run while unblocked() lets signals in.
         signals.Handlers(
             HANDLED, lambda number, frame: self._received.put(ReceivedSignal(signal.Signals(number), True))
         )

@@ -19,7 +19,7 @@ from hpcinit.base.console import say
 from hpcinit.records import run_folder
 from hpcinit.world import launchers
 
-REPORT_S = 300.0  # since the last poll, or since the last rank ended
+REPORT_S = 300.0  # seconds since the last poll, or since the last rank ended
 
 
 class AgentWatch:
@@ -62,8 +62,8 @@ class AgentWatch:
 def _ranks_ended(agent: int) -> bool:
     """Return whether all children of the agent have ended, or False if that is unknown."""
     found = processes.children(agent)
-    if os.getpid() not in found:  # the kernel does not list them
+    if os.getpid() not in found:  # the kernel does not list the processes
         return False
     fields = [processes.stat(child) for child in found if child != os.getpid()]
-    # A zombie with more than one thread (num_threads) still runs: only its first thread has ended.
+    # A zombie with more than one thread (num_threads) is still running: only its first thread has ended.
     return all(one and one[0] == "Z" and int(one[20 - 3]) <= 1 for one in fields)

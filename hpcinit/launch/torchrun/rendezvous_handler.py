@@ -192,7 +192,7 @@ class AgentRendezvous(RendezvousHandler):
         return [self._agents.hosts[rank] if known else f"task {rank}" for rank in absent]
 
     def _poll_pause_s(self) -> float:
-        return 0.05 + self._agents.world_size / 5000  # s; all agents poll the first agent's store
+        return 0.05 + self._agents.world_size / 5000  # in seconds; all agents poll the first agent's store
 
     def _has(self, key: str) -> bool:
         return bool(self._call("check", [key]))
@@ -226,7 +226,8 @@ def _read_restart(value: bytes) -> Restart | None:
 
 def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
     """Wait until all agents have connected, and return their store."""
-    job = elastic_restarts.agents_folder(agents.job)  # not the ranks' own: they use the same host a moment later
+    # Not the ranks' job name, because the ranks use the same host a moment later.
+    job = elastic_restarts.agents_folder(agents.job)
     of_agents = replace(agents, job=job, master_ports=ports.of_job(os.environ, job))
     deadline = time.monotonic() + timeout.total_seconds()
     try:
