@@ -42,7 +42,10 @@ SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script later than t
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Print the decision. If hpcinit.after itself fails, decide to restart nothing and keep the ranks' exit status."""
+    """Print the decision. If hpcinit.after itself fails, decide to restart nothing and keep the ranks' exit status.
+
+    argv: srun's exit status or 'restarted', then KEY=VALUE arguments.
+    """
     what, given = argv[0], dict(pair.partition("=")[::2] for pair in argv[1:])
     policy = Policy(
         on=frozenset(filter(None, given.get("on", "").split(":"))),
@@ -97,7 +100,7 @@ def ended(job: Job, policy: Policy, status: int) -> str:
 def restarted(job: Job, policy: Policy) -> str:
     """Count this restart, unless the previous attempt has already counted it. Return the decision for the batch script.
 
-    Slurm can also requeue a job without its batch script, after a preemption or a node failure.
+    After a preemption or a node failure, Slurm may requeue the job before its batch script can count the restart.
     """
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
@@ -110,7 +113,10 @@ def _still_runs(job: Job) -> bool:
 
 
 def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
-    """Return the comma-separated nodes that the restarted ranks must avoid, or '' if they can't restart in this job."""
+    """Return the comma-separated nodes that the restarted ranks must avoid, or '' if they can't restart in this job.
+
+    why: the reason why the ranks ended.
+    """
     bad = decisions.nodes_at_fault(found, why) if why in decisions.REPLACED else []
     if not bad:
         return ""
@@ -125,7 +131,7 @@ def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
 
 
 def _set_aside(folder: Path, number: str) -> None:
-    """Move the records of earlier ranks to a folder `before-JOB`."""
+    """Move the records of earlier ranks to a folder `before-JOB`. number: the job's SLURM_JOB_ID."""
     aside = folder / f"{elastic_restarts.ASIDE}{number}"
     for path in [*folder.glob("rank-*.json"), *folder.glob(f"{number}.*")]:
         with suppress(OSError):

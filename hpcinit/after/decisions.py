@@ -90,7 +90,10 @@ def _of_failure(facts: Facts, status: int) -> str:
 
 
 def nodes_at_fault(facts: Facts, why: str) -> list[str]:
-    """Return the nodes that the ranks must avoid when they restart in the same job, or [] if they are unknown."""
+    """Return the nodes that the ranks must avoid when they restart in the same job, or [] if they are unknown.
+
+    why: the result of reason().
+    """
     if faulty := [*facts.lost, *facts.unusable] or [*filter(None, facts.hung)][:1]:
         return list(dict.fromkeys(faulty))
     # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.

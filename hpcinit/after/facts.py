@@ -103,7 +103,10 @@ def _hung(job: Job) -> Iterator[str]:
 
 
 def is_running(name: str) -> bool:
-    """Return whether the job's state is RUNNING. If it is not, Slurm is already ending the job."""
+    """Return whether the job's state is RUNNING. If it is not, Slurm is already ending the job.
+
+    name: the job's id as squeue shows it.
+    """
     return _printed("squeue", "--noheader", f"--jobs={name}", "--format=%T").strip() == "RUNNING"
 
 

@@ -150,7 +150,10 @@ def add_verbosity_options(
 
 
 def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixed: bool = False) -> argparse.Namespace:
-    """Parse the arguments `words` and set the verbosity. Raise RequestError if the arguments are wrong."""
+    """Parse the arguments `words` and set the verbosity. Raise RequestError if the arguments are wrong.
+
+    intermixed: whether options may be between positional arguments.
+    """
 
     def refuse(message: str) -> NoReturn:
         raise error(parser, words, message)
@@ -162,7 +165,7 @@ def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixe
 
 
 def parse_known_arguments(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options in `words`. Return them, and the remaining arguments in their order, which are for Hydra."""
+    """Parse the options in `words`. Return them and the remaining arguments, which are for Hydra, in their order."""
     found, rest = parser.parse_known_args(words)
     _set_from_options(found)
     return found, rest

@@ -45,7 +45,13 @@ def find(jobs: Sequence[Job], request: str) -> Job | None:
 
 
 def refuse_duplicate(queued: QueueQuery, request: str) -> None:
-    """Raise RequestError if the request is already in the queue. Wait for the controller if it does not reply."""
+    """Raise RequestError if the request is already in the queue.
+
+    If the controller does not reply, wait for it. If it stays unreachable, raise nothing.
+
+    queued: a query for the user's jobs.
+    request: the hash of the request.
+    """
     waiting = console.ProgressLine()
     try:
         jobs = queued.jobs(

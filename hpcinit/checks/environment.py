@@ -137,7 +137,7 @@ def python(config: Config) -> str:
 
 
 def setup_syntax(config: Config) -> Iterator[str]:
-    """Yield bash's syntax errors for cluster.setup, with its lines.
+    """Yield a message with bash's syntax errors for cluster.setup and with its numbered lines.
 
     Yield nothing if bash is missing or does not exit.
     """

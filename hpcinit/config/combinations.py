@@ -52,6 +52,9 @@ def make(
 
     All combinations must have their overrides in the same order.
 
+    overrides: the overrides on the command line.
+    prepare: called with each request.
+
     labels: the names of the combinations. Without labels, a combination is named after the overrides in which it
     differs, and Hydra composes only one combination per choice of groups.
     """
@@ -172,7 +175,12 @@ class Quick:
         return values, [at for at in swept if at not in values]
 
     def request(self, chosen: Sequence[str], overrides: Sequence[str], at: int, label: str) -> Request | None:
-        """Return the request for a combination, or None if Hydra must compose it."""
+        """Return the request for a combination, or None if Hydra must compose it.
+
+        chosen: the overrides of the combination.
+        overrides: the overrides on the command line.
+        at, label: the number and the name of the combination.
+        """
         if self._few or not self._values:
             return None
         choice = tuple(chosen[place] for place in self._groups)
@@ -249,7 +257,12 @@ class _Base:
     def compose(
         cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
     ) -> _Base | None:
-        """Return the base, or None if Hydra must compose all of its combinations."""
+        """Return the base for a choice of groups, or None if Hydra must compose all combinations with that choice.
+
+        chosen: the overrides of the combination that becomes the base.
+        overrides: the overrides on the command line.
+        swept: those of `chosen` whose values can be varied.
+        """
         try:
             composed = composer.compose(chosen)
             hydras = composed.copy()

@@ -40,6 +40,9 @@ class Batches:
 def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search) -> int:
     """Run the sweeper that the config names until it ends. Return the exit status.
 
+    prepare: called with each request before it is submitted.
+    search: submits the trials.
+
     Raise ConfigError if a request is invalid, before its batch is submitted. Raise Failure if the sweeper fails.
     """
     with hydra_setup.initialized(composer.name):

@@ -150,7 +150,7 @@ def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
 def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple[str, str, bool]:
     """Return an option's name, its value, and whether the value is the next argument.
 
-    The name is '' if the argument is not an option. It is written with dashes.
+    The name is '' if the argument is not an option. It contains dashes instead of underscores, but no leading dashes.
     """
     name, equals, value = argument.partition("=")
     if not argument.startswith("-"):

@@ -61,7 +61,10 @@ class Faults:
         self.grace_s, self.limit_s = grace_s, limit_s
 
     def cut(self, fault: str, at: int, watch: SaveWatch) -> Interruption:
-        """Wait until the training run has made `at` steps, then simulate the fault called `fault`."""
+        """Wait until the training run has made `at` steps, then simulate the fault called `fault`.
+
+        watch: the attempt and its saves.
+        """
         reached = self._reach(at, watch)
         attempt, ranks = watch.attempt, watch.attempt.ranks()
         rank, done = len(ranks) - 1, watch.done()
@@ -86,6 +89,7 @@ class Faults:
 
         save: the save of the undisturbed run at this step.
         at_bytes: the size beyond which a file can't grow.
+        watch: the attempt and its saves.
         """
         reached = self._reach(save.steps - 1, watch)
         attempt, earlier = watch.attempt, watch.saves()

@@ -235,7 +235,10 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
 
 
 def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -> None:
-    """Check the result of the training. Rank 0 prints it as its last line."""
+    """Check the result of the training run. Rank 0 prints it as its last line.
+
+    unseen: the loss on text that was not used for training.
+    """
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit(
             "the parameters differ between the ranks after training, expected the same on all: check the nodes with "

@@ -261,6 +261,8 @@ def become_child(
 ) -> None:
     """Turn this process, a newly forked child, into the local rank `local_rank` of the node `here`.
 
+    folder: the run folder.
+    parent: the process id of the fork server.
     cpus: the CPUs of each local rank, or None to keep the parent's.
     restarts: the warm restarts of this step, or None.
     """

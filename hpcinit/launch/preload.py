@@ -39,6 +39,8 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
     If torch is among them, also import hpcinit's bring-up code. If importing DeepSpeed would initialize CUDA, leave
     that import to each rank.
 
+    devices: the folder with the device files.
+
     Raise RequestError for a module that does not exist, that starts a thread which a fork would lose, or that uses a
     device. Raise BringUpError if an import fails.
     """

@@ -23,6 +23,9 @@ def cpus(
     If launch.cpu_bind is set, it decides. Otherwise, if Slurm confines the node's task to enough CPUs, each rank gets
     whole cores, in order. If the job has the whole node and devices, return None. Each rank then binds itself to the
     CPUs near its device (runtime/devices.py).
+
+    ranks: the number of ranks on the node.
+    allowed: the CPUs that this process may use.
     """
     kind, _, value = _without_verbosity(launch.cpu_bind).partition(":")
     if kind == "none":

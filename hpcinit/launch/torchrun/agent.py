@@ -320,6 +320,10 @@ def run(spec: Spec, path: Path, agents: World, agent_signals: Signals, watch: Ag
     """Run the agent until the ranks of all nodes have ended. Return 0, or the exit status of the failed rank.
 
     If a signal ended that rank, end this process by the same signal. Raise BringUpError if agents are missing.
+
+    path: the file of the spec.
+    agents: the World of the agents, in which each agent is a rank.
+    watch: detects that this agent hangs.
     """
     node = Node(spec, path, agents, agent_signals, watch.polled)
     worker_spec = WorkerSpec(
