@@ -1,6 +1,7 @@
 """`python -m hpcinit.run SPEC | script.py args... | -m module args... | command args...`
 
-It runs once per rank of a job: it determines rank and world, exports torch's variables and runs the program unchanged.
+It runs once per rank of a job. It determines the rank and the world size, exports torch's variables, and runs the
+program unchanged.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ NOT_SPECS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program of the spec or of the arguments as this rank. Return its exit status.
+    """Run the program as this rank, and return its exit status. Raise RequestError if the arguments are wrong.
 
-    Raise RequestError if the arguments or the spec are invalid.
+    argv: the path of a run folder's spec.json, or a program with its arguments.
     """
     processes.die_with_agent()
     if not argv or argv[0] in {"-h", "--help"}:
@@ -65,10 +66,11 @@ def become_rank(
 ) -> int:
     """Run the program as the rank that this process's environment describes. Return its exit status.
 
-    argv: see main.
-    protected: the names of safeguards that are already set.
-    imported: a line about the modules that launch=fork has imported, or ''.
-    check: the check of this node that this process has started, or None.
+    argv: the arguments of main().
+    spec: the spec of the run, or None if argv contains the program.
+    protected: the names of the safeguards (environment variables) that are already set.
+    imported: a line for the log about what launch=fork imported, or ''.
+    check: the running check of this node, or None.
     """
     rank_log.protect()
     what = spec.program if spec else _program_of(list(argv))

@@ -255,7 +255,7 @@ def test_a_job_that_slurm_does_not_know(slurm: MiniSlurm, monkeypatch: pytest.Mo
     here = {**HERE, "SLURM_JOB_ID": "4000000", "SLURM_CONF": slurm.env["SLURM_CONF"]}
     with task_of({**here, "SLURM_JOB_ID": "4000001"}) as pid:
         assert lines_about_processes(here) == [
-            f"process {pid} (sleep) has the environment of job 4000001, which Slurm does not report any more; is it a "
+            f"process {pid} (sleep) has the environment of job 4000001, which Slurm no longer reports; is it a "
             "leftover?"
         ]
 

@@ -88,7 +88,7 @@ def _consistent(config: Config) -> Iterator[str]:
     if image and cluster.container.runtime == "pyxis" and not config.engine.uses_slurm:
         yield (
             f"cluster.container.runtime is pyxis, a plugin of srun, and cluster {cluster.name} has no srun: "
-            "cluster.container.runtime=apptainer"
+            "set cluster.container.runtime=apptainer"
         )
     yield from _mounts(config)
     yield from _options(config)

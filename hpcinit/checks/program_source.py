@@ -109,7 +109,7 @@ def may_not_compile(config: Config) -> Iterator[str]:
         why = "could not be started here" if "/" in python else "may have another version"
         yield (
             f"{name!r} does not compile with Python {sys.version_info[0]}.{sys.version_info[1]}: {error}. "
-            f"{python} of the ranks {why}; check its version"
+            f"The ranks' Python, {python}, {why}; check its version"
         )
 
 

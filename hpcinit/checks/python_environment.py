@@ -111,7 +111,7 @@ def _no_python(key: str, folder: str, expected: str) -> Iterator[str]:
 
 
 def elsewhere(path: Path) -> str:
-    return f"; if {path} exists only on the compute nodes: check_paths=false"
+    return f"; if {path} exists only on the compute nodes, set check_paths=false"
 
 
 def _similar(name: str, path: str) -> str:

@@ -80,7 +80,10 @@ def launch(config: Config) -> Iterator[str]:
     if warm and not chosen.kill_on_bad_exit:
         yield "restart.warm is true, but launch.kill_on_bad_exit is false: a rank that fails would not end the others"
     if warm and chosen.wait_s:
-        yield f"restart.warm is true, but launch.wait_s is {chosen.wait_s}, expected 0: a rank may wait for a restart"
+        yield (
+            f"restart.warm is true, but launch.wait_s is {chosen.wait_s}, expected 0: otherwise srun could end ranks "
+            "that wait for a restart"
+        )
     text = None if config.comm.ports is None else str(config.comm.ports)
     if text is not None and (reason := ports.problem(text)):
         yield f"comm.ports {reason}"

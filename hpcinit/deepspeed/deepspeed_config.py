@@ -93,7 +93,8 @@ def _ignored(chosen: Options) -> list[str]:
         )
     if chosen.optimizer_params and chosen.optimizer == "none":
         found.append(
-            "deepspeed.optimizer_params is set, but deepspeed.optimizer is none: choose an optimizer, or remove them"
+            "deepspeed.optimizer_params is set, but deepspeed.optimizer is none: choose an optimizer, or remove the "
+            "parameters"
         )
     return found
 

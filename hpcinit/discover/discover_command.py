@@ -132,7 +132,7 @@ def _note_shadowed_file(name: str, output: Path | None) -> None:
     """Print a note if cluster=NAME has meant a different file until now."""
     other = folders.find(f"cluster/{name}")
     if output is None and Path(other).is_file():
-        console.note(f"in this folder, cluster={name} is now the new file instead of {other}")
+        console.note(f"in this folder, cluster={name} now selects the new file instead of {other}")
 
 
 def _update(path: Path, before: Document, seen: Site, force: bool) -> int:

@@ -65,7 +65,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
         return
     before, at, after = _write_file(_existing(path))
     clock = clock_skew.clock_skew(before, after, at)
-    advice = "ask the site to synchronize the clocks (chronyd): times in run folders are the file server's"
+    advice = "ask the site to synchronize the clocks (chronyd): the file server sets the times in run folders"
     yield Check("file server's clock", clock.status, str(clock), advice if clock.status != OK else "")
 
 
@@ -207,7 +207,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
         amount for state, amount in states.items() if state.rstrip("*~#!%$@^-+") in USABLE and not state.endswith("*")
     )
     if any(row[3] != "up" for row in rows):
-        advice = "set partition=... to another one, or wait: its jobs do not start"
+        advice = "choose another partition, or wait: this one starts no jobs"
         return Check(about, FAIL, f"{detail}; the partition is {rows[0][3]}", advice)
     if usable < config.nodes:
         detail += f"; usable: {usable}, requested: {config.nodes}"

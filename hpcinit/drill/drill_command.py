@@ -163,7 +163,7 @@ def _run(drill: Drill, attempt: Attempt, as_json: bool) -> int:
     failed = [part for part in parts if part.findings]
     unchecked = [*plan.unchecked, *_not_compared(alone, drill.place)]
     if plan.cut and not frozen.while_saving:
-        unchecked.append("a kill during a save: each save was complete at the first look")
+        unchecked.append("a kill during a save: every save was already complete when the drill first saw it")
     if as_json:
         print(json_output.line("drill", _document(alone, parts, unchecked)), flush=True)
     else:
@@ -195,10 +195,11 @@ def _part_lines(part: Part, shown: set[str]) -> list[str]:
 def _not_compared(alone: Undisturbed, place: Place) -> list[str]:
     found = []
     if not any(step.batch for steps in alone.first.steps for step in steps):
-        found.append("the data order: the program is not one of torch, so its inputs were not seen")
+        found.append("the data order: the program does not use torch, so its inputs were not seen")
     if not losses(alone.first):
         found.append(
-            "losses: none were recognized in the output, so the weights were compared; drill.pattern='...' reads them"
+            "losses: none were recognized in the output, so the weights were compared; to compare losses, set "
+            "drill.pattern='...'"
         )
     if not place.reads_visible:
         found.append(f"which files were read: the file system of {place.root.parent} keeps no access times")

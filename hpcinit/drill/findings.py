@@ -190,7 +190,7 @@ def _of_optimizer(
             # The learning rate is in the optimizer's state, and a scheduler may continue from it.
             had = f"had {own.states} of {expected.states} tensors" if own.states else "was empty"
             yield Finding(
-                OPTIMIZER, f"the optimizer's state {had} at the first step, so the loss jumps and then approaches"
+                OPTIMIZER, f"the optimizer's state {had} at the first step, so the loss jumps, then returns slowly"
             )
         elif rate:
             yield Finding(SCHEDULER, f"the learning rate at step {rate[0]} is {rate[1]:.4g} instead of {rate[2]:.4g}")
@@ -231,12 +231,12 @@ def _of_data(
         read_at = [number for number, step in enumerate(alone.first.steps[rank]) if step.batch == own.batch]
         length = _epoch_length(alone)
         if other is not None or longer or (read_at and length and (number - read_at[0]) % length == 0):
-            what = f"step {number + 1} read the batch of step {read_at[0] + 1}, of an earlier epoch" if read_at else ""
+            what = f"step {number + 1} read step {read_at[0] + 1}'s batch, from an earlier epoch" if read_at else ""
             if longer:
-                what = "the program made more steps than without a fault"
+                what = "the program made more steps than the undisturbed run"
             if other is not None:
                 what = f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
-            yield Finding(EPOCH, f"the program counts epochs from another start: {what}")
+            yield Finding(EPOCH, f"the program counts epochs from the wrong start: {what}")
         elif read_at:
             yield Finding(DATA, f"step {number + 1} read the batch of step {read_at[0] + 1} again")
         elif _other_random(alone, rank, both[rank][0], from_step):
@@ -281,7 +281,7 @@ def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
     missing = [name for name, size in cut.expected.items() if cut.unfinished.get(name) != size]
     for name, size in cut.unfinished.items():
         if cut.state and size <= SMALL_FILE and _refers(cut.state / name, missing):
-            return Finding(LATEST, f"{_names([name])} named {_names(missing)} before that was complete; {seen.text}")
+            return Finding(LATEST, f"{_names([name])} named {_names(missing)} before it was complete; {seen.text}")
     return Finding(TORN, f"{_names(missing) or 'the save'} was incomplete; {seen.text}")
 
 

@@ -117,7 +117,7 @@ class Drill:
                 record.error
                 or (attempt.log() or attempt.job_log()).decode(errors="replace").strip().rpartition("\n")[2]
             )
-            raise Failure(f"the program fails without a fault, with exit status {record.status}: {last}")
+            raise Failure(f"the program failed in the undisturbed run, with exit status {record.status}: {last}")
         if record.done == 0:
             loaded = [name for name in record.read if name in self.place.given and not name.endswith(".py")]
             seen = f" after the program read {loaded[-1]}" if loaded else ""
@@ -128,7 +128,7 @@ class Drill:
             )
         if record.steps and record.steps[0] and record.steps[0][0].states:
             raise RequestError(
-                "the program resumed in its first start, from a checkpoint in the current folder, expected a new "
+                "the program resumed at its first start, from a checkpoint in the current folder, expected a new "
                 "training run: omit that folder with --without FOLDER"
             )
         return record
@@ -168,7 +168,7 @@ class Drill:
         if disk and disk[1] < LEAST_FILE + BYTES_OF_STEP * total:
             disk = None
         if cut and not disk:
-            unchecked.append("a full disk: the checkpoints are not larger than the log, or there is no later one")
+            unchecked.append("a full disk: the checkpoints are not larger than the log, or no later one exists")
         return Plan(dict(sorted(at.items(), key=lambda item: item[1])), killed, cut, disk, unchecked)
 
     def estimate_s(self, first: Record, plan: Plan) -> float:

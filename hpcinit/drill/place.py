@@ -55,7 +55,7 @@ class Place:
         if size > MOST_GB * 1e9:
             raise RequestError(
                 f"{source} has {size / 1e9:.1f} GB, expected at most {MOST_GB:g} GB, because it is copied: "
-                "omit the data with --without NAME, and give the program their absolute path"
+                "omit the data with --without NAME, and give the program the absolute path of the data"
             )
         self.root = Path(tempfile.mkdtemp(prefix="hpcinit-drill-")).resolve()
         self.now, self.work, self.before = self.root / "now", self.root / "now/work", self.root / "before"

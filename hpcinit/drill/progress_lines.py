@@ -113,7 +113,7 @@ def reader_of(pattern: str) -> Reader:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise RequestError(f"drill.pattern={pattern!r} is no regular expression: {error}") from None
+        raise RequestError(f"drill.pattern={pattern!r} is not a regular expression: {error}") from None
     if "step" not in compiled.groupindex:
         raise RequestError(
             f"drill.pattern={pattern!r} has no group 'step', expected one: "

@@ -126,7 +126,7 @@ class Decider:
             return self._end_for_good("", 0)
         cause, node = self._cause()
         if any(final for _, _, final in self._failures):
-            return self._end_for_good("an exit status of 2 or 143 asks for no restart", node)
+            return self._end_for_good("ranks that exit with status 2 or 143 are not restarted", node)
         if refused := self._decide(cause):
             return self._end_for_good(refused, node)
         self.round += 1

@@ -225,7 +225,7 @@ class WarmRestarts:
             if time.monotonic() > until:
                 return f"the memory of the GPUs is not free {MEMORY_S:g} s after the ranks ended (nvidia-smi)"
             if not said:
-                say(f"{self._host}: waiting up to {MEMORY_S:g} s until the GPUs' memory of the ended ranks is free")
+                say(f"{self._host}: waiting up to {MEMORY_S:g} s until the GPU memory of the ended ranks is free")
             said = True
             self._wait_without_ranks(ranks, received, 0.5)
             if self._ends(ranks):
@@ -248,7 +248,7 @@ class WarmRestarts:
                     self._ends_round, node, self._cut_off = self._round, FIRST, True
                 self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._over["over"] and (self._decider is not None or "lost" in order):
-                    say(f"no warm restart any more: {self._over['over']}")
+                    say(f"no more warm restarts: {self._over['over']}")
         # This order may arrive together with the order to start these ranks, before they are forked.
         if self._ends_round == self._round and not ranks.ended_by_order:
             ranks.end_ranks()

@@ -46,7 +46,8 @@ def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequen
         yield from _health(gpu)
     yield from _xids(node, gpus)
     if ranks > 1 and (divided := [gpu.uuid for gpu in gpus if gpu.mig]):
-        detail = f"MIG divides {', '.join(divided)}: a rank uses one instance, and NCCL does not connect two of one GPU"
+        names = ", ".join(divided)
+        detail = f"MIG divides {names}: a rank uses one instance, and NCCL does not connect two instances of one GPU"
         yield Check("devices", WARNING, detail, "request whole GPUs, or start one rank")
 
 
@@ -58,7 +59,7 @@ def _leftovers(node: Node) -> Iterator[Check]:
             yield Check("leftovers", WARNING, detail, f"if you do not need it: kill -9 {task.pid}")
         else:
             jobs = "+".join(task.jobs)
-            detail = f"{process} has the environment of job {jobs}, which Slurm does not report any more"
+            detail = f"{process} has the environment of job {jobs}, which Slurm no longer reports"
             yield Check("leftovers", WARNING, detail, "is it a leftover?")
     if node.files:
         files = node.files
@@ -276,7 +277,7 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
-    """Yield a check for each node on a different network than most nodes, if one of them has an address in the other's.
+    """Yield a check for each node that uses a different network than most, if both have an address in one of the two.
 
     If no node has addresses in both networks, each rack has its own network with routes between them, which is fine.
     """

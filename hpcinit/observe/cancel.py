@@ -136,7 +136,7 @@ def _outcome(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
         return f"was over already: {run.now.name if run.now else find_runs.count_states(run.tasks)}"
     if save:
         waiting = sum(now.name == "PENDING" for _, now in run.parts)
-        left = f"; {counted(waiting, 'task')} not started yet: `hpcinit cancel` also cancels what waits"
+        left = f"; {counted(waiting, 'task')} not started yet: `hpcinit cancel` also cancels the waiting tasks"
         rest = left * bool(run.tasks and waiting)
         return f"will save and exit at its next run.should_stop(); a program that never calls it continues{rest}"
     return _canceled(jobs)

@@ -69,7 +69,7 @@ def remove(place: Place) -> str:
         scratch.sweep(place.path, kernels=True)  # except what its users have locked
         dumps = place.path / safeguards.FLIGHT
         left = next((one for one in place.path.iterdir() if one != dumps), None)
-        if why := place.why_kept() or (f"{left} is not of this host" if left else ""):
+        if why := place.why_kept() or (f"{left} belongs to another host" if left else ""):
             return why
         return remove(replace(place, path=dumps, disk=False)) if dumps.is_dir() else ""
     if why := place.why_kept():
@@ -101,8 +101,8 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
     yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", in_use)
     yield Place(nodes, "nodes that failed, and those added with hpcinit nodes --add")
     # Another clean may be about to put the ops back.
-    yield from _interrupted(ops.parent, "what an interrupted removal left", in_use)
-    yield from _interrupted(nodes.parent, "what an interrupted removal left")
+    yield from _interrupted(ops.parent, "left by an interrupted removal", in_use)
+    yield from _interrupted(nodes.parent, "left by an interrupted removal")
 
 
 def _why_in_use(ops: Path) -> str:

@@ -300,7 +300,7 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
         len(samples),
         sampled["cpu_s"] or 0.0,
         sampled["elapsed_s"],
-        sampled["error"] or ("" if sampled["python"] else f"it is no Python process: {sampled['title']}"),
+        sampled["error"] or ("" if sampled["python"] else f"it is not a Python process: {sampled['title']}"),
         thread,
     )
 

@@ -216,7 +216,7 @@ class StuckRank:
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
         if self.state == ENDED:
-            return f"{who} is not in its program: it has ended there, or has not started"
+            return f"{who} is not running its program: the program has ended, or has not started"
         if self.loader:
             return f"{who} waits for {self.loader}, at {self.at or 'no Python line'}"
         if self.state == ELSEWHERE:

@@ -55,9 +55,9 @@ class StartupTimeout:
         usable = math.floor(left.total_seconds() - RESERVE_S)
         if usable <= 0:
             raise RequestError(
-                f"the job ends in {left.total_seconds():.0f} s (by {' or '.join(JOB_END)}), too soon for a start-up: "
-                f"hpcinit reserves {RESERVE_S:g} s to report its errors. Request more time with time_min. If the job's "
-                "limit was raised after it started, pass a timeout to init()"
+                f"the job ends in {left.total_seconds():.0f} s (according to {' or '.join(JOB_END)}), too soon for "
+                f"a start-up: hpcinit reserves {RESERVE_S:g} s to report its errors. Request more time with time_min. "
+                "If the job's limit was raised after it started, pass a timeout to init()"
             )
         return timedelta(seconds=min(seconds, usable))
 

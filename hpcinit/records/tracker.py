@@ -1,6 +1,6 @@
-"""The variables with which the tracker of rank 0 continues, in each attempt, what it has recorded of the run so far.
+"""Sets the variables with which a tracker (wandb, mlflow) on rank 0 continues the same tracker run in each attempt.
 
-No tracker is imported. Decision 0251.
+No tracker is imported. The reasons are in decision 0251.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from hpcinit.records.spec import MLFLOW, WANDB, Spec
 
 
 def variables(spec: Spec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to the environment of rank 0; {} if the user has set an id."""
+    """Return the variables to add to the environment of rank 0, so that its tracker continues the same tracker run.
+
+    If the user has set the tracker's id, return {}.
+    """
     if spec.tracker == WANDB and "WANDB_RUN_ID" not in environ:
         # The nonce is the same in all attempts, and that of each task and of a resubmission is different.
         own = hashlib.sha256(f"{WANDB} {spec.nonce}".encode()).hexdigest()[:16]
@@ -27,7 +30,10 @@ def variables(spec: Spec, folder: Path, environ: Mapping[str, str]) -> dict[str,
 
 
 def reported(folder: Path) -> str:
-    """Return the id that the program has reported with run.tracker_id(), '' if there is none."""
+    """Return the id that the program reported with run.tracker_id(), or '' if it reported none.
+
+    folder: the run folder.
+    """
     with suppress(OSError):
         text = safe_files.read_text(folder / run_folder.TRACKER).strip()
         return text if text.isprintable() else ""

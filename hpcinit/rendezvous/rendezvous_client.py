@@ -381,7 +381,7 @@ class RendezvousClient(RendezvousEndpoint):
         if found and found.message:
             return found
         return self._fault_of_rank_0(
-            f"does not answer rank {self._world.rank} on {here} any more, so the missing ranks are unknown: has one of "
+            f"no longer answers rank {self._world.rank} on {here}, so the missing ranks are unknown: has one of "
             "the two nodes lost its network, or is rank 0 frozen?"
         )
 

@@ -1,4 +1,4 @@
-"""The largest loss of a ledger, with one action against it."""
+"""Finds where a run lost the most charged time, and suggests one action against that loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ GAIN = 0.1  # of the loss, for an advice about the save interval
 
 
 class Loss(NamedTuple):
-    """The largest loss. unit_s: its GPU-seconds. text: the loss and the action."""
+    """The row of a ledger that lost the most time.
+
+    unit_s: the lost GPU-seconds, or node-seconds without GPUs.
+    text: the loss and what to do about it.
+    """
 
     row: str
     unit_s: float
@@ -47,7 +51,7 @@ class Loss(NamedTuple):
 
 
 def largest(found: Ledger) -> Loss | None:
-    """Return the largest row that is not kept steps, or None if all are small."""
+    """Return the largest loss: the largest row except kept steps. Return None if all losses are small."""
     rows = {row: amount.at for row, amount in found.rows.items() if row != ledger.KEPT}
     row = max(rows, key=lambda row: rows[row])
     if not found.unit_s or rows[row] < LEAST_SHARE * found.unit_s:
@@ -65,12 +69,15 @@ def _after(found: Ledger) -> str:
 
 
 def interrupted(found: Ledger) -> list[Allocation]:
-    """Return the allocations whose end lost steps."""
+    """Return the allocations in which training steps were lost, because they ended after the last save."""
     return [one for one in found.allocations if one.rows[ledger.REPEATED].at > 0]
 
 
 def _interval(found: Ledger, lost: float) -> str:
-    """Return what another interval of saves would have kept."""
+    """Return how much time another interval between saves would have saved, or other advice about saves.
+
+    lost: the GPU-seconds of steps that were lost or repeated.
+    """
     segments = [part for one in found.allocations for start in one.starts for part in start.segments]
     saves = [part for part in segments if part.row == ledger.SAVE and part.count]
     stepped = sum(part.amount.at for part in segments if part.row in (ledger.KEPT, ledger.REPEATED))
@@ -82,14 +89,14 @@ def _interval(found: Ledger, lost: float) -> str:
     mean = found.unit_s / found.charged_s
     kept = lost - failures * mean * best / 2 - (stepped / best - number) * save_s * mean
     if best > 0.8 * now or kept < GAIN * lost:
-        return "the time between saves is near the best: at a preemption, save at SIGTERM with run.should_stop()"
+        return "the time between saves is close to the best: at a preemption, save at SIGTERM with run.should_stop()"
     return (
         f"a save every {minutes(best)} instead of {minutes(now)} would have kept about {hours(kept)}: run.should_save()"
     )
 
 
 def by_node(found: Ledger) -> Iterator[str]:
-    """Yield a sentence for each node that ended at least two starts."""
+    """Yield a sentence for each of the three nodes that caused the most restarts, if at least two each."""
     costs: dict[str, float] = {}
     times: Counter[str] = Counter()
     ends = sum(bool(start.fault) for one in found.allocations for start in one.starts)
@@ -102,15 +109,15 @@ def by_node(found: Ledger) -> Iterator[str]:
     for node, number in times.most_common(3):
         if number > 1:
             spent = f"{hours(costs[node])} {found.unit}"
-            yield f"node {node} caused {number} of {ends} restarts ({spent}): hpcinit nodes --add {node}"
+            yield f"node {node} caused {number} of {ends} restarts ({spent}); exclude it: hpcinit nodes --add {node}"
 
 
 def hours(seconds: float) -> str:
-    """Return '1,240', '12.3' or '0.04' hours."""
+    """Convert seconds to hours, as text such as '1,240', '12.3' or '0.0400'."""
     value = seconds / 3600
     return f"{value:,.{0 if value >= 99.5 else 1 if value >= 9.95 else 2 if value >= 0.095 else 4}f}"
 
 
 def minutes(seconds: float) -> str:
-    """Return '12 min', or '30 s' for a time below two minutes."""
+    """Return a time as text: '12 min', or '30 s' if it is below two minutes."""
     return f"{seconds / 60:.0f} min" if seconds >= 119.5 else f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""What Slurm charged: the allocations of jobs, from sacct, which alone knows the requeues of a job."""
+"""Reads from sacct what Slurm charged for jobs. Only sacct has one record for each requeue of a job."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ REASONS = {
 
 
 def query(arguments: Iterable[str]) -> list[Allocation]:
-    """Return the allocations of sacct with these arguments, by their start; [] without accounting or a reply.
+    """Return the allocations that sacct lists with these arguments, in the order of their starts.
 
-    The first component of a heterogeneous job contains the GPUs and nodes of the others.
+    Without accounting, or if Slurm does not reply, return []. The components of a heterogeneous job count as one
+    allocation.
     """
     rows: list[list[str]] = []
     with suppress(Unreachable):
@@ -55,7 +56,7 @@ def query(arguments: Iterable[str]) -> list[Allocation]:
 
 
 def of_jobs(jobs: Sequence[str]) -> list[Allocation]:
-    """Return the allocations of these jobs."""
+    """Return the allocations of the jobs with these ids, from sacct."""
     found: list[Allocation] = []
     for at in range(0, len(jobs), queue.MOST):
         found += query([f"--jobs={','.join(jobs[at : at + queue.MOST])}"])
@@ -63,7 +64,7 @@ def of_jobs(jobs: Sequence[str]) -> list[Allocation]:
 
 
 def _allocation(row: Sequence[str]) -> Allocation | None:
-    """Return the allocation of one row of sacct, or None if it has not started."""
+    """Return the allocation in one row of sacct's output, or None if the job has not started."""
     cell = dict(zip(FIELDS, row, strict=True))
     begin, end, submitted = (seconds_of(cell[name]) for name in ("Start", "End", "Submit"))
     state = cell["State"].partition(" ")[0]
@@ -85,14 +86,20 @@ def _allocation(row: Sequence[str]) -> Allocation | None:
 
 
 def gpus_of(tres: str) -> int:
-    """Return the GPUs in 'cpu=8,gres/gpu:a100=4,gres/gpu=4': the entry without a type counts all types."""
+    """Return the number of GPUs in a text such as 'cpu=8,gres/gpu:a100=4,gres/gpu=4'.
+
+    The entry without a type, if there is one, already includes all types.
+    """
     found = [(kind, int(number)) for kind, number in GPUS.findall(tres)]
     whole = [number for kind, number in found if not kind]
     return whole[0] if whole else sum(number for _, number in found)
 
 
 def seconds_of(text: str) -> float | None:
-    """Return the time of '2026-11-21T14:02:11', in this machine's time zone, in seconds since 1970, or None."""
+    """Convert a time such as '2026-11-21T14:02:11', in this machine's time zone, to seconds since 1970.
+
+    If the text is not a time, return None.
+    """
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -1,7 +1,7 @@
-"""The ledger: what the charged time of a run was, in rows that add up to it.
+"""Defines the ledger, which shows what the charged time of a run was used for. Its rows add up to the charged time.
 
-An allocation is what Slurm charges for: one job, or one requeue of it. Readers divide each allocation into segments,
-and this module adds them up. A time that has only bounds has a range, which the rows inherit.
+An allocation is what Slurm charges for: one job, or one requeue of it. Other modules divide each allocation into
+segments, and this module adds them up. If a time has bounds instead of an exact value, the rows also have bounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = [row for row in TITLES if row != QUEUE]  # they add up to what was charge
 
 
 class Time(NamedTuple):
-    """A time, in seconds since 1970, and the bounds within which it may be."""
+    """A time, in seconds since 1970, and the earliest and the latest time that are possible."""
 
     at: float
     low: float
@@ -49,7 +49,7 @@ def exact(at: float) -> Time:
 
 
 class Amount(NamedTuple):
-    """Seconds, and their range."""
+    """A number of seconds, and the lowest and the highest number that are possible."""
 
     at: float = 0.0
     low: float = 0.0
@@ -61,8 +61,11 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of an allocation. first, last: of steps, the number of finished steps at its start and end, -1 if unknown.
-    count: reports of steps, or saves."""
+    """A part of an allocation, which belongs to one row of the ledger.
+
+    first, last: for training steps, how many were finished at the start and at the end. -1 if unknown.
+    count: how many steps were reported in the segment, or how many saves it contains.
+    """
 
     row: str
     begin: Time
@@ -81,10 +84,14 @@ class Segment:
 class Start:
     """One start of the ranks inside an allocation.
 
-    segments: one after the other, from its start to its end. used: the share of the allocation's GPUs whose nodes the
-    ranks use. resumed: the step that it continued from, -1 if unknown, within resumed_within steps. stopped: the ranks
-    saved and exited, or completed. fault: the node that ended it, '' if unknown. report: its start-up, None if unknown.
-    open_s: by how many seconds a row may be less, and more, than its segments.
+    segments: the parts of the time between its start and its end, in order.
+    used: the share of the allocation's nodes that the ranks use.
+    resumed: the step from which training continued, or -1 if unknown.
+    resumed_within: by how many steps `resumed` may be wrong.
+    stopped: whether the ranks saved and exited, or completed.
+    fault: the node that caused its end, or '' if unknown.
+    report: its start-up, or None if unknown.
+    open_s: for each row, by how many seconds it may be shorter, and longer, than the sum of its segments.
     """
 
     segments: tuple[Segment, ...]
@@ -99,10 +106,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm charges for. restart: the number of requeues before. units: its GPUs, or its nodes without GPUs.
+    """What Slurm charges for: one job, or one requeue of it.
 
-    queued_s: since its submission, or since the requeue. reason: why it ended, '' if unknown or if it completed.
-    suspended_s: not charged.
+    restart: how often the job had been requeued before.
+    units: the number of its GPUs, or of its nodes if it has no GPUs.
+    queued_s: how long it was in the queue, since its submission or its requeue. None if unknown.
+    reason: why it ended, or '' if that is unknown or if it completed.
+    suspended_s: how long it was suspended, which is not charged.
     """
 
     job: str
@@ -124,7 +134,7 @@ class Allocation:
 
     @cached_property
     def rows(self) -> dict[str, Amount]:
-        """Return the seconds of the allocation by row; they add up to charged_s."""
+        """Return the seconds of each row of this allocation. They add up to charged_s."""
         found = dict.fromkeys(ROWS, Amount())
         for start in self.starts:
             for segment in start.segments:
@@ -141,9 +151,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The allocations of a run, or of several, in the order of their start.
+    """The allocations of one or more runs, in the order of their starts.
 
-    guessed: hpcinit did not record them, so that what is unknown may belong to any row.
+    guessed: whether the rows are estimates from logs, because hpcinit did not submit the job. Time in the row 'unknown'
+        may then belong to any row.
     """
 
     name: str
@@ -156,7 +167,7 @@ class Ledger:
 
     @property
     def unit_s(self) -> float:
-        """GPU-seconds, or node-seconds without GPUs."""
+        """Return the charged GPU-seconds, or the node-seconds if no GPUs were used."""
         return sum(one.charged_s * one.units for one in self.allocations)
 
     @property
@@ -165,7 +176,7 @@ class Ledger:
 
     @property
     def gpus(self) -> float:
-        """The GPUs of an allocation; of allocations of several sizes, the mean over the charged time."""
+        """Return the number of GPUs. If allocations have different numbers, return the mean over the charged time."""
         return self.unit_s / self.charged_s if self.charged_s and any(one.gpus for one in self.allocations) else 0.0
 
     @property
@@ -174,7 +185,7 @@ class Ledger:
 
     @cached_property
     def rows(self) -> dict[str, Amount]:
-        """Return the GPU-seconds (node-seconds) of each row; they add up to unit_s."""
+        """Return the GPU-seconds, or node-seconds, of each row. They add up to unit_s."""
         found = dict.fromkeys(ROWS, Amount())
         for one in self.allocations:
             for row, amount in one.rows.items():
@@ -184,7 +195,7 @@ class Ledger:
 
 
 def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """Return the allocations with the steps that a later start repeated, or that were lost, in their own row."""
+    """Return the allocations, with steps that were lost or that a later start repeated moved to their own row."""
     starts = [(at, start) for at, one in enumerate(allocations) for start in one.starts]
     found = [start for _, start in starts]
     for number, start in enumerate(found):
@@ -201,7 +212,10 @@ def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
 
 
 def _cut(start: Start, step: int, within: int) -> Start:
-    """Return the start with its steps after `step` as repeated ones."""
+    """Return the start, with its training steps after `step` counted as repeated.
+
+    within: by how many steps `step` may be wrong.
+    """
     segments: list[Segment] = []
     for one in start.segments:
         if one.row != KEPT or one.last <= step:
@@ -222,8 +236,10 @@ def _when(one: Segment, step: int) -> float:
 
 
 def _cut_after_save(start: Start) -> Start:
-    """Return the start with the steps after its last save as lost ones, if it has saved and its steps have no
-    numbers."""
+    """Return the start, with the training steps after its last save counted as lost.
+
+    If it has no save, or if its steps have numbers, return it unchanged.
+    """
     last = max((at for at, one in enumerate(start.segments) if one.row == SAVE), default=-1)
     if last < 0 or any(one.row == KEPT and one.last >= 0 for one in start.segments):
         return start
@@ -237,7 +253,10 @@ def _cut_after_save(start: Start) -> Start:
 
 
 def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """Yield the segments, neighbors of one row as one: their common boundary adds nothing to the range of the row."""
+    """Join neighboring segments of the same row, and yield the result.
+
+    A boundary between them would make the bounds of the row wider than they are.
+    """
     last: Segment | None = None
     for one in segments:
         if last is not None and (last.row, last.last) == (one.row, one.first):

@@ -1,6 +1,6 @@
-"""What a program's log shows about its training: steps with their times, saves, loads, evaluations and ends.
+"""Reads what a program's log shows about its training: steps with their times, saves, loads, evaluations and ends.
 
-A line needs no known format: its time is recognized in one of the usual forms, and a step by its name or its bar.
+The log may have any format. A time is recognized by its usual forms, and a step by its name or by a progress bar.
 """
 
 from __future__ import annotations
@@ -82,9 +82,17 @@ CAUSED = re.compile(r"Traceback \(most recent call last\)|srun: error:|OutOfMemo
 
 
 class Event(NamedTuple):
-    """time: seconds since 1970, None if the line has none. kind: line, step, save, load, eval, hang, signal, restart,
-    ended, error. done: the line is about the end of a save, a load or an evaluation. each_s: of a step, as printed.
-    bar_s: the time that its bar shows. form: how its step is written."""
+    """What one line of a log shows.
+
+    time: seconds since 1970, or None if the line shows no time.
+    kind: line, step, save, load, eval, hang, signal, restart, ended or error.
+    step: the number of the training step, or -1.
+    done: whether the line reports the end of a save, a load or an evaluation.
+    each_s: how many seconds a step takes, as printed, or 0.
+    total: the number of steps of the run, as printed, or 0.
+    bar_s: the elapsed time that a progress bar shows, or -1.
+    form: in which form the line shows the step (the index in STEPS), or -1.
+    """
 
     time: float | None
     kind: str
@@ -98,9 +106,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """The events of one log. zoned: its times name their time zone. written: when the file was last changed.
+    """The events of one log.
 
-    daily: its times have no date.
+    written: when the file was last changed.
+    zoned: whether its times include their time zone.
+    daily: whether its times have no date.
     """
 
     path: Path
@@ -111,7 +121,7 @@ class Stream:
 
     @property
     def stamped(self) -> bool:
-        """Whether its steps have times; or, without steps, some of its lines."""
+        """Return whether most lines about steps have a time. Without such lines, return whether any line has one."""
         steps = [one.time is not None for one in self.events if one.kind == "step"]
         return 2 * sum(steps) > len(steps) if steps else any(one.time is not None for one in self.events)
 
@@ -124,10 +134,11 @@ class Stream:
 
 
 def read(path: Path, near: float, day_first: bool = False, sample: bool = False) -> Stream | None:
-    """Return the events of a log, or None if it is no text or cannot be read.
+    """Return the events of a log, or None if the file is not text or cannot be read.
 
-    near: a time at its start, for times without a date or a year. day_first: '03/04' is the 3rd of April. sample: of
-    many lines that are alike, read a part.
+    near: when the log approximately starts. It completes times without a date or a year.
+    day_first: whether '03/04' means the 3rd of April.
+    sample: whether to read only some of many similar lines.
     """
     try:
         data, written = _bytes(path, MOST_BYTES), path.stat().st_mtime
@@ -145,7 +156,7 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
 
 
 def beginning(path: Path) -> str:
-    """Return the first 64 KB of a log, '' if it cannot be read."""
+    """Return the first 64 KB of a log, or '' if it cannot be read."""
     try:
         return _bytes(path, 1 << 16).decode(errors="replace")
     except (OSError, EOFError):
@@ -158,7 +169,7 @@ def _bytes(path: Path, most: int) -> bytes:
 
 
 class _Stamps:
-    """Reads the time of one line after the other."""
+    """Reads the times in the lines of a log, which must be passed in order."""
 
     def __init__(self, near: float, day_first: bool) -> None:
         self._near, self._day_first = datetime.fromtimestamp(near), day_first
@@ -205,7 +216,7 @@ class _Stamps:
         return at.timestamp() + fraction
 
     def _of_day(self, clock: Sequence[int], fraction: float) -> float:
-        """Return a time without a date: on the first day, or on the next one when the clock goes back."""
+        """Return the time of a line that shows no date. If the clock goes back, use the next day."""
         self.daily = True
         day = datetime.fromtimestamp(self._last) if self._last else self._near
         at = day.replace(hour=clock[0], minute=clock[1], second=clock[2], microsecond=0).timestamp() + fraction
@@ -215,16 +226,20 @@ class _Stamps:
 
 
 class _Form(NamedTuple):
-    """How a line shows a step: its number in STEPS, and the pattern of the seconds of a step with their unit."""
+    """How a line shows a training step.
+
+    number: the index of its pattern in STEPS.
+    each: the pattern for the seconds per step, and the unit in seconds. None if the line does not show them.
+    """
 
     number: int
     each: tuple[re.Pattern[str], float] | None
 
 
 class _Lines:
-    """Reads one line after the other. The shape of a line is the line with 0 for each digit.
+    """Reads the lines of a log, which must be passed in order. The shape of a line is the line with 0 for each digit.
 
-    Most lines are steps of a few shapes, so the patterns are tried once for a shape.
+    Most lines report steps and have one of a few shapes. So the patterns are tried only once for each shape.
     """
 
     def __init__(self, stamps: _Stamps) -> None:
@@ -277,7 +292,11 @@ def _events(text: str, stamps: _Stamps, sample: bool) -> Iterator[Event]:
 
 
 def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:
-    """Yield what one line shows, except a step. own: its time. at: the last known time."""
+    """Yield the events that one line shows, except a training step.
+
+    own: the time in this line, or None.
+    at: the last known time in the log, or None.
+    """
     time = own if own is not None else at
     if found := ENDS.search(line):
         if found[1]:
@@ -298,13 +317,13 @@ def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:
 
 
 def _number_in(line: str) -> int:
-    """Return the step of a line about a checkpoint, -1 if it has none."""
+    """Return the step in a line about a checkpoint, or -1 if it shows none."""
     found = LOADED_STEP.search(line)
     return int(found[1]) if found else -1
 
 
 def _form(line: str) -> _Form | None:
-    """Return how the line shows a step, None if it shows none."""
+    """Return in which form the line shows a training step, or None if it shows none."""
     number = next((at for at, form in enumerate(STEPS) if form.search(line)), None)
     if number is None:
         return None

@@ -1,4 +1,4 @@
-"""The ledger as text with a bar, as lines of CSV, and as a picture (SVG)."""
+"""Shows a ledger as text with a bar, as CSV, and as a picture (SVG)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLORS = {
 
 
 def headline(found: Ledger) -> str:
-    """Return '1,240 GPU-hours in 5 attempts (9 to 14 Nov), 71 % kept steps'."""
+    """Return the summary, such as '1,240 GPU-hours in 5 attempts (09 Nov 2026 to 14 Nov 2026), 71 % kept steps'."""
     starts = sum(max(1, len(one.starts)) for one in found.allocations)
     days = [datetime.fromtimestamp(at) for one in found.allocations for at in (one.begin, one.end)]
     first, last = (f"{day:%d %b %Y}" for day in (min(days), max(days)))
@@ -43,7 +43,7 @@ def headline(found: Ledger) -> str:
 
 
 def percent(found: Ledger, row: str) -> str:
-    """Return '71 %', or 'between 60 and 75 %'."""
+    """Return a row's share of the charged time: '71 %', or 'between 60 and 75 %' if it is uncertain."""
     low, high = (100 * value / (found.unit_s or 1.0) for value in found.rows[row][1:])
     if high - low > 1:
         return f"between {low:.0f} and {min(high, 100):.0f} %"
@@ -51,13 +51,13 @@ def percent(found: Ledger, row: str) -> str:
 
 
 def shares(found: Ledger) -> list[tuple[str, float]]:
-    """Return (row, share) of the rows that are large enough to show, the largest first."""
+    """Return (row, share of the charged time) for the rows that are large enough to show, largest first."""
     every = [(row, amount.at / (found.unit_s or 1.0)) for row, amount in found.rows.items()]
     return sorted((one for one in every if one[1] >= SHOWN), key=lambda one: -one[1])
 
 
 def bar(found: Ledger) -> str:
-    """Return the rows as blocks with their names: '█████ steps 71 %  ██ repeated 14 %'."""
+    """Return the rows as a bar of blocks, such as '█████ steps 71 %  ██ repeated 14 %'."""
     parts = []
     for row, share in shares(found):
         blocks = "█" * int(share * WIDTH) + "▌" * (share * WIDTH % 1 >= 0.5)
@@ -66,7 +66,10 @@ def bar(found: Ledger) -> str:
 
 
 def lines(found: Ledger, title: str = "") -> Iterator[str]:
-    """Yield the text of the report."""
+    """Yield the lines of the report on a ledger.
+
+    title: the text before the summary on the first line.
+    """
     yield f"{title}{headline(found)}"
     if not found.unit_s:
         return
@@ -89,7 +92,7 @@ def _is_range(found: Ledger, amount: ledger.Amount) -> bool:
 
 
 def attempt_lines(found: Ledger) -> Iterator[str]:
-    """Yield a line for each allocation, if there are several."""
+    """Yield an empty line and one line for each allocation. If there is only one allocation, yield nothing."""
     if len(found.allocations) < 2:
         return
     yield ""
@@ -104,7 +107,7 @@ def attempt_lines(found: Ledger) -> Iterator[str]:
 
 
 def csv_text(found: Sequence[Ledger]) -> str:
-    """Return one line for each run, allocation and row."""
+    """Return the ledgers as CSV, with a header and one line for each row of each allocation."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "job", "restart", "begin", "nodes", "gpus", "row", "seconds", "low_s", "high_s"))
@@ -118,7 +121,7 @@ def csv_text(found: Sequence[Ledger]) -> str:
 
 
 def svg(found: Ledger) -> str:
-    """Return a picture: a bar of all rows, and below it a bar of each attempt over time."""
+    """Return a picture of the ledger as SVG: a bar with all rows, and below it one bar per attempt on a time axis."""
     shown, wide, high = found.allocations[-40:], 900, 18
     height = 110 + (high + 6) * len(shown) + 20 * ((len(ledger.ROWS) + 4) // 5)
     parts = [

@@ -1,4 +1,4 @@
-"""The ledger of a job that hpcinit did not submit: from sacct, the times in its logs and those of its checkpoints."""
+"""Makes the ledger of a job that hpcinit did not submit, from sacct, its logs and the times of its checkpoint files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_CHOICES = 20_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: its step, and when its first and last file were written."""
+    """A checkpoint: its step, and when its first and its last file were written (`begin`, `end`)."""
 
     step: int
     begin: float
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 def find(word: str) -> Ledger | None:
-    """Return the ledger of the job whose logs are in the folder `word`, None for a run folder or without logs."""
+    """Return the ledger of the job whose logs are at the path `word`, or None for a run folder or without logs."""
     place = Path(word)
     if not word or not place.exists() or (place.is_dir() and any((place / name).exists() for name in OURS)):
         return None
@@ -57,7 +57,7 @@ def find(word: str) -> Ledger | None:
 
 
 def of_slurm(word: str) -> Ledger | None:
-    """Return the ledger of the job with this id, None if Slurm does not know it."""
+    """Return the ledger of the job with the id `word`, or None if `word` is not an id that Slurm knows."""
     if not re.fullmatch(r"\d+(?:_\d+)?", word):
         return None
     found = charges.of_jobs([word])
@@ -70,7 +70,7 @@ def of_slurm(word: str) -> Ledger | None:
 
 
 def files(place: Path) -> Iterator[Path]:
-    """Yield the files below a folder, at most MOST_FILES."""
+    """Yield the files below a folder, at most MOST_FILES of them."""
     number = 0
     for folder, below, names in os.walk(place):
         below[:] = [name for name in below if name not in (".git", ".venv", "__pycache__", "node_modules")]
@@ -82,7 +82,8 @@ def files(place: Path) -> Iterator[Path]:
 
 
 def _logs_of(job: str) -> list[Path]:
-    """Return the logs of a job: as sacct or scontrol name them, or those in this folder with its id in their name."""
+    """Return the log files of a job: those that sacct or scontrol lists, or else those below the current folder whose
+    names contain its id."""
     names: set[str] = set()
     for command in (
         ("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job}", "--format=StdOut,StdErr,WorkDir,JobName"),
@@ -120,7 +121,7 @@ def _glob(name: str) -> list[Path]:
 
 
 def _allocations(logs: Sequence[Path]) -> list[Allocation]:
-    """Return what Slurm charged for the jobs whose ids are in the names of the logs, or else in their text."""
+    """Return the allocations of the jobs whose ids are in the names of the logs, or else in their text."""
     names = {found for path in logs for found in JOB_IN_NAME.findall(path.name)}
     known = charges.of_jobs(sorted(names)) if names else []
     if known:
@@ -133,9 +134,11 @@ def _allocations(logs: Sequence[Path]) -> list[Allocation]:
 
 
 def checkpoints(paths: Sequence[Path], place: Path, whole_s: float = 0.0) -> list[Checkpoint]:
-    """Return the checkpoints among the files, by their step; [] if their times are those of a copy.
+    """Return the checkpoints among the files `paths`, in the order of their steps.
 
-    whole_s: the time of all attempts.
+    If the times show that the files were copied later, return [].
+    place: the folder that was searched.
+    whole_s: how many seconds all attempts took together.
     """
     times: dict[int, list[float]] = {}
     for path in paths:
@@ -173,8 +176,10 @@ def _ledger(
 
 
 def _stream(path: Path, allocations: Sequence[Allocation]) -> Stream | None:
-    """Return the events of a log, with times by Slurm's clock: in another time zone or order of day and month if that
-    fits."""
+    """Return the events of a log, with their times corrected to Slurm's clock. Return None if it cannot be read.
+
+    Try other time zones and the other order of day and month, and choose those that fit the allocations best.
+    """
     own = [one for one in allocations if one.job.partition("_")[0] in path.name] or list(allocations)
     near = own[0].begin if own else path.stat().st_mtime
     best: tuple[float, Stream] | None = None
@@ -201,7 +206,7 @@ def _fit(times: Sequence[float], own: Sequence[Allocation], shift: float) -> flo
 
 
 def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
-    """Return an allocation for each log, from its first to its last time: without accounting there is nothing else."""
+    """Return an allocation for each log, from its first to its last time. This replaces Slurm's accounting."""
     found: list[Allocation] = []
     for stream in streams:
         times = [one.time for one in stream.events if one.time is not None]
@@ -222,7 +227,7 @@ def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
 def _pieces(
     allocations: Sequence[Allocation], streams: Sequence[Stream], saves: Sequence[Checkpoint]
 ) -> list[list[Piece]]:
-    """Return the pieces of each allocation."""
+    """Return, for each allocation, its pieces: one for each start of the ranks."""
     events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
     slack: list[tuple[float, float]] = [(0.0, 0.0) for _ in allocations]
     for stream in streams:
@@ -260,7 +265,10 @@ def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterato
 def _split(
     one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], slack: tuple[float, float]
 ) -> Iterator[Piece]:
-    """Yield the starts inside an allocation: a new one is where the steps go back after a restart."""
+    """Yield a piece for each start of the ranks inside an allocation. A new one is where step numbers go back.
+
+    slack: by how many seconds the times may be wrong, earlier and later.
+    """
     cuts: list[int] = []
     last = -1
     restart = 0
@@ -300,7 +308,11 @@ def _split(
 def _unstamped(
     stream: Stream, allocations: Sequence[Allocation], saves: Sequence[Checkpoint]
 ) -> Iterator[tuple[int, list[Event], tuple[float, float]]]:
-    """Yield (allocation, its events with estimated times, how far they may be wrong) of a log without times."""
+    """Estimate the times of the events in a log that shows no times.
+
+    For each attempt in the log, yield the index of its allocation, the events, and by how many seconds their times may
+    be wrong (earlier, later).
+    """
     every = chunks(stream.events)
     own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
     own = own or list(range(len(allocations)))
@@ -315,7 +327,7 @@ def _unstamped(
 
 
 def chunks(events: Sequence[Event]) -> list[list[Event]]:
-    """Return the events of each attempt: a new one is after Slurm's message of its end, or where steps go back."""
+    """Divide the events by attempt. An attempt starts after Slurm's message about an end, or where steps go back."""
     found: list[list[Event]] = [[]]
     last = -1
     for event in events:
@@ -331,7 +343,7 @@ def chunks(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
-    """Return (seconds, step) of the steps, from the time that their bars or lines show; seconds are 0 at the first."""
+    """Return (seconds since the first step, step) for each step, from progress bars or the printed seconds per step."""
     steps = [event for event in chunk if event.kind == "step"]
     if not steps:
         return []
@@ -358,13 +370,17 @@ def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def _mean_of_most(values: Sequence[float]) -> float:
-    """Return the mean without the largest tenth, which contains the first steps and saves; 0 for no values."""
+    """Return the mean of all but the largest tenth, which contains first steps and saves. Without values, return 0."""
     most = sorted(values)[: max(1, len(values) - len(values) // 10)]
     return statistics.fmean(most) if most else 0.0
 
 
 def _places(lengths: Sequence[float], allocations: Sequence[Allocation]) -> list[int]:
-    """Return for each attempt in a log its allocation, in order: those in which it fits best."""
+    """Return, for each attempt in a log, the index of its allocation. The attempts stay in order.
+
+    Choose the allocations whose durations fit best.
+    lengths: the known duration of each attempt in seconds.
+    """
     if len(lengths) > len(allocations):
         return [min(at, len(allocations) - 1) for at in range(len(lengths))]
     best: tuple[float, Sequence[int]] | None = None
@@ -387,9 +403,11 @@ def _placed(
     saves: Sequence[Checkpoint],
     written: float | None,
 ) -> tuple[list[Event], tuple[float, float]]:
-    """Return the events with times inside the allocation, and how far these may be early and late.
+    """Return the events of an attempt with times inside its allocation `one`.
 
-    written: when the last line was written, None if unknown.
+    Also return by how many seconds these times may be wrong (earlier, later).
+    span: what _relative() returned.
+    written: when the last line was written, or None if unknown.
     """
     if not span:
         return [event for event in chunk if event.time is not None], (0.0, 0.0)
@@ -409,16 +427,21 @@ def _placed(
 
 
 def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint]) -> list[Event]:
-    """Return the events of one attempt with times inside `one`. anchors: known times of steps."""
+    """Return the events of one attempt with estimated times, which are inside its allocation `one`.
+
+    anchors: steps with their exact times.
+    """
     return _placed(chunk, _relative(chunk), one, anchors, None)[0]
 
 
 def _times(
     span: Sequence[tuple[float, int]], one: Allocation, saves: Sequence[Checkpoint], written: float | None
 ) -> tuple[dict[int, float], tuple[float, float]]:
-    """Return the time of each step, and how far these may be early and late.
+    """Return the estimated time of each step, and by how many seconds the times may be wrong (earlier, later).
 
-    span: (seconds since the first one, step).
+    span: (seconds since the first step, step) for each step.
+    one: the allocation in which the steps were made.
+    written: when the last line of the log was written, or None if unknown.
     """
     length, first = span[-1][0], span[0][1]
     number = max(1, span[-1][1] - first)
@@ -455,9 +478,12 @@ def _times(
 
 
 def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:
-    """Return the time of a step, from those of saved steps: what a step is longer than usual is before the next one.
+    """Return the estimated time of a step, from the exact times of saved steps.
 
-    usual: seconds of a step as printed, 0 if unknown. pace: as the checkpoints show it, with the saves.
+    If the steps between two saves took longer than usual, the additional time is placed just before the second save.
+    anchors: (step, time) of each saved step.
+    usual: the seconds per step that the log shows, or 0 if unknown.
+    pace: the seconds per step according to the checkpoints, including the time of saves.
     """
     each = min(usual, pace) or pace
     number = bisect.bisect_left(anchors, (step, 0.0))

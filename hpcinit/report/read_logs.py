@@ -1,7 +1,8 @@
-"""Divide the time of an allocation by what logs and checkpoint files show, with the bounds of what they leave open.
+"""Divides the time of an allocation by what logs and checkpoint files show, with bounds for what they do not show.
 
-A log shows a step when it prints one, perhaps every 50th, and rarely how long a save or an evaluation took. So what
-an interval between two printed steps took longer than usual is the save or the evaluation inside it.
+A log shows only the steps that the program prints, perhaps every 50th, and rarely how long a save or an evaluation
+took. If an interval between two printed steps took longer than usual, the excess is the time of the save or evaluation
+in it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ SLACK = 0.15  # of an excess
 
 @dataclass(frozen=True)
 class Piece:
-    """One start: from `begin` to `end`, with its events in the order of time.
+    """One start of the ranks, from `begin` to `end`, with its events in the order of time.
 
-    saves: when files of checkpoints were finished, and their steps. completed: Slurm reports success. before: the
-    last step of earlier starts, -1 for the first one. slack_s: how far the times may be wrong, earlier and later.
-    lost_node: Slurm ended it because a node failed. hung: a hang was reported.
+    saves: (time, step) of each checkpoint: when its files were complete.
+    completed: whether Slurm reports success.
+    lost_node: whether Slurm ended it because a node failed.
+    hung: whether a hang was reported.
+    before: the last step of earlier starts, or -1 for the first start.
+    slack_s: by how many seconds the times may be wrong, earlier and later.
+    known_steps: the steps of all checkpoints of the run.
     """
 
     begin: float
@@ -41,11 +46,14 @@ class Piece:
     hung: bool = False
     before: int = -1
     slack_s: tuple[float, float] = (0.0, 0.0)
-    known_steps: Sequence[int] = field(default=())  # of checkpoints
+    known_steps: Sequence[int] = field(default=())
 
 
 def divide(piece: Piece, ready: float | None = None) -> Start:
-    """Return the segments of the piece. ready: when init() returned, if known: only the time after it is divided."""
+    """Divide a piece into segments, and return them as a Start.
+
+    ready: when init() returned, or None if unknown. Only the time after it is divided.
+    """
     steps = _with_checkpoints(piece, _steps(piece.events))
     begin = piece.begin if ready is None else ready
     if len(steps) < 2:
@@ -69,7 +77,7 @@ def divide(piece: Piece, ready: float | None = None) -> Start:
 
 
 def _in_order(segments: Sequence[Segment], end: float) -> Iterator[Segment]:
-    """Yield the segments, each from the end of the one before, and none after the end of the piece."""
+    """Yield the segments so that each starts where the previous one ends, and none lasts longer than until `end`."""
     now: Time | None = None
     for one in segments:
         begin = one.begin if now is None else now
@@ -79,7 +87,10 @@ def _in_order(segments: Sequence[Segment], end: float) -> Iterator[Segment]:
 
 
 def _open(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> dict[str, tuple[float, float]]:
-    """Return by how much rows may differ: where the steps are placed by guess, and for saves that nothing shows."""
+    """Return, for each row, by how many seconds it may be shorter and longer than the sum of its segments.
+
+    A row is uncertain if the times of the steps are estimates.
+    """
     early, late = piece.slack_s
     slack = early + late
     found: dict[str, tuple[float, float]] = {}
@@ -91,7 +102,7 @@ def _open(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> dic
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[float, int]]:
-    """Return (time, step) of the printed steps, each later than the one before."""
+    """Return (time, step) of the printed steps. Omit a step if its number or time is before the previous one."""
     found: list[tuple[float, int]] = []
     for one in events:
         if one.kind == "step" and one.time is not None:
@@ -102,14 +113,17 @@ def _steps(events: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def _with_checkpoints(piece: Piece, steps: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return the steps, with those of checkpoints after the last printed one: a killed program loses buffered lines."""
+    """Return the steps, plus the steps of later checkpoints, because a killed program loses lines that it buffered."""
     last = steps[-1] if steps else (piece.begin, -1)
     more = sorted((at, step) for at, step in piece.saves if at > last[0] and step > last[1])
     return [*steps, *(one for one, before in zip(more, [last, *more], strict=False) if one[1] > before[1])]
 
 
 def _usual(steps: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """Return the usual seconds of a step, and how many steps are usually between two printed ones."""
+    """Return how many seconds a step usually takes, and how many steps are usually between two printed ones.
+
+    steps: (time, step) of each printed step.
+    """
     pairs = [((b[0] - a[0]) / (b[1] - a[1]), b[1] - a[1]) for a, b in itertools.pairwise(steps)]
     every = Counter(number for _, number in pairs).most_common(1)[0][0]
     regular = sorted(pace for pace, number in pairs if number == every)
@@ -120,7 +134,11 @@ def _usual(steps: Sequence[tuple[float, int]]) -> tuple[float, int]:
 
 
 def _resumed(piece: Piece, first: int, every: int) -> tuple[int, int]:
-    """Return the step from which the piece continued, and how far it may be from that."""
+    """Return the step from which a start of the ranks continued, and by how many steps this may be wrong.
+
+    first: the first printed step.
+    every: how many steps are usually between two printed ones.
+    """
     loads = [one.step for one in piece.events if one.kind == "load" and 0 <= one.step <= first]
     if loads:
         return loads[-1], 0
@@ -140,7 +158,7 @@ def _first_line(piece: Piece) -> float:
 def _start_up(
     piece: Piece, begin: float, first: tuple[float, int], usual: float, resumed: int, within: int, is_ready: bool
 ) -> Iterator[Segment]:
-    """Yield the segments until the first step, and those of the steps until the first printed one."""
+    """Yield the segments before the first step, and the segment of the steps up to the first printed step."""
     early, late = piece.slack_s
     number = max(1, first[1] - resumed)
     at = max(begin, first[0] - number * usual)
@@ -222,7 +240,7 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
 
 
 def _marks(piece: Piece) -> list[tuple[float, str, bool]]:
-    """Return (time, save or eval, whether it is the end) of the lines about them, and of the files of checkpoints."""
+    """Return (time, 'save' or 'eval', whether it is the end) for each line about these and each checkpoint file."""
     lines = [
         (one.time, one.kind, one.done) for one in piece.events if one.kind in ("save", "eval") and one.time is not None
     ]
@@ -230,7 +248,10 @@ def _marks(piece: Piece) -> list[tuple[float, str, bool]]:
 
 
 def _pairs(marks: Sequence[tuple[float, str, bool]]) -> Iterator[tuple[float, float]]:
-    """Yield the start and the end of each save that both a line before it and one after it show."""
+    """Yield the start and the end of each save for which the log shows both.
+
+    marks: what _marks() returned.
+    """
     begin: float | None = None
     for at, kind, done in marks:
         if kind == "save" and not done:
@@ -241,7 +262,7 @@ def _pairs(marks: Sequence[tuple[float, str, bool]]) -> Iterator[tuple[float, fl
 
 
 def _save_interval(piece: Piece) -> int:
-    """Return the steps between two saves, as known from several checkpoints, or 0."""
+    """Return how many steps are between two saves, or 0 if there are too few checkpoints to know."""
     known = sorted(set(piece.known_steps))
     apart = Counter(b - a for a, b in itertools.pairwise(known))
     if not apart:
@@ -310,7 +331,7 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
 
 
 def _without_steps(piece: Piece, begin: float, steps: Sequence[tuple[float, int]]) -> Start:
-    """Return what files and lines show of a piece that printed no steps: its first line, and when it saved."""
+    """Return the Start of a piece with fewer than two known steps, from its first line and its saves."""
     line = min(max(begin, _first_line(piece)), piece.end)
     saves = sorted(at for at, _ in piece.saves if begin < at < piece.end)
     trained = [*(at for at, _ in steps), *saves]

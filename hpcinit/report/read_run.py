@@ -1,4 +1,4 @@
-"""The ledger of a run folder: Slurm's allocations, divided by the timeline of each start of the ranks."""
+"""Makes the ledger of a run folder: divides Slurm's allocations by the timeline of each start of the ranks."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ CLOCK_S = 2.0  # the times of Slurm and of the batch script are whole seconds
 
 @dataclass(frozen=True)
 class _Witnesses:
-    """What shows the steps of a run without a record of them. It is read for the first start that needs it.
+    """The log and the checkpoints of a run, which show its steps if the run has no record of them.
 
-    near: a time at the start of its log.
+    They are read only when a start needs them.
+    near: when the log approximately starts.
     """
 
     run: Path
@@ -72,7 +73,7 @@ class _Witnesses:
 
     @cached_property
     def chunks(self) -> list[list[Event]]:
-        """The events of each start, of a log without times."""
+        """Return the events in the log, divided by start. For logs without times."""
         return read_job.chunks(self.log.events) if self.log else []
 
     @cached_property
@@ -84,9 +85,10 @@ class _Witnesses:
 
 
 def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> list[Allocation]:
-    """Return the allocations of the run in this folder, with their segments.
+    """Return the allocations of the run in the folder `run`, with their segments.
 
-    known: what sacct has, by job; None: query it. Raise RequestError if it is not the folder of a run.
+    Raise RequestError if it is not the folder of a run.
+    known: the allocations that sacct lists, by job id. None: query sacct.
     """
     record = job_record.submission(run)
     jobs = job_record.jobs(record)
@@ -105,7 +107,7 @@ def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> 
 
 
 def _without_accounting(run: Path, record: Mapping[str, Any], starts: Sequence[timeline.Attempt]) -> list[Allocation]:
-    """Return the allocations from the records of the run folder: without a requeue before any rank started."""
+    """Return the allocations from the records in the run folder. Those in which no rank started are missing."""
     ends = {(one.job, one.restart - 1): float(one.time) for one in requeues.read(run)}
     last = safe_files.json_or_empty(run / run_folder.EXIT)
     if "ended" in last:
@@ -137,7 +139,7 @@ def _without_accounting(run: Path, record: Mapping[str, Any], starts: Sequence[t
 
 
 def _last_sign(run: Path, start: timeline.Attempt) -> float:
-    """Return the last time at which the start certainly ran: an event, the end of a span, or a heartbeat."""
+    """Return the last time at which the ranks of a start certainly ran, from its events, spans and heartbeats."""
     name = scratch.folder_name(start.job)
     files = [*(run / "heartbeats" / name).glob("*.json"), *(run / run_folder.TIMELINE / name).glob("*")]
     seen = [path.stat().st_mtime for path in files]
@@ -151,7 +153,11 @@ def _allocated(start: timeline.Attempt) -> float | None:
 def _with_starts(
     witnesses: _Witnesses, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]
 ) -> Allocation:
-    """Return the allocation with its starts, each until the next one."""
+    """Return the allocation `one` with its starts. Each start lasts until the next one.
+
+    every: all allocations of the run.
+    reports: the start-up reports of all starts of the run.
+    """
     begins = [(_begin(report.attempt), report) for report in reports]
     own = [(begin, report) for begin, report in begins if begin is not None and _place(begin, every) is one]
     if not own:
@@ -172,7 +178,7 @@ def _begin(start: timeline.Attempt) -> float | None:
 
 
 def _place(begin: float, every: Sequence[Allocation]) -> Allocation | None:
-    """Return the allocation of a start."""
+    """Return the allocation to which a start belongs, given its start time. Return None if there are no allocations."""
     return next((one for one in reversed(every) if one.begin <= begin + CLOCK_S), every[0] if every else None)
 
 
@@ -212,9 +218,10 @@ def _start(
 def _startup_rows(
     start: timeline.Attempt, begin: float, end: float, uses_init: bool
 ) -> tuple[dict[str, float], float | None]:
-    """Return the mean seconds of a rank in each row of the start-up, and the mean time at which init() returned.
+    """Return how many seconds a rank spent on average in each row of the start-up, and when init() returned on average.
 
-    None if no rank got so far. A rank that a row ended in is there until the end.
+    The latter is None if init() returned on no rank. If a rank got no further than a row, the row lasts until `end`.
+    uses_init: whether the program calls hpcinit.init() in any start of the run.
     """
     rows = {ledger.START: 0.0, ledger.IMPORTS: 0.0, ledger.INIT: 0.0, ledger.UNKNOWN: 0.0}
     ready = [rank.events[timeline.LAST] for rank in start.ranks if timeline.LAST in rank.events]
@@ -240,7 +247,12 @@ def _startup_rows(
 def _training(
     spans: Sequence[training_spans.Span], begin: float, end: float, *, hung: bool, stopped: bool, state: str
 ) -> tuple[list[Segment], int]:
-    """Return the segments of the recorded spans from `begin` to `end`, and the step that the first one continued."""
+    """Return the segments of the recorded spans from `begin` to `end`, and the step from which training continued.
+
+    hung: whether a hang was reported.
+    stopped: whether the program of a rank ended with status 0.
+    state: the state of the allocation in sacct.
+    """
     segments: list[Segment] = []
     paces = [
         (one.end - one.begin) / one.number
@@ -273,7 +285,10 @@ def _training(
 
 
 def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]:
-    """Return the segments until the first step. Without a record of when the model was built, the cut is unknown."""
+    """Return the segments until the first step: building the model, and the additional time of that step.
+
+    If no record shows when the model was built, the time between the two is uncertain.
+    """
     if any(one.row in (ledger.INIT, ledger.RESTORE) for one in before):
         return [Segment(ledger.FIRST, exact(begin), exact(end))]
     cut = ledger.Time((begin + end) / 2, begin, end)
@@ -281,7 +296,12 @@ def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]
 
 
 def tail(what: str, begin: float, end: float, usual: float, *, hung: bool, stopped: bool, state: str) -> list[Segment]:
-    """Return the segments after the last recorded span: a hang, or an interrupted step and the end."""
+    """Return the segments after the last recorded span: a hang, or an interrupted step and the end.
+
+    what: what the rank did in that span.
+    usual: how many seconds a step usually takes.
+    hung, stopped, state: as for _training().
+    """
     if begin >= end:
         return []
     failed = not stopped and state != "COMPLETED"
@@ -305,9 +325,13 @@ def _without_spans(
     hung: bool,
     stopped: bool,
 ) -> tuple[list[Segment], int, int]:
-    """Return the segments of a start that an older hpcinit recorded, or whose program reports no steps.
+    """Return the segments of a start without recorded spans, the step from which it continued, and by how many steps
+    that may be wrong.
 
-    number: how many starts were before it. Its log, its checkpoints and its last heartbeats have times of steps.
+    An older hpcinit recorded no spans, and a program that reports no steps has none. The times of steps are then from
+    the log, the checkpoints and the last heartbeats.
+    number: how many starts were before this one.
+    one: the allocation of the start.
     """
     every = witnesses.checkpoints
     saves = [save for save in every if begin < save.end <= end]
@@ -335,7 +359,7 @@ def _without_spans(
 
 
 def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iterator[Checkpoint]:
-    """Yield the times of steps in records of one start."""
+    """Yield the steps of one start whose times the heartbeats and the progress file contain, as Checkpoints."""
     for node in heartbeats.read(run / heartbeats.FOLDER / scratch.folder_name(start.job)):
         for rank in node.heartbeats:
             if rank.silent_s is not None and rank.rank == 0:
@@ -348,7 +372,7 @@ def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iter
 
 
 def _hang(run: Path, job: str) -> dict[str, Any]:
-    """Return the hang report of the start `job`, {} without one."""
+    """Return the hang report of the attempt `job`, or {} if there is none."""
     name = scratch.folder_name(job)
     below = run / run_folder.HANG_REPORTS
     for folder in (
@@ -364,6 +388,6 @@ def _hang(run: Path, job: str) -> dict[str, Any]:
 
 
 def _with_reasons(run: Path, found: Sequence[Allocation]) -> list[Allocation]:
-    """Return the allocations with the reason why each ended: hpcinit's records know more than sacct."""
+    """Return the allocations with the reason for the end of each, from hpcinit's records if they contain it."""
     reasons = {(one.job, one.restart - 1): one.reason for one in requeues.read(run)}
     return [replace(one, reason=reasons.get((one.job, one.restart), one.reason)) for one in found]

@@ -29,7 +29,7 @@ MOST_RUNS = 15  # with --since, the runs that are listed
 
 
 def document(found: Ledger) -> dict[str, Any]:
-    """Return the JSON document. Seconds are of the whole allocation, so that GPU-seconds are seconds x gpus."""
+    """Return the ledger as a JSON document. Its seconds are elapsed time: GPU-seconds are seconds x gpus."""
     loss = advice.largest(found)
     unit_s = found.unit_s / found.charged_s if found.charged_s else 1.0
     return {
@@ -54,7 +54,7 @@ def _row(row: str, amount: Amount) -> dict[str, Any]:
 
 
 def _attempts(one: Allocation) -> Iterator[dict[str, Any]]:
-    """Yield a document for each start in the allocation: its part of the charged time, and its start-up."""
+    """Yield a JSON document for each start in the allocation: its rows of the charged time, and its start-up."""
     for start in one.starts or (Start(()),):
         alone = replace(one, starts=(start,))
         if len(one.starts) > 1:
@@ -122,7 +122,10 @@ def _together(found: Sequence[Ledger], name: str) -> Ledger:
 
 
 def _one(word: str, runs_dir: Path) -> Ledger:
-    """Return the ledger of a run, of a sweep, or of a job that hpcinit did not submit."""
+    """Return the ledger of a run, of a sweep, or of a job that hpcinit did not submit.
+
+    `word` is a run's name, folder or job id, or the path of a job's logs. Raise RequestError if there is none.
+    """
     from hpcinit.report import read_job  # noqa: PLC0415 - only for what may be no run
 
     if (foreign := read_job.find(word)) is not None:
@@ -169,7 +172,7 @@ def _since(text: str, runs_dir: Path) -> list[Ledger]:
 
 
 def _ledgers(paths: Sequence[Path]) -> Iterator[Ledger]:
-    """Yield the ledgers of many runs, after one query of sacct for all their jobs."""
+    """Yield the ledger of each run. Query sacct once for the jobs of all runs. Skip folders that are not runs."""
     jobs: set[str] = set()
     for path in paths:
         with suppress(RequestError):
@@ -184,7 +187,7 @@ def _ledgers(paths: Sequence[Path]) -> Iterator[Ledger]:
 
 
 def _run_lines(found: Sequence[Ledger]) -> Iterator[str]:
-    """Yield a line for each run, those with the most charged time first."""
+    """Yield a line for each run, starting with the run that has the most charged time."""
     for one in sorted(found, key=lambda one: -one.unit_s)[:MOST_RUNS]:
         loss = advice.largest(one)
         lost = f", largest loss: {pictures.percent(one, loss.row)} {ledger.TITLES[loss.row]}" if loss else ""

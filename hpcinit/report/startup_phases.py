@@ -1,4 +1,4 @@
-"""Compute the phases of a start-up from its events: how long each took on every rank, and which ranks were slow."""
+"""Computes the phases of a start-up from its events: how long each took on every rank, and which ranks were slow."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ NOT_OF_A_NODE = ("submitted", "allocated")  # by the clocks of the login node an
 
 @dataclass(frozen=True)
 class Clock:
-    """The clock of a node, compared with that of rank 0's node.
+    """The clock of a node, compared with the clock of rank 0's node.
 
-    offset_s: add this to a node's time to get that of rank 0's node. within_s: the largest possible error.
+    offset_s: how many seconds the clock of rank 0's node is ahead.
+    within_s: the maximum error of offset_s.
     """
 
     offset_s: float
@@ -32,7 +33,7 @@ class Clock:
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """Return the clock offset of each host whose offset has bounds. That of rank 0's node is 0."""
+    """Return the clock offset of each host, if it can be determined. The offset of rank 0's node is 0."""
     home = next((rank.host for rank in attempt.ranks), "")
     found = {}
     for host, (least, most) in _bounds(attempt, home).items():
@@ -46,7 +47,7 @@ def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
 
 
 def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
-    """Return `attempt` with all events by the clock of rank 0's node."""
+    """Return `attempt` with the times of all events converted to the clock of rank 0's node."""
     ranks = []
     for rank in attempt.ranks:
         offset = clocks[rank.host].offset_s if rank.host in clocks else 0.0
@@ -56,7 +57,7 @@ def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
 
 
 def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
-    """Return for each host the bounds (least, most) of the offset to the time of `home`."""
+    """Return, for each host, the lowest and highest possible offset between its clock and that of the host `home`."""
     found: dict[str, tuple[float, float]] = {}
     for host, least, most in (*_of_rendezvous(attempt), *_of_barrier(attempt, home)):
         before = found.get(host, (-math.inf, math.inf))
@@ -65,7 +66,7 @@ def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
 
 
 def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
-    """Yield (host, least, most) of the offset from each rank's messages with rank 0."""
+    """Yield (host, lowest, highest possible clock offset), as measured in the rendezvous with rank 0."""
     for rank in attempt.ranks:
         if rank.clock is not None:
             offset, within = rank.clock
@@ -73,7 +74,10 @@ def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
 
 
 def _of_barrier(attempt: Attempt, home: str) -> Iterator[tuple[str, float, float]]:
-    """Yield bounds from the barrier: the first rank to leave left after the last rank of every host entered."""
+    """Yield (host, lowest, highest possible clock offset), from the first collective, which is a barrier.
+
+    No rank can leave the barrier before the last rank of every host has entered it.
+    """
     entered: dict[str, float] = {}
     left: dict[str, float] = {}
     for rank in attempt.ranks:
@@ -106,7 +110,12 @@ MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase. ends: the event that ends it. took: rank -> seconds. start: rank -> time. waits: mostly waiting."""
+    """A phase of the start-up.
+
+    ends: the event that ends it.
+    took: how many seconds it took on each rank.
+    start: when it started on each rank.
+    """
 
     ends: str
     took: Mapping[int, float]
@@ -134,14 +143,18 @@ class Phase:
 
     @property
     def spread(self) -> float:
-        """Return the seconds between the first and the last rank that end the phase, by one clock."""
+        """Return how many seconds after the first rank the last rank finished the phase."""
         ends = [self.start[rank] + took for rank, took in self.took.items()]
         return max(ends) - min(ends)
 
 
 @dataclass(frozen=True)
 class SlowPhase:
-    """Slow ranks of one node. whole: they are all ranks of the node. took: the longest time, in seconds."""
+    """The slow ranks of one node in a phase.
+
+    whole: whether all ranks of the node are slow.
+    took: how many seconds the slowest of them took.
+    """
 
     host: str
     ranks: tuple[int, ...]
@@ -155,7 +168,11 @@ class SlowPhase:
 
 @dataclass(frozen=True)
 class Report:
-    """One attempt. attempt: its events by one clock. clocks: the corrections by host."""
+    """A report on the start-up of one attempt.
+
+    attempt: the attempt, with all times by the clock of rank 0's node.
+    clocks: the clock of each host.
+    """
 
     attempt: Attempt
     clocks: Mapping[str, Clock]
@@ -167,12 +184,12 @@ class Report:
 
     @property
     def silent_hosts(self) -> list[str]:
-        """Return the nodes without any line from a rank."""
+        """Return the nodes on which no rank recorded an event."""
         return [host for host in self.attempt.hosts if host not in self.hosts.values()]
 
 
 def startup_phases(attempt: Attempt) -> Report:
-    """Return the report on one attempt, with its events by the clock of rank 0's node."""
+    """Return the report on the start-up of an attempt. Its times are converted to the clock of rank 0's node."""
     clocks = clock_offsets(attempt)
     same = corrected(attempt, clocks)
     took: dict[str, dict[int, float]] = {name: {} for name in EVENTS}
@@ -186,7 +203,7 @@ def startup_phases(attempt: Attempt) -> Report:
 
 
 def slow_phases(report: Report, phase: Phase) -> list[SlowPhase]:
-    """Return the ranks that took much longer than most, by node, the slowest first."""
+    """Return the ranks that took much longer than most in a phase, grouped by node, slowest node first."""
     if phase.waits or phase.ends == QUEUE:
         return []
     limit = max(SLOW * phase.median, phase.median + SLOW_S)
@@ -203,7 +220,10 @@ def slow_phases(report: Report, phase: Phase) -> list[SlowPhase]:
 
 
 def waited_for(report: Report, phase: Phase) -> tuple[SlowPhase, float] | None:
-    """Return the rank that all others waited for, and its delay after half of the ranks, or None if that is short."""
+    """Return the rank for which all others waited in this phase, and how many seconds it was behind the median rank.
+
+    Return None if the delay is short, or if ranks do not wait for all others in this phase.
+    """
     if phase.ends != "store" or len(phase.start) < 2:
         return None
     last = max(phase.start, key=lambda rank: phase.start[rank])
@@ -213,14 +233,14 @@ def waited_for(report: Report, phase: Phase) -> tuple[SlowPhase, float] | None:
 
 
 def list_slow(groups: Sequence[SlowPhase]) -> str:
-    """Return 'n2 (ranks 2-3) 5.2 s, rank 7 on n4 3.1 s and 2 more'."""
+    """List slow ranks as text, such as 'n2 (ranks 2-3) 5.2 s, rank 7 on n4 3.1 s and 2 more'."""
     listed = [f"{group} {seconds(group.took)}" for group in groups[:MOST_LISTED]]
     more = len(groups) - MOST_LISTED
     return ", ".join(listed) + (f" and {more} more" if more > 0 else "")
 
 
 def missing_ranks(report: Report) -> list[str]:
-    """Return sentences about ranks that did not complete start-up, those with the least progress first."""
+    """Return sentences about the ranks that did not complete start-up. Ranks with the least progress are first."""
     attempt = report.attempt
     lines = []
     if attempt.absent:
@@ -242,7 +262,7 @@ def missing_ranks(report: Report) -> list[str]:
 
 
 def before_init(report: Report) -> bool:
-    """Whether all ranks started and none called hpcinit.init(), as in a program that does not use hpcinit."""
+    """Return whether all ranks have started but none has called hpcinit.init(), which a program need not do."""
     attempt = report.attempt
     return not attempt.absent and all(rank.furthest == "met" for rank in attempt.ranks)
 
@@ -253,7 +273,7 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return '0.4 ms', '12 ms', '3.2 s' or '512 s'."""
+    """Return a duration as text, such as '0.4 ms', '12 ms', '3.2 s' or '512 s'."""
     size = abs(value)
     if size < 0.0995:
         return f"{value * 1000:.{1 if size < 0.00995 else 0}f} ms"

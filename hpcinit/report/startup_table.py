@@ -1,4 +1,4 @@
-"""The start-up table of a start: how long each phase took, and which ranks were slow."""
+"""Makes the start-up table: how long each phase of a start took, and which ranks were slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last
 
 
 def headline(report: Report) -> str:
-    """Return 'job 43.0.0: 4 ranks on 2 nodes (slurm), started 2026-11-21 14:02:11, ready after 12.3 s'."""
+    """Return the first line, such as 'job 43.0.0: 4 ranks on 2 nodes (slurm), started ..., ready after 12.3 s'."""
     attempt = report.attempt
     start = timeline.begun(attempt)
     at = f", started {datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}" if start else ""
@@ -33,7 +33,7 @@ def headline(report: Report) -> str:
 
 
 def row(report: Report, phase: Phase) -> tuple[str, ...]:
-    """Return the columns of HEAD for a phase."""
+    """Return the row of the start-up table for a phase. Its columns are those in HEAD."""
     last = startup_phases.waited_for(report, phase)
     about = startup_phases.list_slow(startup_phases.slow_phases(report, phase))
     if last:
@@ -44,7 +44,7 @@ def row(report: Report, phase: Phase) -> tuple[str, ...]:
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield notes on missing ranks, the timeout and the clocks."""
+    """Yield the lines below the start-up table, about missing ranks, the timeout and the clocks."""
     yield from startup_phases.missing_ranks(report)
     if any(phase.waits for phase in report.phases):
         yield "* a rank mostly waits for other ranks in these phases"
@@ -52,7 +52,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def timeout(report: Report) -> str:
-    """Return the formula of the start-up timeout, and how much of it the slowest rank used; or ''."""
+    """Return a line with the formula of the start-up timeout and the longest wait. Return '' if it is unknown."""
     attempt = report.attempt
     if not attempt.formula:
         return ""
@@ -64,7 +64,7 @@ def timeout(report: Report) -> str:
 
 
 def clock_lines(report: Report) -> str:
-    """Return how far the nodes' clocks differ, and how exact that is, or ''."""
+    """Return a line about how much the clocks of the nodes differ, with the possible error, or ''."""
     others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
     unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
     parts = []
@@ -84,7 +84,7 @@ def clock_lines(report: Report) -> str:
 
 
 def report_lines(report: Report) -> Iterator[str]:
-    """Yield the lines that are printed without a terminal."""
+    """Yield the start-up report as plain lines, which are printed if stdout is not a terminal."""
     yield headline(report)
     rows = [HEAD, *(row(report, phase) for phase in report.phases)]
     widths = [max(len(line[column]) for line in rows) for column in range(len(HEAD) - 1)]
@@ -98,7 +98,7 @@ def report_lines(report: Report) -> Iterator[str]:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Return the JSON document. Times are in seconds; events are since 1970, by the clock of rank 0's node."""
+    """Return the start-up report as a JSON document. Events are in seconds since 1970, by rank 0's clock."""
     attempt = report.attempt
     return {
         "job": attempt.job,
@@ -144,7 +144,7 @@ TASK = "task"
 
 
 def gather_reports(run: Path) -> list[Report]:
-    """Return a report for each start of the ranks, the first one first; [] if no rank wrote a timeline."""
+    """Return the start-up report of each start of the run, in order, or [] if no rank wrote a timeline."""
     submissions = dict(_submission_times(run))
     seen: set[str] = set()
     found = []
@@ -164,10 +164,10 @@ def _job_and_restart(attempt: Attempt) -> str:
 
 
 def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """Return `attempt` with the time of submission.
+    """Return `attempt` with the time of its submission, or unchanged if `submitted` is None or later than its start.
 
-    A job may start before its submission is recorded: it is then shown without a queue time. Slurm 24.11 gives the
-    start in whole seconds (SLURM_JOB_START_TIME), so it may appear to be before the submission.
+    A job may start before its submission is recorded. It then has no queue time. Slurm 24.11 gives the start in whole
+    seconds (SLURM_JOB_START_TIME), so the start may appear to be before the submission.
     """
     if submitted is None:
         return attempt
@@ -180,8 +180,10 @@ def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
 
 
 def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
-    """Return `attempt` with a timeout. If rank 0 recorded none, compute it from the spec, without the job's time
-    limit."""
+    """Return `attempt` with its start-up timeout.
+
+    If rank 0 did not record the timeout, compute it from the spec. The job's time limit is then ignored.
+    """
     if attempt.formula:
         return attempt
     try:
@@ -193,7 +195,7 @@ def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
 
 
 def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
-    """Yield ('JOB.RESTART', time of its submission or requeue in seconds since 1970)."""
+    """Yield ('JOB.RESTART', when it was submitted or requeued, in seconds since 1970) for each attempt of the run."""
     with contextlib.suppress(RequestError, KeyError, TypeError, ValueError):
         record = job_record.submission(run)
         at = float(record["submitted"])
@@ -202,5 +204,5 @@ def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
 
 
 def _number(job: str) -> str:
-    """Return the job id, or TASK for an array task ('18_1'): only its ranks know its own number."""
+    """Return the job id, or TASK for an array task such as '18_1', whose ranks use another job id."""
     return TASK if "_" in job else job

@@ -181,7 +181,7 @@ def startup_began() -> float | None:
 
 
 def _creation_time(pid: int) -> float | None:
-    """Return when the kernel created this process, to a hundredth of a second, or None if unknown."""
+    """Return when the kernel created the process `pid`, to a hundredth of a second, or None if unknown."""
     try:
         ticks = int(processes.stat(pid)[22 - 3])  # starttime is the 22nd field, in clock ticks since the boot, proc(5)
         ago = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -291,9 +291,10 @@ def seconds(text: str) -> int | None:
 
 
 def _query_of(ids: Collection[str]) -> QueueQuery:
-    """Query one job of any user.
+    """Start squeue for the jobs with these ids.
 
-    For several jobs query all of this user's: --jobs=1,2 would fetch those of all users.
+    For one job, list only that job, of any user. For several, list all jobs of this user, because with --jobs=1,2
+    squeue would fetch the jobs of all users.
     """
     jobs = {job_id.partition("_")[0] for job_id in ids}
     return QueueQuery(f"--jobs={jobs.pop()}" if len(jobs) == 1 else "--me", ended=True)

@@ -21,7 +21,7 @@ MEANINGS = (
      "the account's budget is used up; wait for a new budget, or use another account"),
     (r"(Assoc|QOS)(Grp|Max)\w*", f"a limit of the account or qos for all its jobs is reached; {OTHERS}"),
     (r"ReqNodeNotAvail.*", "a requested node is down, drained or reserved; see sinfo -R and scontrol show reservation"),
-    (r"DependencyNeverSatisfied", "the job it depends on did not end as required; cancel it"),
+    (r"DependencyNeverSatisfied", "the job that it depends on did not end as required; cancel the waiting job"),
     (r"Partition(Down|Inactive)", "the partition starts no jobs now; wait, or use another partition"),
     (r"JobHeldUser", "held by the user; release it with: scontrol release JOB"),
     (r"JobHeldAdmin|JobHoldMaxRequeue",

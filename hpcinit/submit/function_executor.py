@@ -286,7 +286,7 @@ def _of_sbatch(option: str) -> str:
 
 
 def _problems(config: Any) -> Sequence[str]:
-    """Yield what a program can do but a function cannot."""
+    """Return a message for each setting in the config that works for a program but not for a function."""
     reasons = {
         f"chain={config.chain}": (config.chain > 1, "a checkpointable function requeues its own job"),
         f"restart.max_restarts={config.restart.max_restarts}": (

@@ -96,7 +96,12 @@ def _next_commands(runs_dir: str, done: Submitted) -> str:
 
 
 def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task: int | None = None) -> str:
-    """Return the JSON object of a submitted run. jobs: several for a chain. task: the number in a sweep."""
+    """Return the JSON object of a submitted run.
+
+    jobs: the job ids, several for a chain.
+    expected: when Slurm expects the job to start.
+    task: the number of the task in a sweep, or None.
+    """
     config = request.config
     fields = {
         "run": str(path),

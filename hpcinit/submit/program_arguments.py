@@ -59,7 +59,7 @@ def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[
     rest = [argument for argument in program if argument not in own]
     are, them = ("is a key", "it") if len(own) == 1 else ("are keys", "them")
     text = (
-        f"{' '.join(own)} after -- {are} of hpcinit, which only reads those before it: "
+        f"{' '.join(own)} after -- {are} of hpcinit, which only reads keys before --: "
         f"{shlex.join([*before, *own, '--', *rest])}. If the program reads {them}: "
         f"{shlex.join([*before, '--', '--', *program])}"
     )

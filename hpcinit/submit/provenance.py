@@ -1,6 +1,6 @@
 """Records where a run is from: versions, git commit, command line, and names of the shell's variables.
 
-Also reads that.
+It also reads these records.
 """
 
 from __future__ import annotations

@@ -45,12 +45,12 @@ def differences(run: str, recorded: Iterable[str], config: Config) -> str:
     if not missing and not added:
         return ""
     found = [
-        *([f"{_listed(missing)} {_was(missing)} set then and not now"] if missing else []),
+        *([f"{_listed(missing)} {_was(missing)} set then, but not now"] if missing else []),
         *([f"{_listed(added)} {_was(added)} not set then"] if added else []),
     ]
     keep = f"export {missing[0]}=VALUE or add +job.env.{missing[0]}=VALUE" if missing else f"unset {added[0]}"
     return (
-        f"this shell is not like the one that submitted {run}: {', and '.join(found)}. If the program reads "
+        f"this shell differs from the one that submitted {run}: {', and '.join(found)}. If the program reads "
         f"{'one of them' if len(missing) + len(added) > 1 else 'it'}, it may run differently; to repeat the run: {keep}"
     )
 

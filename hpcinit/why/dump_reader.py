@@ -255,7 +255,7 @@ class _Text:
     def expect(self, characters: str) -> str:
         """Return the next character. Raise ValueError if it is not one of `characters`."""
         if (found := self.next()) not in characters:
-            raise ValueError(f"it is no JSON: {found!r} instead of {' or '.join(characters)}")
+            raise ValueError(f"it is not JSON: {found!r} instead of {' or '.join(characters)}")
         return found
 
     def value(self) -> Any:
@@ -270,10 +270,10 @@ class _Text:
                     return value
             except json.JSONDecodeError as error:
                 if len(self.text) - self.at > MOST_JSON:
-                    raise ValueError(f"it is no JSON, or a value has more than {MOST_JSON} characters") from None
+                    raise ValueError(f"it is not JSON, or a value has more than {MOST_JSON} characters") from None
                 if not self._more():
                     is_whole = self.data[-64:].rstrip().endswith(b"}")
-                    raise (ValueError(f"it is no JSON: {error.msg}") if is_whole else Incomplete()) from None
+                    raise (ValueError(f"it is not JSON: {error.msg}") if is_whole else Incomplete()) from None
 
 
 def _load_json(data: bytes, limits: ReadLimits) -> dict[str, Any]:

@@ -601,7 +601,7 @@ class Search:
         if len(idle) == 1 and self._is_gloo():
             in_it = sorted(rank for rank in waiting if first in self.pending[rank])
             clause = _clause(
-                "waits in no collective, and all others do, {ranks} in {what}: {its} program is elsewhere",
+                "waits in no collective, but all others do, {ranks} in {what}: {its} program is elsewhere",
                 ranks=_ranks(in_it),
                 what=self.called(first),
             )

@@ -180,7 +180,10 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
 
 
 def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
-    """Return whether most lines start with a label, or whether one that has a label elsewhere starts without."""
+    """Return whether the pattern `label` is the label of a log's lines.
+
+    It is if more than half of `most` lines start with it, or if it precedes a message that starts a line.
+    """
     found = [(match, line) for line in printed if (match := label.match(line))]
     return 2 * len(found) > most or any(_STARTS.match(line, match.end()) for match, line in found)
 

@@ -22,7 +22,7 @@ STOP_SIGNAL = (
     "Slurm sends it before a preemption, at the time limit and with scancel: sacct -o State,Reason shows which; "
     "run.should_stop() saves when it arrives"
 )
-UNFINISHED = "nothing failed that the logs show; if the ranks did not advance before, the stacks and dumps show why"
+UNFINISHED = "the logs show no failure; if the ranks did not advance before, the stacks and dumps show why"
 BEFORE_PROGRAM = ("execve()", "pyxis")  # messages of slurmstepd about a task that it cannot start
 REFUSED = "read the message: an option, a variable of the environment, a file or the time of the job does not fit"
 
@@ -138,7 +138,7 @@ def _nothing(evidence: Evidence) -> Verdict:
         head = f"the cause is unknown; the last line that may show a failure: {brief(evidence.alarms[-1][1])}"
         return evidence.verdict(head, failure_kinds.UNKNOWN, "read the log around this line")
     if evidence.trains and evidence.state in ("UNKNOWN", "COMPLETED"):
-        handled = tuple(f"an error after which its process trained on: {text}" for text in evidence.handled[:3])
+        handled = tuple(f"an error after which its process continued training: {text}" for text in evidence.handled[:3])
         end = "" if evidence.finished else "; how the job ended is unknown"
         return evidence.verdict(f"the logs show no failure{end}", failure_kinds.NONE, "", evidence=handled)
     if not evidence.has_clock and evidence.state == "UNKNOWN":

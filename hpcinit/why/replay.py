@@ -33,7 +33,7 @@ SHOWN = 3  # calls in a sentence
 FAULTS = {NOT_CALLED: "never called", MISMATCH: "called differently", DEVICE_STUCK: "did not finish it"}
 REPAIRS = {MISMATCH: "made as the others make them", DEVICE_STUCK: "executed"}
 NO_TORCH = (
-    "--replay cannot use {} ({}): expected a Python with torch, because the replay is a program of gloo; "
+    "--replay cannot use {} ({}): expected a Python with torch, because the replay uses torch with gloo; "
     "add --python /path/of/the/environment/of/the/job/bin/python"
 )
 NO_DEVICE = "all ranks have made the calls that do not finish: a device or a link does not advance, and gloo has none"
@@ -146,7 +146,7 @@ def _not_replayed(program: Program) -> Iterator[str]:
         yield f"a device that does not advance: {stuck} made no unfinished call in the first run"
     yield from (f"{number} {what}" if number > 1 else what for what, number in program.left.items())
     if missing := sorted(set(program.ranks) - program.search.ranks.keys()):
-        text = "without a dump, a rank at fault is taken to have made no unfinished call, and another rank all of them"
+        text = "without a dump, a rank at fault is assumed to have made no unfinished call, other ranks all"
         yield f"what {rank_names(missing)} called: {text}"
     kinds = {program.search.name(one).partition(" ")[0] for one in program.states if isinstance(one[1], int)}
     if kinds := kinds - {"all_reduce"}:

@@ -98,7 +98,7 @@ def _print(
     replayed: Replay | None,
     unknown: Sequence[str] = (),
 ) -> int:
-    """Print a verdict as JSON, as one line, or as `text`. Return the exit status. where: fields of _WITHOUT."""
+    """Print a verdict as JSON, as one line, or as `text`. Return the exit status. where: fields for the JSON."""
     if options.json:
         print(_line(verdict, where, replayed, unknown))
     elif options.quiet:
@@ -194,7 +194,7 @@ _WITHOUT: Mapping[str, Any] = {
 
 
 def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, unknown: Sequence[str] = ()) -> str:
-    """Return the verdict as JSON, with that on the flight recorder's dumps. where: fields of _WITHOUT."""
+    """Return the verdict as JSON, with the verdict on the flight recorder's dumps. where: additional fields."""
     fields = asdict(verdict)
     hang = verdict.flight.document()
     if verdict.rank is not None and verdict.rank not in [one["rank"] for one in hang["culprits"]]:

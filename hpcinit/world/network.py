@@ -110,7 +110,7 @@ def find_address(
         template = (
             "fix cluster.host_template, or remove it"
             if made
-            else "or give the cluster a host template if its nodes have other names"
+            else "or set cluster.host_template if the nodes have other names in DNS"
         )
         raise WorldError(
             f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: ask the "

@@ -41,7 +41,7 @@ def found(*overrides: str) -> list[str]:
 def test_missing_paths(overrides: list[str], message: str) -> None:
     """Each missing path gives one message, which names the key that disables the check."""
     (problem,) = found(*overrides)
-    assert message in problem and problem.endswith(" exists only on the compute nodes: check_paths=false")
+    assert message in problem and problem.endswith(" exists only on the compute nodes, set check_paths=false")
     assert found(*overrides, "check_paths=false") == []
 
 

@@ -128,7 +128,7 @@ def test_a_shadowed_file_is_reported(hpcinit: Run, slurm: MiniSlurm, tmp_path: P
     done = hpcinit("discover", "--name", "y", env=slurm.env)
     assert done.returncode == 0
     assert done.stderr == (
-        "in this folder, cluster=y is now the new file instead of home/.config/hpcinit/cluster/y.yaml\n"
+        "in this folder, cluster=y now selects the new file instead of home/.config/hpcinit/cluster/y.yaml\n"
     )
 
 

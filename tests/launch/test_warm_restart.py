@@ -223,7 +223,7 @@ def warm(folder: Path, code: str, **options: Any) -> Node:
 def test_an_exit_status_that_asks_for_no_restart(tmp_path: Path, status: int) -> None:
     node = warm(tmp_path, f"others()\nif rank: sys.exit({status})\ntime.sleep(60)")
     ended_with, said = node.end()
-    assert ended_with == status and "no warm restart any more: an exit status of 2 or 143" in said
+    assert ended_with == status and "no more warm restarts: ranks that exit with status 2 or 143" in said
     assert not list(elastic_restarts.read(tmp_path))
 
 
@@ -233,7 +233,7 @@ def test_a_program_that_always_fails_at_step_7(tmp_path: Path) -> None:
                 without_progress=None)  # fmt: skip
     ended_with, said = node.end()
     assert ended_with == -9 and node.log(1).count("start") == 3 + 2, "three starts, and two messages"
-    assert "no warm restart any more: rank 1 has failed 3 times in the same way after step 7\n" in said
+    assert "no more warm restarts: rank 1 has failed 3 times in the same way after step 7\n" in said
     assert [(one.rank, one.step, one.furthest) for one in elastic_restarts.read(tmp_path)] == [(1, 7, 7)] * 2
     assert "warm restart 2 of job" in node.log(0)
 
@@ -273,7 +273,7 @@ def output_has(node: Node, text: str) -> None:
 def test_ranks_start_when_the_memory_of_the_killed_ones_is_free(tmp_path: Path, busy: dict[str, str]) -> None:
     """The stop signal that arrives while no rank runs reaches the new ranks."""
     node = warm(tmp_path, WAITS, env={**busy, "WANTED": "1"}, signal="USR1")
-    output_has(node, "waiting up to 50 s until the GPUs' memory of the ended ranks is free")
+    output_has(node, "waiting up to 50 s until the GPU memory of the ended ranks is free")
     assert "start 1" not in node.log(0)
     os.kill(node.process.pid, signal.SIGUSR1)
     (tmp_path / "busy").unlink()
@@ -593,7 +593,7 @@ def test_why_names_the_program_that_always_fails(hpcinit: Run, idle_slurm: MiniS
     done = submit(hpcinit, idle_slurm, *words, "+job.env.always=1", "--", "train.py", "always", "7:3", timeout=400)
     folder = folder_of(done)
     assert done.returncode == 1 and [one.step for one in elastic_restarts.read(folder)] == [7, 7], log_of(folder)
-    assert "no warm restart any more: rank 3 has failed 3 times in the same way after step 7" in log_of(folder)
+    assert "no more warm restarts: rank 3 has failed 3 times in the same way after step 7" in log_of(folder)
     why = hpcinit("why", folder.name, env=idle_slurm.env).stdout
     assert why.startswith("rank 3 on n2 failed first") and "(step 7): ValueError: boom\n" in why, why
 

@@ -192,7 +192,7 @@ def test_a_folder_of_another_host_stays(tmp_path: Path, wrote: dict[str, str]) -
     (theirs / scratch.LOCK).touch()
     scratch.sweep(theirs.parent)
     (place,) = (one for one in only_below(tmp_path, wrote)(tmp_path, {}) if one.disk)
-    assert outside.remove(place) == f"{theirs} is not of this host"
+    assert outside.remove(place) == f"{theirs} belongs to another host"
     assert list(theirs.parent.iterdir()) == [theirs]
 
 

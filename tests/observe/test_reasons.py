@@ -22,7 +22,7 @@ from hpcinit.slurm.reasons import explain
         ("AssocGrpCPUMinutesLimit", "budget"),
         ("QOSMaxJobsPerUserLimit", "other jobs under the same limit"),
         ("QOSMaxGRESPerJob", "per job"),
-        ("DependencyNeverSatisfied", "cancel it"),
+        ("DependencyNeverSatisfied", "cancel the waiting job"),
         ("JobHeldUser", "scontrol release"),
         ("Resources", ""),
         ("Priority", ""),

@@ -153,7 +153,7 @@ def test_the_largest_loss_has_an_action() -> None:
     assert loss is not None and loss.row == ledger.REPEATED
     assert " after 3 preemptions; a save every 1" in loss.text and " min instead of " in loss.text
     few = advice.largest(failed(3, 900, 10, 600))
-    assert few is not None and "near the best" in few.text
+    assert few is not None and "close to the best" in few.text
     start = Segment(ledger.IMPORTS, exact(0), exact(100)), Segment(ledger.KEPT, exact(100), exact(200))
     slow = advice.largest(Ledger("x", (Allocation("1", 0, 0.0, 200.0, starts=(Start(start),)),)))
     assert slow is not None and slow.row == ledger.IMPORTS and "launch=fork" in slow.text

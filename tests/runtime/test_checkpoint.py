@@ -355,7 +355,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "ds_to_universal failed with exit status 1 for " in zero["converter"]
     assert zero["names"][0] == ["3", "step-00000001"]
     assert "universal" not in " ".join(zero["names"][1])
-    assert "step-00000001 was saved by 4 ranks: converting it once, to load it on 2" in printed
+    assert "step-00000001 was saved by 4 ranks: converting it once, to load it on 2 ranks" in printed
 
 
 @pytest.mark.deepspeed

@@ -29,7 +29,7 @@ def test_keys_after_the_dashes_are_refused_with_the_command(hpcinit: Run, tmp_pa
     done = hpcinit("submit", "name=x", "--", "train.py", "--lr", "3", "nodes=2", "dry_run=true", "--set", "seed=1")
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
     assert (
-        "nodes=2 dry_run=true after -- are keys of hpcinit, which only reads those before it: "
+        "nodes=2 dry_run=true after -- are keys of hpcinit, which only reads keys before --: "
         "hpcinit submit name=x nodes=2 dry_run=true -- train.py --lr 3 --set seed=1. If the program reads them: "
         "hpcinit submit name=x -- -- train.py --lr 3 nodes=2 dry_run=true --set seed=1" in done.stderr
     )
@@ -74,7 +74,7 @@ def test_the_script_after_the_options_of_python(hpcinit: Run, tmp_path: Path, op
     done = hpcinit("submit", "--", sys.executable, *options, "train.py")
     assert done.returncode == 2 and f"{sys.executable} cannot compile 'train.py': line 1" in done.stderr
     done = hpcinit("submit", "dry_run=true", "--", "python3.9", *options, "train.py")
-    assert done.returncode == 0 and "python3.9 of the ranks may have another version" in done.stderr
+    assert done.returncode == 0 and "The ranks' Python, python3.9, may have another version" in done.stderr
     module = hpcinit("submit", "--", sys.executable, *options, "-m", "train")
     assert module.returncode == 2 and "cannot compile 'train.py': line 1" in module.stderr
 

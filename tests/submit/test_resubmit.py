@@ -156,7 +156,7 @@ def test_variables_of_another_shell_are_named(hpcinit: Run) -> None:
     other = hpcinit("resubmit", "x-0001", env={"NEW_HERE": "1", "SSH_CLIENT": "me"})
     assert other.returncode == 0
     assert (
-        "hpcinit: this shell is not like the one that submitted x-0001: FAIL_ABOVE, KEPT were set then and not now, and "
+        "hpcinit: this shell differs from the one that submitted x-0001: FAIL_ABOVE, KEPT were set then, but not now, and "
         "NEW_HERE was not set then. If the program reads one of them, it may run differently; to repeat the run: export "
         "FAIL_ABOVE=VALUE or add +job.env.FAIL_ABOVE=VALUE\n" in other.stderr
     ), other.stderr
@@ -240,7 +240,7 @@ def test_only_the_failed_tasks_of_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -
     assert first.returncode == 3, first.stdout + first.stderr
     done = hpcinit("resubmit", "x-0001", env=slurm.env)
     assert done.returncode == 0, done.stdout + done.stderr
-    what = "this shell is not like the one that submitted x-0001: FAIL_ABOVE was set then and not now. If the program"
+    what = "this shell differs from the one that submitted x-0001: FAIL_ABOVE was set then, but not now. If the program"
     assert done.stderr.count(what) == 1, done.stderr
     assert "seed=2" in done.stdout and "seed=3" in done.stdout and "seed=1" not in done.stdout
     assert [config(Path(f"runs/x-0002/{number}"))["seed"] for number in (0, 1)] == [2, 3]

@@ -163,8 +163,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "an extension": (lambda _: b"\x80\x02\x82\x01.", "an opcode that torch's dumps do not have"),
     "a text opcode": (lambda _: b"(dp0\nVentries\n", "an opcode that torch's dumps do not have: b'd'"),
     "another format": (lambda _: b'{"version": "3.1", "entries": []}', "it has format 3.1, .* up to 2.x"),
-    "two numbers": (lambda _: b'{"entries": [], 3: 4}', "it is no JSON: '3' instead of"),
-    "no list": (lambda _: b'{"entries": 3}', "it is no JSON: '3' instead of"),
+    "two numbers": (lambda _: b'{"entries": [], 3: 4}', "it is not JSON: '3' instead of"),
+    "no list": (lambda _: b'{"entries": 3}', "it is not JSON: '3' instead of"),
 }
 
 

@@ -134,7 +134,7 @@ def test_a_rank_that_returned_early(tmp_path: Path, left: str) -> None:
     """The others wait for it in a collective, and no other rank is outside one: it is named, and not as stuck."""
     found = silence(tmp_path, [WAITS, left or READS], returned=None if left else 1)
     assert [(one.rank, one.state) for one in found.stuck] == [(1, ENDED)] and found.certain
-    assert found.headline == "rank 1 on n1 is not in its program: it has ended there, or has not started"
+    assert found.headline == "rank 1 on n1 is not running its program: the program has ended, or has not started"
 
 
 TIMED_OUT = """Traceback (most recent call last):

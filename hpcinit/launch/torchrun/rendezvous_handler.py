@@ -241,6 +241,6 @@ def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
     except BringUpError as error:
         startup.leave_rendezvous(str(error))
         raise BringUpError(
-            f"not all agents of torchrun, one per node, connected: {error} ('rank' is here the number of an agent)"
+            f"not all agents of torchrun, one per node, connected: {error} ('rank' here means the number of an agent)"
         ) from None
     return store

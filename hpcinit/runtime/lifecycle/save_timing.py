@@ -84,7 +84,7 @@ class SaveTiming:
         chosen = min(max(best, self._least_s), self._most_s)
         if self._world.rank == 0 and not self._told:
             self._told = True
-            within = "" if chosen == best else f"; {best / 60:.3g} min would lose the least, the bounds are yours"
+            within = "" if chosen == best else f"; {best / 60:.3g} min would lose the least, but your bounds exclude it"
             say(
                 f"run.should_save(): a save every {chosen / 60:.3g} min. A save blocks {self._cost_s:.2g} s, and a "
                 f"failure is expected every {between_s / 3600:.3g} h on {counted(self._world.nodes, 'node')} "

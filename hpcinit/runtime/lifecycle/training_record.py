@@ -74,7 +74,7 @@ class TrainingRecord:
         safe_files.write_atomically(self._path, self._record.to_json())
 
     def _close(self) -> None:
-        """Write what is not written yet. background_writer flushes after it: handlers run in reverse order."""
+        """At exit, write what is not written yet. background_writer, which registered earlier, flushes after this."""
         if os.getpid() == self._pid:
             self._write()
 

@@ -147,8 +147,8 @@ def _convert(path: Path, saved: Description) -> None:
 
 def _converter(path: Path, saved: Description) -> Iterator[bool]:
     """Yield False while it runs, then True. Raise OSError, or CheckpointError with the last lines of its output."""
-    saved_by = counted(saved.world_size, "rank")
-    say(f"{path.name} was saved by {saved_by}: converting it once, to load it on {dist.get_world_size()}")
+    saved_by, loaded_by = counted(saved.world_size, "rank"), counted(dist.get_world_size(), "rank")
+    say(f"{path.name} was saved by {saved_by}: converting it once, to load it on {loaded_by}")
     with tempfile.TemporaryDirectory(prefix=".universal-", dir=path) as temporary:
         log, made = Path(temporary, "log"), Path(temporary, UNIVERSAL)
         words = ["--input_folder", str(path / NATIVE), "--output_folder", str(made), "--inject_missing_state"]

@@ -157,7 +157,7 @@ def _on_cpu(whole: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_a(model: nn.Module, module: str, name: str) -> bool:
-    """Return whether the model is of that class, which it cannot be if the program has not imported the module."""
+    """Return whether the model is an instance of the class `name` of `module`. Never import the module."""
     there = sys.modules.get(module)
     return there is not None and isinstance(model, getattr(there, name))
 
@@ -213,7 +213,7 @@ def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Correct the dtype in Transformers' config.json, which is the one used in training (version 4: torch_dtype)."""
+    """Set the dtype in Transformers' config.json to that of the export. The key in version 4 is torch_dtype."""
     with suppress(FileNotFoundError):  # adapters have none
         document = json.loads(path.read_text())
         document |= {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in document}

@@ -138,7 +138,9 @@ def _with_cpu_adam(
 ) -> Optimizer:
     """Return CPUAdam instead of torch's Adam or AdamW if its states are offloaded and every node has built the op.
 
-    Rank 0 prints one line. Every rank must call it. config: that of DeepSpeed's engine. chosen: the user's part of it.
+    Otherwise return the optimizer unchanged. Rank 0 prints one line. Every rank must call it.
+    config: the config of DeepSpeed's engine.
+    chosen: the part of the config that the user has set.
     """
     offload = deepspeed_versions.at(config, "zero_optimization.offload_optimizer.device")
     if offload not in {"cpu", "nvme"} or chosen.get(FORCE) is False or not _replaceable(optimizer):

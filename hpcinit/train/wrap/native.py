@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters, grouped by their device mesh (or none).
+    """Return the parameters, grouped by their device mesh. Parameters without a mesh form one group.
 
-    torch's foreach kernels need groups of one kind.
+    torch's foreach kernels cannot mix parameters of different meshes.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -180,7 +180,7 @@ def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parall
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match part by part, as parallelize_module does, so that * does not match a dot."""
+    """Return whether the name matches the pattern. As in parallelize_module, * does not match a dot."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
