@@ -31,7 +31,7 @@ ACTIONS = {
     ledger.PHASES: "evaluate less often, or in a separate job",
     ledger.HANG: "hang.action=end with restart.max_restarts ends a hang after hang.after_s",
     ledger.END: "let the program exit at once after its last save",
-    ledger.IDLE: "spare_nodes=0: no failure needed them, or fewer of them",
+    ledger.IDLE: "spare_nodes=0, because no failure needed a spare node",
     ledger.UNKNOWN: "call hpcinit.init() and run.progress() so that the time can be attributed",
 }
 LEAST_SHARE = 0.02  # a smaller loss needs no action
@@ -59,7 +59,10 @@ def largest(found: Ledger) -> Loss | None:
     about = f"{hours(rows[row])} {found.unit}"
     if row == ledger.REPEATED:
         return Loss(row, rows[row], f"{about} of steps lost or repeated{_after(found)}; {_interval(found, rows[row])}")
-    return Loss(row, rows[row], f"{about}: {ledger.TITLES[row]}; {ACTIONS[row]}")
+    action = ACTIONS[row]
+    if row == ledger.IDLE and (needed := sum(len(one.starts) - 1 for one in found.allocations if one.starts)):
+        action = f"compare spare_nodes with the failures: {counted(needed, 'restart')} inside the job"
+    return Loss(row, rows[row], f"{about}: {ledger.TITLES[row]}; {action}")
 
 
 def _after(found: Ledger) -> str:
@@ -96,20 +99,26 @@ def _interval(found: Ledger, lost: float) -> str:
 
 
 def by_node(found: Ledger) -> Iterator[str]:
-    """Yield a sentence for each of the three nodes that caused the most restarts, if at least two each."""
+    """Yield a sentence for each of the three nodes with the most failures, if at least two.
+
+    The only node of a run is not named, because the program may be the cause.
+    """
     costs: dict[str, float] = {}
     times: Counter[str] = Counter()
     ends = sum(bool(start.fault) for one in found.allocations for start in one.starts)
     for one in found.allocations:
         for start in one.starts:
-            if start.fault:
+            if start.fault and one.nodes > 1:
                 times[start.fault] += 1
                 lost = sum(part.amount.at for part in start.segments if part.row in (ledger.REPEATED, ledger.HANG))
                 costs[start.fault] = costs.get(start.fault, 0.0) + lost * one.units
     for node, number in times.most_common(3):
         if number > 1:
             spent = f"{hours(costs[node])} {found.unit}"
-            yield f"node {node} caused {number} of {ends} restarts ({spent}); exclude it: hpcinit nodes --add {node}"
+            yield (
+                f"node {node} had the failed rank in {number} of {ends} failures ({spent}): "
+                f"if hpcinit why doesn't blame the program, exclude the node with hpcinit nodes --add {node}"
+            )
 
 
 def hours(seconds: float) -> str:

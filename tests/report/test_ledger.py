@@ -159,6 +159,27 @@ def test_the_largest_loss_has_an_action() -> None:
     assert slow is not None and slow.row == ledger.IMPORTS and "launch=fork" in slow.text
 
 
+def test_a_node_with_failures_is_named_only_beside_others() -> None:
+    """A node with two failures is named; the only node of a run is not, since the program may be the cause."""
+
+    def ledger_of(nodes: int) -> Ledger:
+        hung = Start((Segment(ledger.HANG, exact(0), exact(3600)),), fault="n7")
+        return Ledger("x", tuple(Allocation(str(job), 0, 0.0, 3600.0, 8.0, 8, nodes, starts=(hung,)) for job in (1, 2)))
+
+    (sentence,) = advice.by_node(ledger_of(2))
+    assert sentence.startswith("node n7 had the failed rank in 2 of 2 failures (16.0 GPU-hours): if hpcinit why ")
+    assert not list(advice.by_node(ledger_of(1)))
+
+
+def test_spare_nodes_that_were_needed_stay() -> None:
+    """Idle spare nodes are advised against only if no rank was restarted inside the job."""
+    start = Start((Segment(ledger.KEPT, exact(0), exact(100)),), used=0.5)
+    idle = advice.largest(Ledger("x", (Allocation("1", 0, 0.0, 100.0, 8.0, 8, 2, starts=(start,)),)))
+    used = advice.largest(Ledger("x", (Allocation("1", 0, 0.0, 100.0, 8.0, 8, 2, starts=(start, start)),)))
+    assert idle is not None and "spare_nodes=0, because no failure needed a spare node" in idle.text
+    assert used is not None and used.text.endswith("compare spare_nodes with the failures: 1 restart inside the job")
+
+
 def loss_s(interval_s: float, save_s: float, failures: list[float], work_s: float) -> float:
     """Return the time that saves, and steps after the last save, cost until `work_s` of training are done."""
     lost, done, at, next_failure = 0.0, 0.0, 0.0, iter(failures)
