@@ -290,7 +290,8 @@ def _text(cut: Interruption, found: Resumed) -> str:
     done = cut.done
     if found.from_step < done:
         parts.append(f"{counted(done - found.from_step, 'step')} repeated")
-    elif found.from_step > done:
+    elif found.from_step > done and not (found.compared and found.differs is None):
+        # With equal results no step was skipped: the last step before the end was not seen.
         parts.append(f"{counted(found.from_step - done, 'step')} skipped")
     if found.compared:
         what = "losses" if comparison.losses(cut.record) else "weights"
