@@ -1,7 +1,7 @@
 """Lists every check of a request before the job is queued, in the order of the messages.
 
-To add a check, write a function in the file of its subject, and add a line to CHECKS. Checks that query Slurm run
-during the submission: duplicates.py and validate.py.
+To add a check, write a function in the file of its subject, and add a line to CHECKS. A check that queries
+Slurm runs during the submission: call it in check_with_slurm() of submit/transaction.py.
 """
 
 from __future__ import annotations

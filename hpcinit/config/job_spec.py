@@ -179,7 +179,7 @@ def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
     A value of the request replaces the cluster's.
     """
     found = {}
-    for each in fields(StartupTimeout):
+    for each in (one for one in fields(StartupTimeout) if one.name.endswith("_s")):  # other fields are no keys
         found[each.name] = (float(str(each.default)), "default")
         for group, keys in (("cluster", config.cluster), ("comm", config.comm)):
             value = getattr(keys, f"timeout_{each.name}")

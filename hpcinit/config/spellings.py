@@ -30,8 +30,10 @@ ITSELF = "hpcinit sets it itself"
 OWNED = {**keys.options("sbatch"), **keys.options("owns")}
 # Common options of sbatch without a key.
 PASSED = "constraint reservation exclude nodelist mail-type mail-user licenses begin nice hint"
-# An option's name -> the key with the same meaning, or a sentence, which has spaces.
+# An option's name -> the key with the same meaning, or a sentence, which has spaces. Options that a key owns replace
+# those that are passed on.
 TABLE = {
+    **{name: f"++cluster.sbatch.{name}" for name in PASSED.split()},
     **{option: f"use {key} instead" for option, key in keys.options("owns").items()},
     **keys.options("sbatch"),
     **{name: OWNED[name] for name in ("gpus", "gpus-per-node", "dependency", "exclusive", "time", "mem")},
@@ -45,7 +47,6 @@ TABLE = {
     "image": "container.image",
     "container": "container.image",
     "cpus": "cpus_per_rank",
-    **{name: f"++cluster.sbatch.{name}" for name in PASSED.split()},
     **dict.fromkeys(("gpus-per-task", "gres", "num-gpus"), GPUS),
     "ntasks": RANKS,
     "queue": "use partition=NAME",

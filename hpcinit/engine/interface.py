@@ -1,7 +1,8 @@
 """The interface of an engine, which starts jobs: Slurm (`slurm_engine.py`) or this machine alone (`local_engine.py`).
 
-No other package depends on which engine is used. Another scheduler would be a third module here, and a line in
-`__init__.py`.
+No other package depends on which engine is used. Another scheduler needs a third module here, a line in `__init__.py`,
+and a program that starts ranks as `local_step.py` does. The batch script's directives are sbatch's. `has_queue` also
+means Slurm's arrays, dependencies and requeues: these parts would need the new scheduler's counterparts.
 """
 
 from __future__ import annotations

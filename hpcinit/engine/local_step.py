@@ -2,7 +2,7 @@
 
     python -m hpcinit.engine.local_step --nodes=2 --ntasks=4 --ntasks-per-node=2 ... command [args]
 
-It accepts the options that hpcinit writes for srun, with the same meaning. It sets the variables that Slurm sets, for
+It accepts srun's options. Those that it doesn't need have no effect. It sets the variables that Slurm sets, for
 virtual nodes on loopback addresses. A test compares them with those of a real Slurm, recorded in tests/data/slurm.
 """
 
@@ -174,13 +174,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ntasks-per-node", type=int, required=True)
     parser.add_argument("--kill-on-bad-exit", type=int, default=0)
     parser.add_argument("--output", help="log file of a task; %%t: its rank; default: stdout of this process")
-    # These options are accepted but have no effect: cores are not reserved, output is always appended, there is no MPI,
-    # and the tasks get the environment of this process.
-    for name in ("--cpus-per-task", "--wait", "--cpu-bind", "--gpu-bind", "--open-mode", "--export", "--mpi"):
-        parser.add_argument(name)
-    parser.add_argument("--unbuffered", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
+    # Other options of srun have no effect here: cores are not reserved, output is always appended, there is no MPI, and
+    # the tasks get the environment of this process.
+    return parser.parse_known_args(argv)[0]
 
 
 def main(argv: Sequence[str]) -> int:

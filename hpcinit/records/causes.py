@@ -53,6 +53,7 @@ CUDA_MEMORY_OF_PROGRAM = (
     "lower the program's own batch size, or use activation checkpointing or sharding (FSDP, ZeRO) in the program; "
     "it did not use run.wrap, so hpcinit's options for these have no effect"
 )
+OUT_OF_MEMORY = "ran out of the memory of this job"  # the subject is a node
 HOST_MEMORY = (
     "request more memory (mem_gb=...; 0: all of a node) or use less: fewer data loader workers, fewer ranks per node"
 )

@@ -62,7 +62,15 @@ def largest(found: Ledger) -> Loss | None:
     action = ACTIONS[row]
     if row == ledger.IDLE and (needed := sum(len(one.starts) - 1 for one in found.allocations if one.starts)):
         action = f"compare spare_nodes with the failures: {counted(needed, 'restart')} inside the job"
+    if row == ledger.IMPORTS and _forks(found):
+        action = "an environment on a local disk imports faster, and restart.warm=true keeps it for restarts"
     return Loss(row, rows[row], f"{about}: {ledger.TITLES[row]}; {action}")
+
+
+def _forks(found: Ledger) -> bool:
+    """Return whether fork servers started ranks, which then import only once per node."""
+    reports = (start.report for one in found.allocations for start in one.starts)
+    return any("forked" in rank.events for report in reports if report for rank in report.attempt.ranks)
 
 
 def _after(found: Ledger) -> str:

@@ -226,7 +226,7 @@ def submit_all(
             summaries = fill_sweep_folder(path, requests, jobs, one.provenance)
             for each in requests:
                 write_more(path / str(each.number), each.number)
-            one.check_duplicates()
+            one.check_with_slurm()
             if config.validate:  # all of them before the first is submitted
                 expected = _expected(jobs, [validate.sbatch_test_only(path / job.file, one.env) for job in jobs])
             for job in jobs:

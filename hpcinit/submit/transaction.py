@@ -3,7 +3,7 @@
     with begin(config, argv) as transaction:
         transaction.refuse_duplicates(request, jobs=1)
         ...                                     # write the files into transaction.path
-        transaction.check_duplicates()
+        transaction.check_with_slurm()
         job_id, command = transaction.submit(script)
         mark(transaction.path, transaction.record(job_id, command))
 
@@ -88,8 +88,8 @@ class Transaction:
             self._claims.enter_context(folder.claim_held(self.path, request, longest_s))
             self._queued = tokens.own_jobs(self.env, ended=False)
 
-    def check_duplicates(self) -> None:
-        """Read squeue's output. Raise RequestError if a job with the same request is already in the queue."""
+    def check_with_slurm(self) -> None:
+        """Run the checks that query Slurm. Raise RequestError if a job with the same request is already queued."""
         if self._queued is not None:
             duplicates.refuse_duplicate(self._queued, self._request)
         self.check_interrupted()
@@ -334,7 +334,7 @@ def submit(
         for number, each in enumerate(others, 1):
             folder.make_component(path, number, make_spec(each, workdir, code, path).to_json())
         write_more(path, asked.number)
-        one.check_duplicates()
+        one.check_with_slurm()
         asks_slurm = config.validate and config.engine.uses_slurm
         expected = validate.sbatch_test_only(path / run_folder.SCRIPT, one.env) if asks_slurm else ""
         if config.dependency:  # Slurm's estimate ignores dependencies

@@ -85,7 +85,7 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
     how = f"{was} killed by a signal ({end.how})"
     if oom or end.how.startswith("Out Of Memory"):
         kind, do = failure_kinds.HOST_MEMORY, causes.HOST_MEMORY
-        how = f"{was} killed by the kernel (the node ran out of the memory of this job)"
+        how = f"{was} killed by the kernel (the node {causes.OUT_OF_MEMORY})"
     report = "srun's report" if end.after_abort else "srun's first report"
     lines = [f"{report}: task{plural} {ranges(end.ranks)}: {end.how}" if end.host else "", oom]
     if rank is not None and (tail := evidence.tails.get(rank)):

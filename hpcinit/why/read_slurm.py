@@ -38,7 +38,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         do = f"the node is down, or srun's own set-up failed there (an image, a mount); {EXCLUDE}{log.unreachable[0]}"
         yield Finding(Grade.NODE, evidence.verdict(head, failure_kinds.NODE, do, host=log.unreachable[0]))
     if evidence.oom:
-        head = "a node ran out of the memory of this job: the kernel killed one of its processes"
+        head = f"a node {causes.OUT_OF_MEMORY}: the kernel killed one of its processes"
         verdict = evidence.verdict(head, failure_kinds.HOST_MEMORY, causes.HOST_MEMORY, evidence=(evidence.oom,))
         yield Finding(Grade.MEMORY, verdict)
     if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
