@@ -239,10 +239,10 @@ def test_the_end_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
     assert local_job.read_state(tmp_path)["state"] == "COMPLETED"
 
 
-def test_unknown_option_of_the_step_is_refused() -> None:
-    """The local step refuses options that hpcinit does not render."""
-    with pytest.raises(SystemExit):
-        local_step.parse(["--ntasks=1", "--ntasks-per-node=1", "--output=x", "--frob=1", "true"])
+def test_options_of_srun_without_effect_are_ignored() -> None:
+    """The local step ignores srun's options that it does not need, and passes the program's own options on."""
+    step = local_step.parse(["--ntasks=1", "--ntasks-per-node=1", "--nice=5", "--unbuffered", "true", "--nice=6"])
+    assert (step.ntasks, step.command) == (1, ["true", "--nice=6"])
 
 
 WATCHED = """
