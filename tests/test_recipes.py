@@ -50,7 +50,6 @@ def last_progress(folder: Path, run: str) -> dict[str, Any]:
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "hpcinit submit" in each])
 def test_the_submissions_are_accepted(command: str, folder: Path) -> None:
     """Each submission of the page renders a batch script."""
-    (folder / "export/100").mkdir(parents=True)
     (folder / "train.sif").touch()
     line = command.replace("cluster=mycluster", "cluster=dgx_superpod_h100 check_paths=false").replace(
         "submit", "submit dry_run=true", 1
