@@ -225,7 +225,7 @@ class WarmRestarts:
             if time.monotonic() > until:
                 return f"the memory of the GPUs is not free {MEMORY_S:g} s after the ranks ended (nvidia-smi)"
             if not said:
-                say(f"{self._host}: waiting up to {MEMORY_S:g} s until the GPU memory of the ended ranks is free")
+                say(f"{self._host}: waiting up to {MEMORY_S:g} s for the GPU memory of the exited ranks to be freed")
             said = True
             self._wait_without_ranks(ranks, received, 0.5)
             if self._ends(ranks):

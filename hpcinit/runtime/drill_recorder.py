@@ -89,7 +89,7 @@ class _Guard:
             self.reported.add(real)
             drill_records.append(self.report, {"path": real, "action": event, "refused": refused})
         if refused:
-            raise PermissionError(f"hpcinit drill: {real} is outside of the drill's folder, so it is not changed")
+            raise PermissionError(f"hpcinit drill: {real} is outside the drill's folder; the write was blocked")
 
 
 def _guard_torch_save(torch: Any) -> None:

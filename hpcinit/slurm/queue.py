@@ -231,7 +231,7 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
     if found:
         # scontrol ends each record with an empty line.
         if shown.status != 0 or not shown.stdout.endswith("\n\n") or not _is_complete(job_id, found):
-            raise Unreachable(f"scontrol: an incomplete answer about job {job_id}")
+            raise Unreachable(f"scontrol returned an incomplete answer for job {job_id}")
         return all(record.get("JobState") in FINAL for record in found)
     if not UNKNOWN_JOB.search(shown.stdout + shown.stderr):  # an empty answer is none
         raise Unreachable(f"scontrol: {shown.stderr.strip()}")

@@ -56,7 +56,7 @@ def test_a_file_that_another_job_wrote_during_the_drill(place: Place, tmp_path: 
     error = rank(place, tmp_path / "node", "(node / 'state').write_text('x')\n")
     place.remove()
     assert (tmp_path / "node/state").read_text() == "of the other job"
-    assert "PermissionError" in error and "outside of the drill's folder" in error
+    assert "PermissionError" in error and "outside the drill's folder" in error
 
 
 def test_another_job_uses_the_folder_that_a_rank_created(place: Place, tmp_path: Path) -> None:

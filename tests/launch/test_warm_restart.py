@@ -273,7 +273,7 @@ def output_has(node: Node, text: str) -> None:
 def test_ranks_start_when_the_memory_of_the_killed_ones_is_free(tmp_path: Path, busy: dict[str, str]) -> None:
     """The stop signal that arrives while no rank runs reaches the new ranks."""
     node = warm(tmp_path, WAITS, env={**busy, "WANTED": "1"}, signal="USR1")
-    output_has(node, "waiting up to 50 s until the GPU memory of the ended ranks is free")
+    output_has(node, "waiting up to 50 s for the GPU memory of the exited ranks to be freed")
     assert "start 1" not in node.log(0)
     os.kill(node.process.pid, signal.SIGUSR1)
     (tmp_path / "busy").unlink()
