@@ -33,9 +33,9 @@ TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modul
 
 
 class Typed(Override):
-    """An override that Hydra's sweeper splits into the texts that the user typed.
+    """An override that gives Hydra's sweeper each value exactly as the user typed it.
 
-    Hydra would use its own notation for the values.
+    Hydra's own class would write the values in Hydra's notation.
     """
 
     @classmethod
@@ -74,9 +74,10 @@ def _elements(line: str) -> list[str]:
 
 
 def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
-    """Return the text that the user typed as an override's value, or None if there is none.
+    """Return the text that the user typed as an override's value, or None for a sweep.
 
-    For a list or a table, return the text of each element. Quotes around a string are removed, and interpolations stay.
+    For a list or a table, return the text of each element. Remove quotes around strings, but do not resolve
+    interpolations.
     """
     value = override.value()
     line = str(override.input_line)
@@ -94,9 +95,9 @@ def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
 
 
 def _as_typed(value: Any) -> Any:
-    """Return whole numbers and strings as text, also inside a list. Other values stay unchanged.
+    """Return whole numbers as text, also inside a list, and other values unchanged.
 
-    OmegaConf would write True for true.
+    So a boolean never equals the typed text: OmegaConf would write True for true.
     """
     if isinstance(value, ListConfig):
         elements: Any = OmegaConf.to_container(value)
@@ -160,8 +161,8 @@ class Texts:
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
         """Return the program's variables and arguments, and the script's lines, as the user typed them.
 
-        The result maps the place of each text in the config to the text. A list, or another value that has no text,
-        stays unchanged. A text that YAML has read as something else becomes a Rewritten. checks/values.py reports both.
+        The result maps the place of each text in the config to the text. A value without a text, such as a list, stays
+        unchanged. If YAML has changed a text, return a Rewritten for it. checks/values.py reports both kinds of value.
 
         only: the places to return; None: all.
         """
@@ -242,8 +243,10 @@ class YamlTexts:
     def text(self, place: KeyPath, value: object) -> str | None:
         """Return how a file writes the value at `place`, or None if no file contains it.
 
-        Return a Rewritten if YAML has changed the text. A file may be included below any key of the config, so only the
-        end of `place` must match.
+        Return a Rewritten if YAML has changed the text.
+
+        Compare only the end of `place` with the place in a file, because a file may be included below any key of the
+        config.
         """
         name = next(part for part in reversed(place) if isinstance(part, str))
         for path in self._paths:

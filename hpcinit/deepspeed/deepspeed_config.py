@@ -180,10 +180,10 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
 
 
 def _one_total(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` without train_batch_size if it uses AutoTP in stage 3, where DeepSpeed 0.19.8 reads it twice.
+    """Return `config`, without train_batch_size if it uses AutoTP in stage 3.
 
-    The engine counts tensor parallel ranks as data parallel, but zero.Init with AutoTP's mpu does not. Each checks the
-    product of the batch numbers, so no total fits both. Without a total, each computes its own.
+    DeepSpeed 0.19.8 checks that number twice. The engine counts tensor parallel ranks as data parallel, but zero.Init,
+    which uses AutoTP's mpu, does not. So no number passes both checks. If it is absent, each part computes its own.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)
@@ -193,8 +193,9 @@ def _one_total(config: dict[str, Any]) -> dict[str, Any]:
 def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[str]]:
     """Return how many ranks DeepSpeed counts as data parallel, and a note if that is not the real number.
 
-    DeepSpeed's runtime/config.py uses the world size, or what the program's mpu returns. It subtracts neither AutoTP's
-    ranks nor the ranks of context parallelism, whose groups are used only by the attention of run.wrap.
+    DeepSpeed's runtime/config.py uses the world size, or what the program's mpu returns. The world size also includes
+    the ranks of AutoTP and of context parallelism. (Only the attention of run.wrap uses the groups of context
+    parallelism.)
     """
     if chosen.mpu or layout.tp == layout.cp == 1:
         return batch.data_parallel, []

@@ -41,7 +41,7 @@ def needed(config: Mapping[str, Any], device: str) -> tuple[str, ...]:
     config: the ds_config.
     device: torch's device type, 'cuda' or 'cpu'.
 
-    deepspeed_shm_comm is not included: on a CPU, DeepSpeed compiles it with any config; see ops.start_uncompiled().
+    Omit deepspeed_shm_comm, which DeepSpeed compiles on a CPU with any config; see ops.start_uncompiled().
     """
     found = {_of_optimizer(config)}
     offload = [at(config, f"{_ZERO}{name}.device") for name in ("offload_optimizer", "offload_param")]

@@ -74,7 +74,10 @@ def too_old(deepspeed: str) -> str:
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
-    """Return how many ranks deepspeed.tp_model_init() must split the model across before initialize(); 1: none."""
+    """Return across how many ranks deepspeed.tp_model_init() must split the model before initialize() is called.
+
+    Return 1 if the model is not split, or if initialize() splits it in this version of DeepSpeed.
+    """
     size = int(at(config, _TP) or 1)
     return size if key(deepspeed) < key(INITIALIZE_DIVIDES_SINCE) else 1
 
@@ -96,7 +99,7 @@ def _autotp(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
-    """Return a message for each setting that DeepSpeed would silently change or that fails without a clear reason.
+    """Return a message for each setting that DeepSpeed would silently change or that would fail without a clear reason.
 
     config: the ds_config.
     deepspeed: DeepSpeed's version.
@@ -124,11 +127,12 @@ def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
 
 
 def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the ds_config, changed if DeepSpeed would read gathered parameters too early, and notes about it.
+    """Return a ds_config with which DeepSpeed does not read gathered parameters too early, and notes about it.
 
-    device: the device type, 'cpu' or 'cuda'. Only ZeRO stage 3 on CPUs with an old DeepSpeed needs the change.
+    Only ZeRO stage 3 on CPUs with an old DeepSpeed needs a change. A value that the user set is kept. If it leads to
+    wrong results, a note reports it.
 
-    A value that the user set is kept, with a note if it gives wrong results.
+    device: the device type, 'cpu' or 'cuda'.
     """
     if device != "cpu" or stage(config) != 3 or key(deepspeed) >= key(GATHERS_WAIT_SINCE):
         return dict(config), []

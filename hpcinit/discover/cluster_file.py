@@ -34,10 +34,9 @@ class Entry(NamedTuple):
 
 
 def site_facts(site: Site, partition: str | None) -> list[Entry]:
-    """Return the entries with what Slurm reports. discover rewrites them each time.
+    """Return the entries for what Slurm reports. discover rewrites them each time it runs.
 
-    partition: the partition whose nodes define the cluster's top-level keys. If there is no such partition, Slurm's
-    default partition does.
+    partition: its nodes define the cluster's top-level keys. Site.main() chooses another one if it does not exist.
     """
     main = site.main(partition)
     kind, count = main.kinds[0]
@@ -105,7 +104,7 @@ def _limits(each: Partition) -> dict[str, Any]:
 
 
 def gb(mib: int) -> float:
-    """Return GB (2^30 bytes) for MiB, rounded down to a hundredth, because Slurm refuses more than a node has."""
+    """Convert MiB to GB (2^30 bytes). Round down to a hundredth: Slurm refuses requests for more than a node has."""
     return mib * 100 // MIB_PER_GB / 100
 
 
@@ -357,7 +356,7 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
 
 
 def cluster_file_path(name: str) -> Path:
-    """Return ./conf/cluster/NAME.yaml, which is the first file that cluster=NAME uses.
+    """Return ./conf/cluster/NAME.yaml, where hpcinit looks first for the file of cluster=NAME.
 
     Raise RequestError if the name is invalid.
     """

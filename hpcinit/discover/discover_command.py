@@ -129,7 +129,7 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
 
 
 def _note_shadowed_file(name: str, output: Path | None) -> None:
-    """Print a note if cluster=NAME has meant a different file until now."""
+    """Print a note if cluster=NAME selected a different file before the new file was written."""
     other = folders.find(f"cluster/{name}")
     if output is None and Path(other).is_file():
         console.note(f"in this folder, cluster={name} now selects the new file instead of {other}")

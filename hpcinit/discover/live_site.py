@@ -133,7 +133,7 @@ class Partition:
 class User:
     """The user who runs discover.
 
-    uid: the user id. 0 counts as a member of every group.
+    uid: the user id. Root (0) counts as a member of every group.
     accounts, qos: those that the user may use, or None if they are unknown.
     account, default_qos: the defaults, or None.
     """
@@ -171,7 +171,10 @@ class Site:
         return [each for each in self.partitions if not each.refused]
 
     def main(self, name: str | None) -> Partition:
-        """Return the partition called `name`, or Slurm's default partition, or the one with the most GPUs."""
+        """Return the partition called `name`.
+
+        If there is none, return Slurm's default partition, or else the partition with the most GPUs.
+        """
         byname = [each for each in self.usable if each.name == name]
         default = [each for each in self.usable if each.default]
         return (byname or default or sorted(self.usable, key=_gpu_total, reverse=True))[0]

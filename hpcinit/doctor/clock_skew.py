@@ -19,7 +19,7 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 class ClockSkew(NamedTuple):
     """The difference between two clocks.
 
-    seconds: the other clock is at least this far ahead. A negative number means behind, and 0 means that they may
+    seconds: the other clock is ahead by at least this much. If the number is negative, it is behind. 0: the clocks may
     agree.
     """
 
@@ -37,9 +37,10 @@ class ClockSkew(NamedTuple):
 
 
 def clock_skew(before: float, after: float, earliest: float, latest: float | None = None) -> ClockSkew:
-    """Return the skew of a clock that showed a time between `earliest` and `latest` during a query.
+    """Return the skew of another clock, which showed a time between `earliest` and `latest` during a query.
 
     before, after: this machine's clock before and after the query.
+    latest: None: the same as `earliest`.
     """
     latest = earliest if latest is None else latest
     if earliest > after:

@@ -195,9 +195,9 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 
 
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
-    """Yield checks that compare the all-reduce with the hardware's bandwidth, unless that is unknown.
+    """Yield a check for each node on which an all-reduce is slow, and a check of the all-reduce among all ranks.
 
-    On CPUs (gloo), the hardware's bandwidth does not apply.
+    The latter compares the bandwidth with the hardware's, unless that is unknown. On CPUs (gloo), it does not compare.
     """
     own = {report.host: (report.on_node.seconds,) for report in reports if report.on_node}
     for name in () if on_cpu else slow_links(own, RULES[False][1]):
@@ -221,7 +221,10 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
 
 
 def _hardware_gb_s(reports: Sequence[Report]) -> tuple[float | None, str]:
-    """Return the GB/s of the slowest part of the path between ranks, and what that part is."""
+    """Return the GB/s of the slowest part of the path between ranks, and what that part is.
+
+    Return None and '' if the GB/s are unknown.
+    """
     device = next((report.device.get("name", "") for report in reports if report.device), "")
     parts = []
     if (link := link_gb_s(device)) is not None and any(report.local_world_size > 1 for report in reports):

@@ -20,7 +20,7 @@ DIRECTIONS = ("to_device", "from_device", "on_device")
 
 
 def check_devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the checks of the GPUs. If no GPU has a problem, one check shows the state of the first."""
+    """Yield the checks of the GPUs. If no GPU has a problem, one check shows the state of the first GPU."""
     gpus = [(host, gpu) for host, node, ranks in _nodes(reports) for gpu in gpus_of_job(node, _devices_of(ranks))]
     found = [check for host, check in _of_each_node(reports) if check.about == "devices' health"]
     if gpus and not found:
@@ -46,7 +46,10 @@ def _devices_of(ranks: Sequence[Report]) -> list[Mapping[str, str]]:
 
 
 def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
-    """Yield the findings that concern a single node. The check of each node before its ranks start prints them too."""
+    """Yield each finding that concerns a single node, with the node's host.
+
+    hpcinit also prints these findings when it checks a node before the ranks start.
+    """
     for host, node, ranks in _nodes(reports):
         pids = [one.pid for one in ranks]
         for check in node_findings(node, _devices_of(ranks), pids, max(one.world_size for one in ranks)):
@@ -54,7 +57,10 @@ def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
 
 
 def _findings(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield the problems of each node, and one check per kind of folder that has enough space on all nodes."""
+    """Yield each node's problems.
+
+    For each kind of folder, also yield a check that counts the nodes with enough space.
+    """
     enough: dict[str, list[float]] = {}
     space = {(host, place.what): place.free_gb for host, node, _ in _nodes(reports) for place in node.places}
     for host, check in _of_each_node(reports):
@@ -69,7 +75,7 @@ def _findings(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
-    """Yield a check of the interface that NCCL uses, and one for each node where NCCL uses a different one."""
+    """Yield the problems with the interfaces that NCCL uses. If there are none, yield a check with their names."""
     found = [node.nccl for _, node, _ in _nodes(reports) if node.nccl]
     faults = list(nccl_findings(found, nodes))
     yield from faults

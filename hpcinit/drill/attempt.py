@@ -76,7 +76,10 @@ class Attempt:
 
     @classmethod
     def start(cls, place: Place, run: Path, env: Mapping[str, str], restart: int) -> Attempt:
-        """Start the run's job again, with the environment variables of a requeued job. The folders stay as they are."""
+        """Start the run's job again as if Slurm had requeued it. The folders stay as they are.
+
+        restart: the number of the restart; 0 for a first attempt.
+        """
         folder = place.next_attempt()
         more = environment(folder) | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {})
         place.forget_reads()
@@ -193,7 +196,7 @@ class Attempt:
 
 
 class SaveWatch:
-    """Records which files the program changes after which number of steps.
+    """Records which files the program changes, and after how many steps.
 
     from_step: how many steps the training run had made before this attempt.
     earlier: the saves of earlier attempts.
@@ -225,7 +228,7 @@ class SaveWatch:
         return not self.attempt.running()
 
     def saves(self) -> list[Save]:
-        """Return the saves so far. Omit files that change at most steps, such as a log of losses."""
+        """Return the saves so far. Omit files that change in more than half of the steps, such as a log of losses."""
         times: dict[str, int] = {}
         for save in self.by_steps.values():
             for name in save.files:
@@ -240,7 +243,7 @@ class SaveWatch:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables that an attempt needs in addition.
+    """Return the environment variables that the drill adds for an attempt.
 
     folder: the folder for the reports of the attempt.
     """

@@ -126,7 +126,7 @@ def at(record: Record, rank: int, number: int) -> Step | None:
 
 
 def close(a: float, b: float, relative: float = EQUAL) -> bool:
-    """Return whether two sums are equal, except for rounding. relative: the allowed relative difference."""
+    """Return whether two checksums are equal, except for rounding. relative: the allowed relative difference."""
     return math.isclose(a, b, rel_tol=relative, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
 
 
@@ -159,7 +159,7 @@ def _before(record: Record, point: Point) -> int:
 def _by_weights(alone: Undisturbed, record: Record) -> int | None:
     """Return after how many steps the loaded weights were saved, or None if this is unknown.
 
-    They are compared with the weights of each step of the undisturbed run.
+    To find this number, compare the weights with those of each step of the undisturbed run.
     """
     own = at(record, 0, 0)
     if own is None or not alone.first.steps or not alone.deterministic:

@@ -181,7 +181,7 @@ def _undisturbed_line(first: Record) -> str:
 def _part_lines(part: Part, shown: set[str]) -> list[str]:
     """Return the lines that show a part and its findings. Print the advice for each cause only once.
 
-    shown: the causes whose advice was already printed; it is updated.
+    shown: the causes whose advice was already printed. Those of this part are added.
     """
     lines = [f"{part.title}: {part.text}".ljust(100) + (" FAILS" if part.findings else " ok")]
     for finding in part.findings:

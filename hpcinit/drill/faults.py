@@ -87,7 +87,7 @@ class Faults:
     def full_disk(self, save: Save, at_bytes: int, watch: SaveWatch) -> Interruption:
         """Simulate a full disk from just before a save until two steps after it.
 
-        save: the save of the undisturbed run at this step.
+        save: the same save in the undisturbed run.
         at_bytes: the size beyond which a file can't grow.
         watch: the attempt and its saves.
         """
@@ -115,7 +115,8 @@ class Frozen:
     The ranks are stopped while the files are copied.
 
     at: after how many steps to make the first copy.
-    cut: saves during which to copy unfinished states. It stops after the first save that has such states.
+    cut: the saves of which to copy unfinished states. After the first save that has such states, the others are
+    ignored.
     """
 
     def __init__(self, attempt: Attempt, at: int, cut: Sequence[Save]) -> None:
@@ -140,7 +141,10 @@ class Frozen:
             self._save(self.cut.pop(0), watch)
 
     def _save(self, save: Save, watch: SaveWatch) -> None:
-        """Copy the unfinished states of a save: let the ranks run for a millisecond at a time until it is complete."""
+        """Copy the unfinished states of a save.
+
+        Let the ranks run for a millisecond at a time until the save is complete.
+        """
         earlier, states = watch.saves(), list[tuple[Path, dict[str, int]]]()
         known: set[object] = set()
         before, processes = self.attempt.place.written(), self.attempt.of_ranks()

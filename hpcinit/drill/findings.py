@@ -176,7 +176,10 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
 
 
 def _one_rank_saved(alone: Undisturbed) -> bool:
-    """Return whether rank 0 alone may have saved a sharded state. This is possible if the ranks' weights differ."""
+    """Return whether rank 0 might have saved only its own part of a sharded model.
+
+    Assume so if the ranks' weights differ.
+    """
     first = [steps[0].weights for steps in alone.first.steps if steps]
     return len(first) > 1 and not all(close(one, first[0]) for one in first)
 
@@ -203,10 +206,10 @@ def _of_optimizer(
 
 
 def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:
-    """Return the first step whose learning rate is wrong, that rate, and the right rate. Return None if all are right.
+    """Return the first step with a wrong learning rate, that rate, and the right rate. Return None if all are right.
 
-    It may be a later step than the attempt's first step: the loaded optimizer state has the right rate until the
-    scheduler sets its own.
+    The first wrong rate can be later than the attempt's first step. The loaded optimizer state has the right rate until
+    the scheduler sets a wrong one.
     """
     for number, own in enumerate(record.steps[rank]):
         expected = at(alone.first, rank, from_step + number)
@@ -251,7 +254,9 @@ def _of_data(
 
 
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> bool:
-    """Return whether a seeded random generator that training uses is in a different state than in the undisturbed runs.
+    """Return whether a random generator has a different state than at the same step of the undisturbed runs.
+
+    Compare only seeded generators that training uses: those whose state both undisturbed runs changed in the same way.
 
     own: what the rank recorded at its first step.
     number: the same step in the undisturbed runs.
@@ -286,7 +291,9 @@ def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
 
 
 def _refers(path: Path, missing: Sequence[str]) -> bool:
-    """Return whether a text file contains the name of one of the files, of its folder, or the number of its step.
+    """Return whether a text file refers to a missing file.
+
+    It does if it contains the name of the file or its folder, or if its whole text is a number in such a name.
 
     missing: the names of the files.
     """

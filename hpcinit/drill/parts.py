@@ -226,7 +226,7 @@ class Drill:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
-        """Return `cut` without the interrupted save, which is smaller than the same save of the undisturbed run."""
+        """Return `cut` without interrupted saves: those that are smaller than the same save of the undisturbed run."""
         files = {save.steps: save.files for save in self.saves}
 
         def is_whole(save: Save) -> bool:
@@ -319,10 +319,10 @@ def _between(saves: Sequence[Save], total: int, share: float) -> int:
 
 
 def _all_killed(saves: Sequence[Save], total: int) -> int:
-    """Return a number of steps after at least two saves.
+    """Return the number of steps after which to kill all ranks, if possible after two saves.
 
-    If possible, the newer save's number has more digits: a program that compares the numbers as text then loads the
-    older save, because '5' > '10'.
+    Prefer a newer save whose number has more digits, as in 5 and 10. A program that compares the numbers as text then
+    loads the older save.
     """
     pairs = [(a.steps, b.steps) for a, b in itertools.pairwise(saves)]
     longer = [b for a, b in pairs if len(str(b)) > len(str(a))]

@@ -25,8 +25,8 @@ class Engine(ABC):
     """Starts the jobs of a cluster, finds their state, and cancels them.
 
     name: the value of cluster.engine.
-    has_queue: whether a job requests resources and waits for them. Then it can depend on other jobs, be requeued and be
-    part of an array. Otherwise it starts at once.
+    has_queue: whether jobs wait in a queue for the resources that they request. Only such jobs can depend on other
+    jobs, be requeued or be part of an array. Without a queue, a job starts at once.
     other_machines: whether the ranks run on nodes that share only some file systems with this machine.
     uses_slurm: whether Slurm's commands and the options of sbatch and srun apply.
     script_command: the command that runs a batch script again.
@@ -119,7 +119,7 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
 
     @property
     def requeued(self) -> bool:
-        """Return whether an attempt has ended and the job waits for another one. It may not have left its nodes yet."""
+        """Return whether an attempt has ended and the job waits for the next one. Its nodes might not be free yet."""
         waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
         return waits and self.restart is not None
 
@@ -130,7 +130,7 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
 
     @property
     def purged(self) -> bool:
-        """Return whether Slurm replied that it does not know the job, and the job did not record its end."""
+        """Return True if Slurm replied that it does not know the job, and the job has not recorded its end."""
         return self.name == "UNKNOWN" and self.source == ""
 
     def to_json(self) -> dict[str, Any]:

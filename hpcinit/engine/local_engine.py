@@ -64,7 +64,10 @@ def _state(record: JobRecord) -> State:
 
 
 def _by_hand(record: JobRecord) -> State:
-    """Return the state of a job that the user started with `bash job.sh`. Only the script's own record exists."""
+    """Return the state of a job that the user started with `bash job.sh`.
+
+    Its script's own record is the only source.
+    """
     from hpcinit.engine import local_job  # noqa: PLC0415
 
     status = record.exit_status

@@ -138,8 +138,8 @@ def _watch(job: Child, stop_signals: Sequence[int], deadline: float) -> str | No
 def _end(job: Child) -> None:
     """Send SIGTERM to the batch script and its steps, then SIGKILL to the processes that remain, as slurmd does.
 
-    The script exits at once, but its step needs time to stop the ranks, so this waits for the whole process group. The
-    script is not reaped before that, so its group id can't be reused.
+    Wait for the whole process group: the script exits at once, but its step needs time to stop the ranks. Do not reap
+    the script before the group has ended, so that its group id can't be reused.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         job.signal(number)
@@ -210,7 +210,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def elsewhere(path: Path) -> str:
-    """Return the host on which the run's engine may be running, invisible to this host or container.
+    """Return the host on which the run's engine might still be running, although this host or container can't see it.
 
     Return '' if the engine has ended or is visible here.
     """

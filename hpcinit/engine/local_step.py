@@ -29,7 +29,10 @@ KILL_WAIT_S = 2.0
 
 
 def nodelist(nodes: int) -> str:
-    """Return the nodelist of the virtual nodes, such as '127.0.0.[1-4]'. Addresses need no name resolution."""
+    """Return the addresses of the virtual nodes as a nodelist, such as '127.0.0.[1-4]'.
+
+    They need no name resolution.
+    """
     return "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]"
 
 
@@ -107,9 +110,9 @@ def task_variables(job: Mapping[str, str], nodes: int, per_node: int, rank: int,
 class Step(Supervisor):
     """The tasks of one step.
 
-    run() returns the highest exit code of any task. Tasks that it stopped because another one failed do not count. srun
-    does count them and then returns 143 (128 + SIGTERM), so in a Slurm job the batch script looks for the rank that
-    failed.
+    run() returns the highest exit code of any task, except for tasks that it stopped because another task had failed.
+    srun includes those, and then returns 143 (128 + SIGTERM). In a Slurm job, the batch script therefore looks for the
+    rank that failed.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -162,7 +165,7 @@ class Step(Supervisor):
         return self.signals.pop(0) if self.signals else None
 
     def _is_orphaned(self) -> bool:
-        """Return whether the batch script or the engine has ended, possibly before this process started."""
+        """Return whether the batch script or the engine has ended, even if it did so before this process started."""
         engine = os.environ.get(run_folder.ENV_ENGINE, "")
         return os.getppid() != self.parent or (engine.isdigit() and not psutil.pid_exists(int(engine)))
 

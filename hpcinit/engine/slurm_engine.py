@@ -97,12 +97,12 @@ class Known:
 
     @property
     def ended_early(self) -> bool:
-        """Return whether a signal ended the batch script. Slurm may have requeued the job."""
+        """Return whether a signal ended the batch script. Slurm might have requeued the job since then."""
         return self.record.exit_status == run_folder.ENDED_EARLY
 
     @property
     def outlived(self) -> bool:
-        """Return whether the job's script has ended although Slurm reports a state that this version does not know."""
+        """Return True if the job's script has ended, for a job with a Slurm state that this version does not know."""
         return (
             self.slurm is not None and self.slurm.is_unknown_state and self.slurm.source != "sacct" and self.record.over
         )
@@ -116,10 +116,11 @@ def state_of(known: Known) -> State:
 def _ended(known: Known) -> State | None:
     """Return the state if Slurm reports that the job has ended.
 
-    The exit status is taken from the record, because sacct and scontrol may lack it.
+    Take the exit status from the record, because sacct and scontrol may lack it.
 
-    Slurm 24.11 reports PREEMPTED forever for a job that was requeued in the grace time of a preemption, however its
-    last attempt ends. 22.05 and 26.05 report how the last attempt ended, and so does the record.
+    If Slurm reports PREEMPTED for a requeued job, take the state from the record. Slurm 24.11 reports PREEMPTED forever
+    if the job was requeued in the grace time of a preemption, however its last attempt ends. 22.05 and 26.05 report how
+    the last attempt ended, as the record does.
     """
     now, record = known.slurm, known.record
     if now is None or not now.over or not record.over:
@@ -153,10 +154,10 @@ def _recorded(known: Known) -> State | None:
 
 
 def _accounted(known: Known) -> State | None:
-    """Return sacct's state if only sacct knows the job.
+    """Return a state if sacct knows the job, but the controller does not.
 
-    If the controller is unreachable, sacct's state may be some seconds old. If the controller replied, sacct's state is
-    wrong, and UNKNOWN is returned.
+    If the controller is unreachable, return sacct's state, which might be some seconds old. If the controller replied,
+    sacct's state is wrong, so return UNKNOWN.
     """
     if known.slurm is None:
         return None
@@ -174,7 +175,7 @@ def _unreachable(known: Known) -> State | None:
 
 
 def _purged(known: Known) -> State:
-    """Return the state from the record of a job that Slurm does not know and that did not record its end."""
+    """Return the recorded state of a job that Slurm does not know and that has not recorded its end."""
     return known.record
 
 
@@ -248,8 +249,6 @@ def _state(record: JobRecord, answer: SlurmReply) -> State:
 
 
 def _of_job(record: JobRecord, job_id: str, answer: SlurmReply) -> State:
-    """Return the state of one job of the run, from Slurm and the run folder."""
-
     def cancelled() -> bool:
         return job_id in safe_files.json_or_empty(record.path / run_folder.CANCELLED).get("jobs", [])
 

@@ -126,7 +126,7 @@ def _store(rank: int) -> float:
 
 
 def _matmul(device: torch.device) -> tuple[float, ...]:
-    """Return how many seconds a matrix product takes in each round, or () on CPUs. It reveals a hot or capped GPU."""
+    """Return how many seconds a matrix product takes in each round, or () on CPUs. A hot or capped GPU takes longer."""
     if device.type == "cpu":
         return ()
     matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def _matmul(device: torch.device) -> tuple[float, ...]:
 
 
 def _copies(device: torch.device) -> Copies | None:
-    """Return the speed of the best of several copies in each direction, or None on CPUs."""
+    """Return the best speed of several copies to the device, from the device and inside it. Return None on CPUs."""
     if device.type == "cpu":
         return None
     host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
@@ -210,7 +210,10 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Return the messages of _measure_link() to the first rank of the pair."""
+    """Send each message of _measure_link() back to the first rank of the pair.
+
+    Put this rank's time into the small ones.
+    """
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)
@@ -228,9 +231,9 @@ def _there_and_back(value: torch.Tensor, to: int) -> None:
 
 
 def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait for every rank of `group`, using this rank's `device`.
+    """Wait for every rank of `group`.
 
-    Without device_ids, NCCL may choose another device.
+    Pass `device` to NCCL, because otherwise NCCL might choose another device.
     """
     dist.barrier(group=group, device_ids=None if device.type == "cpu" else [device.index])
 

@@ -55,9 +55,10 @@ class ProgramPath:
         return cls(own(found[:standard]), own(found[standard:]), str(Path.cwd()))
 
     def restore(self) -> None:
-        """Add the folders to sys.path. Folders in `workdir` are also added as folders in the current working folder.
+        """Add the folders to sys.path.
 
-        With snapshot=git, the current working folder is a copy of `workdir`.
+        For each folder of `before` that is in `workdir`, also add the same folder of the current working folder, before
+        the others. With snapshot=git, the current working folder is a copy of `workdir`.
         """
         inside = [Path(path) for path in self.before if Path(path).is_relative_to(self.workdir)]
         copied = [str(Path.cwd() / path.relative_to(self.workdir)) for path in inside]
@@ -167,7 +168,7 @@ def _write(folder: Path, done: JobReturn) -> None:
 def _leave_signals_to_the_program() -> None:
     """Undo submitit's signal handlers, so that the program handles the signals itself.
 
-    submitit could not checkpoint a job of a multirun.
+    submitit's handlers would be useless, because submitit can't checkpoint a job of a multirun.
     """
     signals.reset([signal.SIGTERM, signal.SIGCONT])
     # If stop.signal is submitit's signal, it must not end the program before its hpcinit.init() watches for it.

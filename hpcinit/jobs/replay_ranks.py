@@ -127,9 +127,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
 def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
     """Wait until all calls have finished, or no rank can continue. Return False if a rank has failed.
 
-    It is not enough that nothing changes for some time, because this machine may be slow. The kernel must show that all
-    threads of all ranks are asleep and have not woken up since the last change. Threads of gloo that poll must have
-    polled.
+    No rank can continue if the kernel shows that all threads of all ranks have slept since the last change. Threads of
+    gloo that poll must have polled since then. A time without changes is not enough, because this machine may be slow.
     """
     before: Seen | None = None
     last: list[bytes] = []
@@ -154,7 +153,10 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 
 def _have_slept(before: Seen, now: Seen) -> bool:
-    """Return whether each thread has slept the whole time or is polling. With many ranks, some always are."""
+    """Return whether each thread has slept from `before` to `now` or is polling.
+
+    With many ranks, some threads always poll.
+    """
     return bool(now) and all(
         (state == "S" and count == before[one][1]) or count >= before[one][1] + POLLS
         for one, (state, count) in now.items()

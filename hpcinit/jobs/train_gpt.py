@@ -159,7 +159,7 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, context: int) -> float:
-    """Return the mean loss on pieces spread over `text`. Each data share evaluates different pieces.
+    """Return the mean loss on pieces spread over `text`. Each data parallel rank evaluates different pieces.
 
     context: the length of a piece in tokens.
     """
@@ -169,7 +169,7 @@ def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, c
 
 
 class Place:
-    """The position of a data share in the data, which a checkpoint contains like the state of a data loader."""
+    """The position of a data parallel rank in the data. A checkpoint contains it like the state of a data loader."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator

@@ -30,11 +30,12 @@ SAME_FAILURES = 3
 def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> str:
     """Return why the ranks must not restart after the failure `failed`, or '' if they may.
 
+    They must not restart after SAME_FAILURES equal failures of a rank at the same step, because the program itself is
+    faulty. They also must not restart after `limit` restarts in a row without progress. If no rank reports steps, every
+    restart counts as one without progress.
+
     before: the earlier restarts of this step, in order.
     limit: restart.without_progress, or None.
-
-    After SAME_FAILURES equal failures of a rank at the same step, the program itself is faulty. If no rank reports
-    steps, every restart counts as one without progress.
     """
     found = [*before, failed]
     last = {(one.rank, one.how, one.error, one.step) for one in found[-SAME_FAILURES:]}
@@ -50,7 +51,9 @@ def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> st
 
 
 class Decider:
-    """Decides for all nodes. Call it with each message of a server; it yields the orders for all servers.
+    """Decides for all nodes when ranks end and restart.
+
+    Call it with each message of a server. It yields the orders for all servers.
 
     hosts: the names of the nodes.
     limit_s: how many seconds a server may take to report that its ranks have ended.

@@ -82,7 +82,10 @@ class ForkSupervisor(Supervisor):
         return None
 
     def wait(self) -> int:
-        """Wait until all ranks have ended. Return the exit status for this process, or -9 if SIGKILL ended the rank."""
+        """Wait until all ranks have ended.
+
+        Return the exit status for this process: a failed rank's (-9 for SIGKILL), or 0.
+        """
         received = signals.Descriptor(HANDLED)
         self.supervise(received.wait if self._restarts is None else partial(self._restarts.wait, self, received))
         received.close()
@@ -216,7 +219,7 @@ def end_as(code: int) -> int:
 def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
     """Write the fork server's start-up events to the timeline of each rank.
 
-    So a rank that hangs in an import is listed.
+    Without these events, a rank that hangs in an import before the fork would not be listed.
     """
     for local_rank in range(here.ranks_per_node):
         startup.announce(_world_of(here, spec, local_rank), folder)
@@ -243,7 +246,6 @@ def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) 
 
 
 def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:
-    """Return the World of a rank before it is forked."""
     return launchers.read(fork_environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus))
 
 

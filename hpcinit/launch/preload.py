@@ -70,7 +70,8 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
 def _devices_counted_by_nvml() -> Iterator[None]:
     """Make torch count devices with NVML during the `with` block, so that the imports do not initialize CUDA.
 
-    Keep the variable if the user has set it. Otherwise remove it afterwards, so that ranks find devices as under srun.
+    If the user has set torch's variable for this, keep it. Otherwise remove it afterwards, so that ranks find devices
+    as under srun.
     """
     if NVML_CHECK in os.environ:
         yield
@@ -83,7 +84,7 @@ def _devices_counted_by_nvml() -> Iterator[None]:
 
 
 def _reason_to_skip(name: str) -> str:
-    """Return why the module must not be imported before the fork, or '' if it may be."""
+    """Return why the module must not be imported before the fork, or '' if there is no reason."""
     version = installed("deepspeed") if name.partition(".")[0] == "deepspeed" else ""
     if not version or key(version) >= key(IMPORT_LEAVES_CUDA_SINCE):
         return ""
@@ -98,7 +99,7 @@ def _with_version(name: str) -> str:
 
 
 def _prepare_bring_up() -> None:
-    """Do in advance what each rank would otherwise do during bring-up with the same result: imports and look-ups."""
+    """Do the imports and look-ups of bring-up that would otherwise be repeated in each rank, with the same result."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
         importlib.import_module("torch.utils._device")  # for the mesh

@@ -83,10 +83,10 @@ class Connection:
 
 
 class Link:
-    """The connections of this server. The first server is connected to each other server, and these only to the first.
+    """The connections of this server. The first server has one to each other server. The others have one to the first.
 
-    decide: on the first server, a function of a node's number and message that returns orders for all servers; else
-    None.
+    decide: on the first server, a function that returns orders for all servers, given a node's number and message. On
+    other servers, None.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Link:
         self._orders: list[Message] = []  # from the first server to itself
 
     def wait(self, received: signals.Descriptor, timeout_s: float) -> int | None:
-        """Return the next signal. Return None after the timeout, or as soon as receive() may have a message."""
+        """Return the next signal. Return None after the timeout, or as soon as receive() might have a message."""
         files = [file for connection in self._connections.values() for file in connection.files()]
         return received.wait(0.0 if self._orders else timeout_s, files)
 
@@ -137,8 +137,8 @@ class Link:
 def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
     """Wait until all fork servers have started. Return this server's connections, each with the number of its node.
 
-    Raise BringUpError if a server is missing. Call this before the first fork: the threads of the rendezvous have ended
-    when it returns.
+    Raise BringUpError if a server is missing. Call this before the first fork, because it starts threads. They have
+    ended when it returns.
 
     servers: the World of the fork servers, in which each server is a rank.
     """

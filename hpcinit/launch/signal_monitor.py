@@ -25,9 +25,12 @@ LOOK_S = 5.0
 
 
 class SignalMonitor:
-    """The helper process. Create it while this process has one thread and little memory.
+    """A helper process that reports the signals it receives.
 
-    look: the helper calls it regularly, with this process's id and the seconds since the last call, at most LOOK_S.
+    Create it while this process has one thread and little memory.
+
+    look: a function that the helper calls regularly. Its arguments are this process's id and the seconds since the last
+    call, which are at most LOOK_S.
     """
 
     def __init__(self, look: Callable[[int, float], object] | None = None) -> None:

@@ -51,7 +51,7 @@ RANK_PARTS = {
 
 
 class Ranks(Protocol):
-    """What WarmRestarts needs of a ForkSupervisor, which supervises the ranks of one start."""
+    """The part of ForkSupervisor that WarmRestarts needs. A ForkSupervisor supervises the ranks of one start."""
 
     children: dict[int, Child]
     stop_received: bool
@@ -124,8 +124,8 @@ class WarmRestarts:
     def report_failure(self, child: Child, terminated: bool) -> None:
         """Report to the first server how a rank failed.
 
-        terminated: whether the rank got SIGTERM because another rank had failed. Its exit status then means nothing.
-        Report it only if it recorded an error, which may have caused the other failure.
+        terminated: whether the rank got SIGTERM because another rank had failed. Its exit status then means nothing, so
+        report the rank only if it recorded an error that may have caused the other failure.
         """
         step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
@@ -198,8 +198,8 @@ class WarmRestarts:
     def _end_orphans(self, ranks: Ranks) -> set[int]:
         """Kill the processes that the ranks left running, as Slurm does at the end of a step. Return their ids.
 
-        They may use files, ports or GPU memory. Those that the kernel does not end within ORPHANS_S seconds still
-        exist.
+        Otherwise they might still use files, ports or GPU memory. After ORPHANS_S seconds, stop waiting for those that
+        the kernel has not ended.
         """
         found, until = set(), time.monotonic() + ORPHANS_S
         while (orphans := self._orphans(ranks)) and time.monotonic() < until:

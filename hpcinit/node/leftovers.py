@@ -88,7 +88,7 @@ def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
 
 
 def _jobs(env: Mapping[str, str], cgroup: str = "") -> frozenset[str]:
-    """Return the ids of the job, of its components, and of the job in the control group."""
+    """Return the job ids in `env`, of the job and its components, and the job id in the control group `cgroup`."""
     found = {text for name, text in env.items() if name == JOB or name.startswith("SLURM_JOB_ID_HET_GROUP_")}
     found.update(re.findall(r"/job_(\d+)", cgroup))
     return frozenset(text for text in found if text.isdigit())

@@ -33,7 +33,7 @@ def is_used(env: Mapping[str, str], backend: str) -> bool:
 def ask(env: Mapping[str, str], host: str, timeout_s: float) -> Nccl | None:
     """Return the interface that NCCL uses if its environment is `env`, or None if there is no NCCL.
 
-    The NCCL is the one of this Python's torch: a package beside torch, or else the library that the loader finds.
+    Use the NCCL of this Python's torch: a package beside torch, or else the library that the loader finds.
     """
     started = time.monotonic()
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ask_nccl.py")), _library()]

@@ -64,7 +64,7 @@ class Start:
 class Workers(Supervisor):
     """The ranks of a node, which start together. Its `children` are identified by their local ranks.
 
-    torch's agent polls which ranks have ended, and stops all of them.
+    torch's agent polls which ranks have ended. It always stops all ranks together.
     """
 
     stuck_s = 3.0  # after this time, a rank that waits in the kernel for a disk or a driver is left to Slurm

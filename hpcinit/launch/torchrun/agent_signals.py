@@ -50,11 +50,11 @@ class Signals:
         signals.Listener(HANDLED, self._on_signal)
 
     def collect(self) -> None:
-        """Start to collect signals, because ranks are running to which they may have to be forwarded."""
+        """Start to collect signals. Call this while ranks run, because signals may have to be forwarded to them."""
         self._collecting = True
 
     def stop_collecting(self) -> None:
-        """Stop collecting signals, because no rank is running any more."""
+        """Stop collecting signals. Call this when no rank is running any more."""
         self._collecting = False
 
     def take(self) -> Iterator[ReceivedSignal]:

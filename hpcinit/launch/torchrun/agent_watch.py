@@ -34,7 +34,7 @@ class AgentWatch:
         self._silent_s = 0.0
 
     def polled(self) -> None:
-        """Record that the agent is about to use the store. It is watched after the first call."""
+        """Record that the agent is about to use the store. The agent is watched from the first call on."""
         self._polls[0] += 1
 
     def look(self, agent: int, since_s: float) -> None:

@@ -214,9 +214,9 @@ class AgentRendezvous(RendezvousHandler):
 
 
 def _read_restart(value: bytes) -> Restart | None:
-    """Return the restart in a value of the store, or None if the value is not one.
+    """Return the restart in a value of the store, or None if the value is not a restart.
 
-    Any process that can reach the store may have written the value.
+    The value can be anything, because any process that can reach the store can write it.
     """
     try:
         return elastic_restarts.from_json(value.decode(errors="replace"))
