@@ -135,7 +135,10 @@ class Texts:
                 self.set(override)
 
     def set(self, override: Override) -> None:
-        """Set the key of an override to the text that the user typed. Ignore overrides that choose a group's file."""
+        """Set the key of an override to the text that the user typed.
+
+        Ignore overrides that choose a file of a config group.
+        """
         key, text = override.key_or_group, text_from(override)
         value = OmegaConf.select(self._config, key)
         if text is None or (isinstance(value, DictConfig) and not isinstance(text, dict)):

@@ -117,7 +117,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
 
     A note reports a key that overrides an option or that DeepSpeed ignores.
 
-    layout: the layout of the ranks, in which no degree is -1.
+    layout: the layout of the ranks. All degrees must be numbers of ranks, not -1.
 
     Raise RequestError if deepspeed.hpz or a key in ds_config does not fit the number of ranks.
     """
@@ -337,7 +337,10 @@ def _without_auto(theirs: Mapping[str, Any], at: str, notes: list[str]) -> dict[
 
 
 def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: list[str]) -> None:
-    """Remove our bf16 if the user enables fp16, and the other way round: DeepSpeed accepts only one of them."""
+    """Remove hpcinit's bf16 if the user enables fp16, or its fp16 if the user enables bf16. Add a note to `notes`.
+
+    DeepSpeed accepts only one of them.
+    """
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         wanted = theirs.get(name)
         if isinstance(wanted, Mapping) and wanted.get("enabled") and other in merged and other not in theirs:

@@ -56,7 +56,7 @@ def site_facts(site: Site, partition: str | None) -> list[Entry]:
 
 
 def site_choices(site: Site, name: str) -> list[Entry]:
-    """Return the entries that discover proposes only in a new file. After that, the user edits them.
+    """Return the entries that discover proposes in a new file. discover never changes them later, but the user can.
 
     name: the name of the cluster.
     """

@@ -72,7 +72,8 @@ def _runs_dir(config: Config) -> Iterator[Check]:
 def _folder(about: str, path: Path, absent: str) -> Check:
     """Check a folder: whether it is writable and has free space.
 
-    absent: the status if the folder does not exist on this machine. It may be created later, or exist on the nodes.
+    absent: the status to report if the folder does not exist on this machine. It could still be created later, or exist
+    on the nodes.
     """
     there = _existing(path)
     if there != path and absent != OK:

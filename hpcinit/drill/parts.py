@@ -172,7 +172,7 @@ class Drill:
         return Plan(dict(sorted(at.items(), key=lambda item: item[1])), killed, cut, disk, unchecked)
 
     def estimate_s(self, first: Record, plan: Plan) -> float:
-        """Return how many seconds the rest of the drill takes, including the second undisturbed run."""
+        """Return about how many seconds the rest of the drill will take, including the second undisturbed run."""
         step_s = (first.seconds - first.begin_s) / first.done
         starts = 3 + len(plan.at) + len(plan.cut[:1]) * faults.MOST_STATES + bool(plan.disk) + bool(self.fewer)
         return starts * (first.begin_s + START_S) + 4 * step_s * first.done

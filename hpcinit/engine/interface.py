@@ -125,7 +125,7 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
 
     @property
     def is_unknown_state(self) -> bool:
-        """Return whether this version of hpcinit does not know a state with this name."""
+        """Return True if this version of hpcinit does not know a state with this name."""
         return self.name not in KNOWN
 
     @property

@@ -143,9 +143,9 @@ def _cancelled(known: Known) -> State | None:
 
 
 def _recorded(known: Known) -> State | None:
-    """Return the end that the batch script recorded.
+    """Return the final state that the batch script recorded, or None if it recorded none.
 
-    If the controller is unreachable, return None for an end by a signal, because Slurm may have requeued the job.
+    Also return None if a signal ended the script and the controller is unreachable. Slurm might have requeued the job.
     """
     if not known.record.over or (known.unreachable and known.ended_early and not known.outlived):
         return None
@@ -202,7 +202,7 @@ def _wanted(record: JobRecord) -> JobQuery:
 def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | None) -> SlurmReply:
     """Return the reply of Slurm on the cluster `name`.
 
-    '' is the cluster in SLURM_CONF, which `early` has already queried.
+    name: the name, or '' for the cluster in SLURM_CONF, which `early` has already queried.
     """
     with slurm_client.on_cluster(name):
         return queue.query(queries, None if name else early)

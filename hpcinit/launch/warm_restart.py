@@ -184,8 +184,8 @@ class WarmRestarts:
     def _orphans(self, ranks: Ranks) -> set[int]:
         """Return the processes that ranks started and that became children of this process when the ranks ended.
 
-        The processes in a rank's group ended with the rank. The others have their own session, such as a daemon or an
-        inference server.
+        These have their own session, such as a daemon or an inference server. Processes in a rank's group ended with
+        the rank.
         """
         own = {child.pid for child in ranks.children.values()}
         return set(processes.children(os.getpid())) - {*self._helpers, *own}
@@ -302,7 +302,7 @@ class WarmRestarts:
     def _record_phases(self, only_complete: bool) -> None:
         """Record how long each part of the last restart took. Do this once per restart.
 
-        only_complete: do nothing before the first step.
+        only_complete: do nothing if rank 0 has not made its first step after the restart.
         """
         if not self._before or self._before[-1].number != self._round or self._recorded == self._round:
             return

@@ -123,7 +123,7 @@ def _task(pid: int, env: Mapping[str, str]) -> Task | None:
 def _old_segments(before: float) -> list[Path]:
     """Return this user's files in /dev/shm that torch or NCCL created before the time `before`.
 
-    Files with the process id of a running process are skipped, because that process may need them.
+    Skip files whose name contains the process id of a running process, because that process may need them.
     """
     found = []
     with suppress(OSError):

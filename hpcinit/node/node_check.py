@@ -144,7 +144,7 @@ def _receive_answer(running: Running) -> str | None:
 
 
 def check(spec: Spec, env: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the lines to print, and why ranks should not start on this node, or ''."""
+    """Return the lines to print, and the reason why ranks should not start on this node, or '' if they can."""
     from hpcinit.node import node_findings, node_probe  # noqa: PLC0415 - only the check's side needs them
 
     node = node_probe.probe(env, env[NODE], (), spec.comm.backend, spec.check_node.timeout_s)

@@ -113,7 +113,7 @@ class AgentRendezvous(RendezvousHandler):
     def all_done(self) -> bool:
         """Report that this node's ranks have succeeded.
 
-        Return whether the ranks of all nodes have succeeded, or a rank has failed and there are no more restarts.
+        Return True if the ranks of all nodes have succeeded, or if a rank has failed and there are no more restarts.
         """
         if not self._done:
             self._call("add", f"done/{self.round}", 1)
