@@ -54,7 +54,7 @@ class Run:
     """A submitted run, identified by its run folder.
 
     path: the absolute path of the run folder. notes: the warnings and notes of the submission, one line each.
-    combination: the overrides of this task of a sweep, or ''.
+    combination: for a task of a sweep, its overrides; otherwise ''.
     """
 
     path: Path
@@ -125,7 +125,7 @@ class Run:
     def cancel(self, save: bool = False) -> None:
         """Cancel the run.
 
-        save: instead, make `run.should_stop()` in the program return a reason, so that the program saves and exits.
+        save: let the program end the run instead: `run.should_stop()` returns a reason, so the program saves and exits.
         """
         _documents("cancel", *["--save"] * save, str(self.path))
 
@@ -147,12 +147,12 @@ def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **ke
     """Submit one run and return it.
 
     overrides: as on the command line, "cluster=x" or "cluster.partition=gpu". program: the script with its arguments,
-    ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups,
-    nodes=8, cluster="x"; a value may be None, a bool, a number, a string, a list or a dict.
+    ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups, such
+    as nodes=8 or cluster="x". A value can be None, a bool, a number, a string, a list or a dict.
 
     Raise RequestError if arguments have a wrong type (the message lists all), or if the same request is in the queue.
     Raise ConfigError with all problems of the config, SubmitError if no job was created, and MaybeSubmitted if there
-    may be a job. KeyboardInterrupt is raised only after the submission has ended. Its argument names the run if a job
+    might be a job. KeyboardInterrupt is raised only after the submission has ended. Its argument names the run if a job
     was created.
     """
     submitted = _submit(overrides, program, keys, multirun=False)
@@ -245,7 +245,7 @@ def _interruption(documents: Sequence[Mapping[str, Any]]) -> SubmissionInterrupt
 
 
 def _run_folders(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the folders of the runs among the documents."""
+    """Return the run folder of each submitted run in the documents."""
     return [one["run"] for one in documents if one["document"] == "submit"]
 
 
@@ -254,7 +254,7 @@ def _json_lines(out: str) -> list[dict[str, Any]]:
 
 
 def _reported_error(document: Mapping[str, Any]) -> HpcinitError:
-    """Return the error of base/errors.py that `hpcinit ... --json` printed."""
+    """Return the error that `hpcinit ... --json` printed, as an instance of its class in base/errors.py."""
     kind = getattr(errors, document["type"], Failure)
     error: HpcinitError = kind(*document.get("problems", [document["error"]]))
     for name in errors.FIELDS:

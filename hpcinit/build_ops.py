@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _config(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the ds_config of the given file or overrides, or {} if these overrides need no DeepSpeed."""
+    """Return the ds_config that is given as a file or made from the overrides. It is {} if they need no DeepSpeed."""
     if given.ds_config:
         return _read(given.ds_config)
     from hpcinit.config import compose, job_spec  # noqa: PLC0415 - imports Hydra, which the other options do not need

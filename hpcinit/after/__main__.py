@@ -42,7 +42,10 @@ SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script later than t
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Print the decision. If hpcinit.after itself fails, decide to restart nothing and keep the ranks' exit status.
+    """Print what the batch script must do next.
+
+    If hpcinit.after itself fails, the batch script restarts nothing. It then exits with srun's status, or with 1 after
+    'restarted'.
 
     argv: srun's exit status or 'restarted', then KEY=VALUE arguments.
     """
@@ -98,9 +101,12 @@ def ended(job: Job, policy: Policy, status: int) -> str:
 
 
 def restarted(job: Job, policy: Policy) -> str:
-    """Count this restart, unless the previous attempt has already counted it. Return the decision for the batch script.
+    """Count this restart, unless the previous attempt has already counted it.
 
-    After a preemption or a node failure, Slurm may requeue the job before its batch script can count the restart.
+    Return 'start', or 'end 1' if a limit forbids the restart.
+
+    After a preemption or a node failure, Slurm sometimes requeues the job before its batch script can count the
+    restart.
     """
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
@@ -113,7 +119,9 @@ def _still_runs(job: Job) -> bool:
 
 
 def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
-    """Return the comma-separated nodes that the restarted ranks must avoid, or '' if they can't restart in this job.
+    """Return the nodes to avoid, separated by commas, if the ranks can restart in this job without them.
+
+    Otherwise, return '', for example if no spare node is left.
 
     why: the reason why the ranks ended.
     """
@@ -131,7 +139,7 @@ def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
 
 
 def _set_aside(folder: Path, number: str) -> None:
-    """Move the records of earlier ranks to a folder `before-JOB`. number: the job's SLURM_JOB_ID."""
+    """Move the records of the ranks that have ended to the subfolder `before-JOB`. number: the job's SLURM_JOB_ID."""
     aside = folder / f"{elastic_restarts.ASIDE}{number}"
     for path in [*folder.glob("rank-*.json"), *folder.glob(f"{number}.*")]:
         with suppress(OSError):

@@ -19,7 +19,7 @@ class Policy:
 
     on: restart.on, the reasons for which ranks restart.
     max_restarts: how often the job may be requeued; 0: never.
-    without_progress: how many restarts in a row may make no progress; None: no limit.
+    without_progress: how many restarts in a row are allowed without progress; None: no limit.
     nodes: how many nodes the ranks need, if the job has spare nodes; otherwise 0.
     """
 
@@ -39,7 +39,7 @@ class Facts:
     preempted: whether Slurm preempted the job.
     lost: nodes that are down or do not respond.
     unusable: nodes on which a check refused to start the ranks.
-    hung: the node at fault in each hang report, or '' if it is unknown.
+    hung: for each hang report, the node at fault, or '' if it is unknown.
     node_failed: whether Slurm printed that a node failed.
     """
 
@@ -56,7 +56,7 @@ class Facts:
 def own_status(facts: Facts) -> int:
     """Return the exit status of the rank that failed first.
 
-    Return srun's exit status if Slurm ended the ranks or if srun reported no failure.
+    Instead, return srun's exit status if Slurm ended the ranks or if srun reported no failure.
     """
     first = next(iter(facts.failures), None)
     # During the grace time of a preemption, only the ranks get SIGTERM.
@@ -90,7 +90,9 @@ def _of_failure(facts: Facts, status: int) -> str:
 
 
 def nodes_at_fault(facts: Facts, why: str) -> list[str]:
-    """Return the nodes that the ranks must avoid when they restart in the same job, or [] if they are unknown.
+    """Return the nodes that the ranks must avoid when they restart in the same job.
+
+    Return [] if the node at fault is unknown.
 
     why: the result of reason().
     """
@@ -115,7 +117,7 @@ def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
 
 
 def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str:
-    """Return which limit restart number `number` would exceed, or '' if it is allowed.
+    """Return which limit forbids restart `number`, as a clause for a message. Return '' if none does.
 
     furthest, idle: the result of progress().
     """
@@ -134,7 +136,7 @@ def chain_continues(facts: Facts, status: int) -> bool:
 
     - `status` is 143: Slurm or scancel ended the job.
     - `status` is 0 and there is a stop record. Rank 0 removes that record when the program is done.
-    - A node failed: the ranks on the other nodes then fail too, with any status.
+    - A node failed. The ranks on the other nodes then fail too, so `status` is not 0.
     """
     if status == run_folder.ENDED_EARLY:
         return True

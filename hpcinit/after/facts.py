@@ -39,8 +39,9 @@ class Job:
 
 
 def gather(job: Job, status: int, restarts: bool) -> Facts:
-    """Return the facts after srun ended with `status`.
+    """Collect the facts about how the ranks ended.
 
+    status: srun's exit status.
     restarts: whether to collect the facts that only a restart needs.
     """
     lines = _log(job, job.job_from)
@@ -66,7 +67,7 @@ def _log(job: Job, start: int) -> list[str]:
 
 
 def _stop(job: Job) -> str:
-    """Return the reason in the stop record of this job, or ''."""
+    """Return the reason in this job's stop record, or '' if there is no record."""
     record = safe_files.json_or_empty(job.folder / run_folder.STOPPED)
     return str(record.get("reason", "")) if record.get("job") == job.number else ""
 
@@ -94,7 +95,7 @@ def _unusable(job: Job) -> Iterator[str]:
 
 
 def _hung(job: Job) -> Iterator[str]:
-    """Yield the node at fault in each hang report that was written since the ranks started, or '' if it is unknown."""
+    """For each hang report written since the ranks started, yield the node at fault, or '' if it is unknown."""
     with suppress(OSError):
         began = (job.folder / run_folder.EXIT).stat().st_mtime
         for path in sorted((job.folder / run_folder.HANG_REPORTS).glob(f"{job.number}.*/{hang_report.REPORT}")):

@@ -27,9 +27,9 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def suppressed(what: str) -> Iterator[None]:
-    """Ignore an OSError in the `with` block, which writes the report `what`.
+    """Print a warning instead of raising an OSError from the `with` block.
 
-    Warn about each report once per process.
+    what: the name of the report that the block writes. There is one warning per report and process.
     """
     try:
         yield
@@ -127,7 +127,8 @@ def later(what: str, write: Callable[[], object], *, keep_first: bool = False, e
     """Queue a report and return at once: a thread calls `write` until it succeeds.
 
     what: the report's name.
-    write: a function that writes the report; it may raise OSError. It replaces a waiting `write` of the same report.
+    write: a function that writes the report. After an OSError, it is called again. It replaces a waiting `write` of the
+    same report.
     keep_first: keep the waiting `write` and ignore the new one.
     every_s: the shortest time between two writes of this report. The latest version is always written.
     """
@@ -135,7 +136,7 @@ def later(what: str, write: Callable[[], object], *, keep_first: bool = False, e
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Retry all reports that are waiting. Return whether all of them were written within `timeout_s` seconds."""
+    """Write all waiting reports now. Return whether all of them were written within `timeout_s` seconds."""
     return _writer.flush(timeout_s)
 
 

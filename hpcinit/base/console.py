@@ -68,7 +68,10 @@ def _shown(character: str) -> str:
 
 
 def color_system() -> Literal["auto"] | None:
-    """Return the color_system for rich's Console: None if NO_COLOR is set, because rich would still print bold text."""
+    """Return the color_system for rich's Console.
+
+    It is None if NO_COLOR is set, because with 'auto', rich would still print bold text.
+    """
     return None if os.environ.get("NO_COLOR") else "auto"
 
 

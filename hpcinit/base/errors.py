@@ -82,7 +82,7 @@ class WorldError(RequestError):
 
 
 class SpecError(RequestError):
-    """The run folder's `spec.json` is missing, unreadable, or has a different version."""
+    """The run folder's `spec.json` is missing, unreadable, invalid, or from a different version of hpcinit."""
 
 
 class ConfigError(RequestError):
@@ -142,7 +142,7 @@ class NotReached(SubmitError):
 
 
 class MaybeSubmitted(SubmitError):
-    """The submission failed, but there may be a job."""
+    """The submission failed, but it might have created a job."""
 
 
 class BringUpError(Failure):
@@ -150,7 +150,7 @@ class BringUpError(Failure):
 
 
 class TrainingHang(Failure):
-    """No rank finished a step for too long.
+    """No rank has finished a step within the allowed time.
 
     report: the fields of records.hang_report.HangReport.
     """

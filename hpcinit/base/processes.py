@@ -42,7 +42,7 @@ def die_with_parent(parent: int) -> None:
 
     parent: the parent's process id.
 
-    SIGTERM is not enough: a shell that traps SIGTERM waits for its foreground command, and a rank tries to save.
+    SIGTERM is not enough: a shell that traps SIGTERM first waits for its command, and a rank first tries to save.
     """
     _signal_at_death_of(parent, signal.SIGKILL)
 
@@ -56,7 +56,7 @@ def _signal_at_death_of(parent: int, number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make each descendant of this process its child when the descendant's parent dies.
+    """Make this process the new parent of each descendant whose parent dies.
 
     Child processes do not inherit this setting.
     """
@@ -87,8 +87,8 @@ BESIDES = 1024  # for the program itself; the usual soft limit
 def raise_open_files_limit(ranks: int) -> None:
     """Raise this process's soft limit of open files to what a job of `ranks` ranks needs, but not above the hard limit.
 
-    Child processes inherit the limit. No error is raised: if the limit is too low, a connection fails later and reports
-    it.
+    Child processes inherit the limit. Errors are ignored: if the limit stays too low, a later connection fails with its
+    own error.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = PER_RANK * ranks + BESIDES
@@ -128,8 +128,8 @@ def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
 def end_hard(reason: str, stacks: bool = False) -> None:
     """Print `reason` and exit at once with status 1.
 
-    Exit handlers are skipped, because they could hang in a group whose peers are dead. Nothing may prevent the exit,
-    even if the program has replaced or closed its streams.
+    Exit handlers are skipped, because they could wait forever for ranks that are dead. The exit works even if the
+    program has replaced or closed its streams.
 
     stacks: whether to print the stacks of all threads too.
     """
@@ -169,14 +169,14 @@ def stat(pid: int | str, proc: Path = PROC) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process, described so that another process can find out later whether it has ended.
+    """Identifies a process, so that another process can later find out whether it has ended.
 
     boot: the id of the kernel's boot, or '' if it is unknown.
     namespace: the pid namespace, or '' if it is unknown.
     started: when the process started, in clock ticks since the boot, or '' if it is unknown.
 
-    The process id alone is not enough: the kernel reuses ids, and the same id exists in other boots and in other pid
-    namespaces (containers).
+    The process id alone is not enough: the kernel reuses ids, and the same id can exist in another boot or another pid
+    namespace (container).
     """
 
     host: str
@@ -188,7 +188,7 @@ class Process:
     def has_ended(self) -> bool | None:
         """Return whether the process has ended, or None if this host or pid namespace cannot see it.
 
-        If the kernel hides other users' processes (hidepid), call it only for a process of this user.
+        If the kernel hides other users' processes (hidepid), call this only for a process of this user.
         """
         here = identity()
         if self.host != here["host"] or not (self.boot and here["boot"]):

@@ -34,7 +34,7 @@ def unsafe(text: str) -> str | None:
 def directive(text: str) -> str:
     """Escape backslashes in `text` for an #SBATCH line. Quote the result afterwards.
 
-    Even within '...', sbatch reads \\x as x (22.05 and 24.11).
+    Even within '...', sbatch reads \\x as x (Slurm 22.05 and 24.11).
     """
     return text.replace("\\", "\\\\")
 

@@ -24,7 +24,7 @@ _PART = 65536
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file so that readers see the old content or the new one, never a part.
+    """Write a file so that readers see either the old content or the complete new content.
 
     The content is first written to a temporary file such as 'x.json.4242.tmp' in the same folder, which is then
     renamed. If this raises OSError, `path` is unchanged.
@@ -59,11 +59,10 @@ LARGEST = 2**28  # bytes of a file that is read as a whole; a submission.json of
 def descriptor_of(path: str | Path) -> int:
     """Open a regular file for reading and return its descriptor.
 
-    The file must belong to this user or to the owner of its folder.
+    The file must belong to this user, to root, or to the owner of its folder. Raise OSError for any other file and for
+    a link. Only one link is allowed: '../submission.json', which submit creates for a component of a heterogeneous job.
 
-    Call this for another user's folder only if this user named the folder on the command line. Raise OSError for any
-    other file and for links. One link is allowed: '../submission.json', which submit creates for a component of a
-    heterogeneous job.
+    Call this for another user's folder only if this user named the folder on the command line.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -94,8 +93,8 @@ def open_file(path: str | Path) -> BinaryIO:
 def read_bytes(path: str | Path) -> bytes:
     """Return the content of a file.
 
-    Raise OSError if the file can't be read, is larger than LARGEST bytes, or descriptor_of() refuses it. A file object
-    would need twice as many system calls, and some commands read a thousand runs.
+    Raise OSError if the file can't be read, is larger than LARGEST bytes, or descriptor_of() refuses it. No file object
+    is used: it would need twice as many system calls, and some commands read a thousand runs.
     """
     descriptor = descriptor_of(path)
     try:
@@ -174,7 +173,7 @@ def ownership_problem(
 ) -> str:
     """Return why `path` cannot be trusted and what to type, or '' if it can be trusted.
 
-    found: the result of os.stat for the open file if a race matters, otherwise for the path.
+    found: the result of os.fstat() if another process could replace the file meanwhile, otherwise of os.stat().
     advice: what to do if another user owns it.
     owners: user ids that are trusted in addition to this user and root.
     named: whether the user typed this path; then its group is trusted too.

@@ -165,9 +165,9 @@ class Wakeup:
 class Listener:
     """A thread that waits for the signals `numbers` and calls `noted(number, sender)` for each.
 
-    sender: the id of the process that sent the signal, which a signal handler would not learn.
+    sender: the id of the process that sent the signal. A signal handler would not receive this id.
 
-    Create it before other threads: it blocks the signals in the current thread, and new threads inherit that.
+    It blocks the signals in the current thread. Create it before other threads, because only new threads inherit that.
     """
 
     def __init__(self, numbers: Collection[int], noted: Callable[[signal.Signals, int], object]) -> None:
@@ -184,8 +184,8 @@ class Listener:
 class Descriptor:
     """Waits for the signals `numbers` without a thread. They must be blocked in this process. Linux only.
 
-    It replaces signal.sigtimedwait, which has a bug in Python 3.11: if the process is stopped, and continued after the
-    timeout, it returns a number from uninitialized memory. Because of this bug, scontrol suspend and resume ended the
+    It replaces signal.sigtimedwait, which has a bug in Python 3.11. If the process is stopped, and continues after the
+    timeout, sigtimedwait returns a number from uninitialized memory. As a result, scontrol suspend and resume ended the
     job.
     """
 

@@ -24,7 +24,10 @@ Key = tuple[tuple[int, ...], tuple[int, str, int], int, tuple[int, int]]
 
 
 class Tested(NamedTuple):
-    """The oldest and the newest version of a package that hpcinit's tests run with. pyproject.toml has the bounds."""
+    """The oldest and the newest version of a package that hpcinit's tests run with.
+
+    pyproject.toml sets the versions that pip accepts.
+    """
 
     oldest: str
     newest: str
@@ -90,8 +93,8 @@ _FOLDER = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 def by_folder(path: tuple[str, ...]) -> Mapping[str, str]:
     """Return the packages in the folders of `path` with their versions, as in {'hydra-core': '1.3.8'}.
 
-    The names of the metadata folders contain the name and the version. importlib.metadata gives the same answer, but
-    also parses each package's description.
+    Only the names of the metadata folders are read: each contains a package's name and version. importlib.metadata
+    would be slower, because it also parses each package's description.
     """
     found: dict[str, str] = {}
     for place in path:

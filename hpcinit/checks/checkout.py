@@ -127,7 +127,7 @@ class SnapshotPlan:
     before: Mapping[str, Any] = field(default_factory=dict)  # the record of root, if root is a snapshot itself
 
     def place(self, folder: Path, path: Path | None = None) -> Path:
-        """Return where `path` of the checkout (default: workdir) is in the snapshot of the run folder `folder`."""
+        """Return where the snapshot in the run folder `folder` has its copy of `path` (default: workdir)."""
         inside = (path or self.workdir).resolve()
         return folder / run_folder.CODE / inside.relative_to(self.root) if inside.is_relative_to(self.root) else inside
 
@@ -151,7 +151,7 @@ class SnapshotPlan:
 
 
 def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot that this request asks for, or None without snapshot=git. The result is cached.
+    """Return the plan of this request's snapshot, or None if snapshot=git is not set. The result is cached.
 
     Raise RequestError if `workdir` is not in a checkout, or if the files are too large.
     """
@@ -165,7 +165,7 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
     """Return the snapshot of an earlier run if the working folder is in it, otherwise None.
 
-    This is so if the user submits that run again.
+    The working folder is in that snapshot when the user submits the earlier run again.
     """
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:
@@ -223,7 +223,7 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
 def _is_in_run_folder(folder: Path, root: Path, known: dict[Path, bool]) -> bool:
     """Return whether `folder` is a run folder or inside one, in any runs_dir. Snapshots do not contain run folders.
 
-    known: the results so far, which are cached in it.
+    known: a cache of the results by folder. This function adds to it.
     """
     if folder not in known:
         here = (folder / run_folder.SPEC).is_file() and (folder / run_folder.SCRIPT).is_file()

@@ -209,8 +209,8 @@ def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tu
     """Return the ids and states of the jobs of `name`: all jobs of a sweep, or one job of a chain.
 
     name: a job id or the name of a run.
-    first: return the first job of a chain instead of the last.
-    clusters: cluster.clusters of the job that waits.
+    first: whether to return the first job of a chain instead of the last.
+    clusters: cluster.clusters in the config of the job that waits.
 
     The result is cached, so that each name is queried only once.
     """

@@ -37,7 +37,7 @@ def request_hash(document: Mapping[str, Any], workdir: Path, runs_dir: Path, cod
 
 
 def find(jobs: Sequence[Job], request: str) -> Job | None:
-    """Return the first of `jobs` that belongs to the same request, or None.
+    """Return the first of `jobs` that was submitted with this request, or None.
 
     request: the hash of the request.
     """

@@ -122,7 +122,8 @@ def _options(config: Config) -> Iterator[str]:
 def python(config: Config) -> str:
     """Return the Python that the ranks use.
 
-    It is the image's, or cluster.python, or the environment's, or else the Python that submits the job.
+    It is the first that is set: the image's Python, cluster.python, or the environment's. Otherwise, it is the Python
+    that submits the job.
     """
     cluster = config.cluster
     if config.container.image:
@@ -137,9 +138,10 @@ def python(config: Config) -> str:
 
 
 def setup_syntax(config: Config) -> Iterator[str]:
-    """Yield a message with bash's syntax errors for cluster.setup and with its numbered lines.
+    """Yield a message if bash finds syntax errors in cluster.setup.
 
-    Yield nothing if bash is missing or does not exit.
+    The message shows the errors and the numbered lines of cluster.setup. Yield nothing if bash is missing or does not
+    exit.
     """
     if not config.cluster.setup:
         return

@@ -68,7 +68,7 @@ def _nodes_and_time(config: Config, has: Partition) -> Iterator[str]:
 
 
 def missing_keys(config: Config) -> Iterator[str]:
-    """Yield a message for each key that the cluster requires of every user and that is not set."""
+    """Yield a message for each required key that is not set. cluster.needs lists the keys that every user must set."""
     cluster = config.cluster
     for name in dict.fromkeys(cluster.needs):
         if name == MODULES:
@@ -117,7 +117,7 @@ def _where(config: Config) -> str:
 
 
 def _gpus(config: Config, has: Partition) -> Iterator[str]:
-    """Yield a message if a rank would get no GPU, or if the nodes do not have the requested GPUs."""
+    """Yield a message if a rank would get no GPU, or if the nodes have fewer GPUs than requested."""
     cluster, ranks, requested = config.cluster, ranks_per_node(config), resources.requested_gpus(config)
     own = cluster.partitions.get(config.partition or cluster.partition or "")
     listed = own is not None and own.gpus_per_node is not None
@@ -149,7 +149,7 @@ def _requested_gpus(config: Config, requested: int, there: int, source: str) -> 
 
     requested: how many GPUs are requested per node.
     there: how many GPUs a node has.
-    source: the key that gives this number.
+    source: the key from which hpcinit read `there`.
     """
     key = f"gpus={config.gpus}" if config.gpus_per_node is None else f"gpus_per_node={requested}"
     ranks, where = ranks_per_node(config), _where(config)

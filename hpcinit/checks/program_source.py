@@ -116,7 +116,7 @@ def may_not_compile(config: Config) -> Iterator[str]:
 def _syntax(config: Config) -> tuple[str, str, bool]:
     """Return the script's name, its syntax error (or ''), and whether the ranks' Python certainly has that error too.
 
-    The last value is False if the ranks' Python could not be started and may have another version.
+    That is uncertain if the ranks' Python could not be started, because its version might differ from this Python's.
     """
     path = source(config)
     if path is None:
@@ -138,9 +138,9 @@ def _python(config: Config) -> str:
 
 @cache
 def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
-    """Return why the script cannot be compiled (or ''), and whether this is certain for the version of `python`.
+    """Return why the script cannot be compiled (or ''), and whether that is certain for the version of `python`.
 
-    `python` is started only if its version may differ from this Python's.
+    `python` is started only if its version might differ from this Python's.
     """
     python = str(Path(python).expanduser()) if python else ""
     if python == sys.executable or (python and _is_our_version(python)):
@@ -167,7 +167,7 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 def _syntax_error(path: str) -> str:
     """Return why this Python cannot compile the script, as in 'line 3: invalid syntax', or '' if it can.
 
-    Another Python 3 may run only the source of this function, so it needs no module except sys and warnings. Raise
+    hpcinit also runs the source of this function alone in another Python 3, which imports only sys and warnings. Raise
     OSError if the script cannot be read.
     """
     with open(path, "rb") as file:  # noqa: PTH123 - pathlib would be another import
@@ -190,9 +190,9 @@ def _is_our_version(python: str) -> bool:
 
 
 def unused_settings(config: Config) -> Iterator[str]:
-    """Yield a warning that names the settings that have no effect because the program does not use hpcinit.
+    """Yield a warning about the settings that have no effect because the program does not use hpcinit.
 
-    It is not an error, because the program may call hpcinit through an installed package.
+    It is not an error, because the program might call hpcinit through an installed package.
     """
     path = source(config)
     workdir = job_spec.workdir(config)
@@ -211,7 +211,7 @@ def unused_settings(config: Config) -> Iterator[str]:
 
 @cache
 def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
-    """Return whether the script mentions hpcinit, or a module beside it that it imports does.
+    """Return whether the script, or a module beside it that the script imports, mentions hpcinit.
 
     Also return True if a file cannot be read.
     """

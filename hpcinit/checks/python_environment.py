@@ -70,7 +70,7 @@ def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
 
 
 def conda_setup(environment: str) -> str:
-    """Return a cluster.setup that activates a conda environment even if there is no conda command on PATH."""
+    """Return lines for cluster.setup that activate a conda environment even if there is no conda command on PATH."""
     return f'\'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate {environment}"]\''
 
 
@@ -121,7 +121,7 @@ def _similar(name: str, path: str) -> str:
 
 
 def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message if the ranks would run the Python that submits, and torch is not installed there."""
+    """Yield a message if the ranks would run the Python that submits the job, and torch is not installed for it."""
     cluster = config.cluster
     variable = {**cluster.env, **config.job.env}.get("PYTHONPATH", "")
     folders = [*map(Path, sys.path), *map(Path, str(variable).split(os.pathsep)), expanded(config.job.workdir or ".")]
@@ -184,7 +184,10 @@ def _needs_torch(config: Config) -> bool:
 
 
 def search_path(prefix: Path, env: Mapping[str, str]) -> list[Path]:
-    """Return the folders from which the Python in `prefix` imports, or [] if it has none. Only files are read."""
+    """Return the folders from which the Python in `prefix` imports, or [] if `prefix` is not an environment.
+
+    Only files are read; that Python isn't started.
+    """
     found = _site_packages(prefix)
     if not found:
         return []

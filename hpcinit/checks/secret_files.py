@@ -70,7 +70,7 @@ def _written(config: Config) -> Iterator[str]:
 def _how(name: str, variable: str = "") -> str:
     """Return advice on how to pass the secret `name`.
 
-    variable: the environment variable for the secret; '': `name`.
+    variable: the environment variable that passes the secret; if it is '', use `name`.
     """
     variable = variable or name
     return f"{secret_names.unless(name)}; {HOW.format(name=variable, file=variable.lower())}"

@@ -137,16 +137,17 @@ def _starter(command: str | None, module: str | None, args: Sequence[str]) -> tu
 
 
 def _fits(config: Config, command: str) -> bool:
-    """Return whether the program `command` may be a launcher.
+    """Return whether a launcher is allowed in `command`.
 
-    A launcher may start the only rank, or run once per node if its arguments describe the other nodes.
+    A launcher is allowed in a job with one rank. With one rank per node, it is allowed if its arguments describe the
+    other nodes.
     """
     ranks = ranks_per_node(config)
     return config.nodes * ranks == 1 or (ranks == 1 and OF_SEVERAL_NODES.search(command) is not None)
 
 
 def _program(*commands: Sequence[str]) -> str:
-    """Return what to type after the options to run the script itself, as in '-- train.py --lr 3'.
+    """Return the end of the command that submits the script itself, as in '-- train.py --lr 3'.
 
     commands: command lines; the first one that contains a Python script is used.
     """
@@ -164,7 +165,7 @@ def _quoted(argument: str) -> str:
 
 @dataclass(frozen=True)
 class ScriptLine:
-    """A line of the script.
+    """A line of a shell script.
 
     launcher: the command in this line that starts ranks.
     """
@@ -175,7 +176,7 @@ class ScriptLine:
 
     @property
     def words(self) -> Sequence[str]:
-        """Return the arguments in the line, or nothing if they cannot be parsed."""
+        """Return the line, split into arguments as by a shell, or () if its quotes are invalid."""
         try:
             return shlex.split(self.text)
         except ValueError:

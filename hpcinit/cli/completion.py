@@ -137,7 +137,7 @@ def flags(command: str) -> list[str]:
 
 
 def of_config(before: Sequence[str], word: str) -> list[str]:
-    """Return the config groups, choices, keys and partitions that complete `word`, or [] if only Hydra knows them.
+    """Return the config groups, choices, keys and partitions that complete `word`, or [] if only Hydra can do so.
 
     before: the overrides before `word`.
     """

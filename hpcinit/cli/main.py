@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _note_if_slow(name: str) -> Iterator[None]:
-    """In a terminal, print a note such as 'hpcinit status: waiting for squeue' if a Slurm command takes over a second.
+    """In a terminal, print a note if a Slurm command takes over a second, as in 'hpcinit status: waiting for squeue'.
 
     The note is printed once, and never for `run`, whose output is the program's.
     """
@@ -138,7 +138,7 @@ def _no_such(words: list[str]) -> str:
 
 
 def _help(words: list[str]) -> int:
-    """Print the command's help, from its own parser, and its examples."""
+    """Let the command's own parser print its help. Then print examples of the command."""
     try:
         status = guarded(COMMANDS[words[0]].module, words[1:])
     except SystemExit as end:  # raised by argparse after it has printed its help

@@ -55,8 +55,8 @@ def make(
     overrides: the overrides on the command line.
     prepare: called with each request.
 
-    labels: the names of the combinations. Without labels, a combination is named after the overrides in which it
-    differs, and Hydra composes only one combination per choice of groups.
+    labels: the names of the combinations. Without labels, a combination's name consists of the overrides in which
+    the combinations differ, and Hydra composes only one combination per choice of groups.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
@@ -140,7 +140,7 @@ NUMBER = re.compile(r"0|-?[1-9]\d*")
 
 
 def set_number(composed: DictConfig, at: int) -> None:
-    """Set ${hydra:job.num} to `at`, and make Hydra use the other settings of `composed`."""
+    """Set ${hydra:job.num} and ${hydra:job.id} to `at` in `composed`, and make ${hydra:...} refer to `composed`."""
     with read_write(composed.hydra), open_dict(composed.hydra):
         composed.hydra.job.num, composed.hydra.job.id = at, str(at)
     HydraConfig.instance().set_config(composed)
@@ -149,7 +149,8 @@ def set_number(composed: DictConfig, at: int) -> None:
 class Quick:
     """Makes the requests of a sweep quickly.
 
-    For each choice of groups, Hydra composes one base. The other requests with that choice are variations of the base.
+    For each choice of groups, such as cluster=x, Hydra composes only one request. The other requests with that
+    choice are derived from it.
     """
 
     def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
@@ -159,7 +160,7 @@ class Quick:
         self._few = len(combinations) < 3  # a base takes as long as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the positions of the swept overrides whose values can be varied, and the other swept positions."""
+        """Return the positions of the swept overrides: first those that can vary without Hydra, then the others."""
         with hydra_setup.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
@@ -194,7 +195,8 @@ class Quick:
 def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
     """Return each override as Hydra parses it.
 
-    Parsing takes half a millisecond, so of key=1, key=2, ... only the first is parsed.
+    Parsing takes half a millisecond. Of key=1, key=2, ..., only the first is therefore parsed, and the others are
+    copies with another number.
     """
     found: dict[str, Override] = {}
     first: dict[str, Override] = {}
@@ -240,9 +242,9 @@ class _Base:
     """A combination composed by Hydra, from which other combinations with the same choice of groups are made.
 
     written: the config, with interpolations not yet resolved.
-    swept: the keys whose values differ, with their places.
-    changing: the keys that depend on a swept key, with their places.
-    numbered: whether a key refers to Hydra's number of the combination.
+    swept: each key whose value differs, with its path.
+    changing: each key that depends on a swept key, with its path.
+    numbered: whether a value refers to ${hydra:job.num} or ${hydra:job.id}.
     """
 
     written: DictConfig
@@ -261,7 +263,7 @@ class _Base:
 
         chosen: the overrides of the combination that becomes the base.
         overrides: the overrides on the command line.
-        swept: those of `chosen` whose values can be varied.
+        swept: the overrides in `chosen` whose values can change without Hydra.
         """
         try:
             composed = composer.compose(chosen)
@@ -313,7 +315,7 @@ class _Base:
 
 
 def _depending(texts: Mapping[str, str], swept: Sequence[str]) -> list[str]:
-    """Return the keys whose text may refer to a swept key, directly or through other keys."""
+    """Return the keys whose text might refer to a swept key, directly or through other keys."""
     found = {key for key, text in texts.items() if "${" in REFERENCE.sub("", text)}
     while True:
         more = {

@@ -25,7 +25,7 @@ def main(
     prepare: called with each request before `task`.
     search: returns the Search that submits trials for a sweeper that waits for results; None: such sweepers are
     refused.
-    cluster_required: on a machine with Slurm, refuse a request that chooses no cluster instead of running it here.
+    cluster_required: whether to refuse a request without a cluster on a machine with Slurm. Otherwise, it runs locally.
     """
     from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 

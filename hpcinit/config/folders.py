@@ -56,7 +56,7 @@ def user_folders() -> list[Path]:
 def _problems(place: Path, named: bool) -> tuple[str, ...]:
     """Return why the YAML files in `place` can't be trusted.
 
-    A job runs their cluster.setup as shell code, as this user.
+    They must be trusted, because a job runs cluster.setup from these files as shell code of this user.
 
     named: whether HPCINIT_CONF names the folder. Then its owner and group are trusted too, because a site's folder
     often belongs to a software account.
@@ -110,7 +110,7 @@ def find(config: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """Return the path for a message: relative to the current folder if it is inside it."""
+    """Return the path for a message. A path inside the current folder is made relative to that folder."""
     here = Path.cwd()
     return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
 
@@ -188,7 +188,7 @@ def chosen_cluster(overrides: Sequence[str]) -> str:
 def cluster_choice(required: bool) -> str:
     """Return the cluster for a request that does not choose one.
 
-    required: return '???' on a machine with Slurm if no default is set. Hydra then asks the user to choose.
+    required: on a machine with Slurm, return '???' if no default is set. Hydra then reports that a choice is missing.
     """
     name, _ = default_cluster()
     return name or (MISSING if required and no_cluster_refusal() else LOCAL_CLUSTER)

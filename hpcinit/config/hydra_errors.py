@@ -114,7 +114,8 @@ def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
 def _take_apart(error: Exception) -> _Parsed:
     r"""Return the parts of an error.
 
-    Hydra wraps OmegaConf's error: as the cause of another error if an override is wrong, or as text if a file is wrong:
+    Hydra wraps OmegaConf's error in its own. If an override is wrong, OmegaConf's error is the cause of Hydra's. If a
+    file is wrong, Hydra's text quotes OmegaConf's:
 
         "In 'cluster/x': ConfigKeyError raised while composing config:\nKey 'y' not in 'Cluster'\n  full_key: cluster.y"
     """
@@ -150,7 +151,10 @@ def _no_such_choice(missing: str, override: str) -> str:
 
 
 def _further_up(key: str, value: str) -> str:
-    """Return a hint if the file is in conf/ of a parent folder. Then the user is in a subfolder of the project."""
+    """Return a hint if a parent folder's conf/ contains the file, otherwise ''.
+
+    The hint is for a user in a subfolder of the project.
+    """
     for folder in Path.cwd().parents if re.fullmatch(r"[\w.-]{1,99}", value) else ():
         if (path := folder / "conf" / key / f"{value}.yaml").is_file():
             return f"; {path} exists: cd {folder}, or set HPCINIT_CONF={folder / 'conf'}"
@@ -183,9 +187,9 @@ def _what(parsed: _Parsed, key: str, override: str) -> str:
 
 
 def _near(key: str, override: str) -> str:
-    """Return a hint at the key that the user probably meant, or at the keys of the same table.
+    """Return a hint that names the key that the user probably meant, or else the keys in the same table.
 
-    For a key at the top level, return how to list all keys.
+    For a key at the top level, the hint describes how to list all keys.
     """
     known = keys.beside(key)
     if near := keys.guess(key.rpartition(".")[2], known):

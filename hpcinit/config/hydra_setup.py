@@ -51,10 +51,10 @@ def register_resolver(name: str, resolver: Callable[[], str]) -> None:
 
 @contextmanager
 def state_kept() -> Iterator[None]:
-    """Restore, after the `with` block, what composing a config changes for the whole process.
+    """Restore, after the `with` block, the global state that composing a config changes.
 
-    It changes four things: Hydra itself, which can be initialized only once, the config behind ${hydra:...}, the job's
-    name, and version_base.
+    The state has four parts: Hydra itself (which can be initialized only once), the config behind ${hydra:...}, the
+    job's name, and version_base.
     """
     hydra, ours, base, job = (
         GlobalHydra.instance(),
@@ -104,7 +104,7 @@ class ReadFiles(FileConfigSource):
 
 
 class Made(ConfigSource):
-    """Generates the schema and the choice of the default cluster as configs.
+    """Provides Hydra with two generated configs: the schema, and the choice of the default cluster.
 
     cluster_required: see compose.main.
     """

@@ -159,7 +159,7 @@ def launch(config: Config) -> Launch:
 
 
 def warm_spares(config: Config) -> int:
-    """Return the number of spare nodes whose fork server starts with those of the other nodes."""
+    """Return how many spare nodes start a fork server with the other nodes: all with restart.warm, otherwise none."""
     return config.spare_nodes if config.restart.warm else 0
 
 
@@ -176,7 +176,7 @@ def startup_timeout(config: Config) -> StartupTimeout:
 def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
     """Return each coefficient of the start-up timeout, with the key that sets it or 'default'.
 
-    A value of the request replaces the cluster's.
+    A value in the request replaces the cluster's.
     """
     found = {}
     for each in (one for one in fields(StartupTimeout) if one.name.endswith("_s")):  # other fields are no keys

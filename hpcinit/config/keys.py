@@ -45,7 +45,7 @@ def choices(key: str) -> tuple[str | None, ...]:
 
 
 def bounds(about: Mapping[str, Any]) -> str:
-    """Return the bounds of a key as text, such as '1 or more', 'more than 0' or '1 to 100', or ''.
+    """Return the bounds of a key as text, such as '1 or more', 'more than 0' or '1 to 100'. Return '' if it has none.
 
     about: the field's metadata.
     """
@@ -167,7 +167,9 @@ def help_text(every: bool) -> str:
 
 
 def explained(key: str) -> str:
-    """Return the help of `key`: its line, the allowed values and its unit. For a table, return the lines of its keys.
+    """Return the help for `key`: its line of --help, the allowed values and its unit.
+
+    For a table, return the lines of its keys.
 
     Raise RequestError for an unknown key.
     """

@@ -132,10 +132,9 @@ def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def with_quoted_lists(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes around the value of dependency.
+    """Return the overrides with quotes around the values of dependency and, if it is a list, of comm.backend.
 
-    Otherwise Hydra would sweep over its commas, and read 4242_7 as the number 42427. The value
-    comm.backend=cpu:gloo,cuda:nccl is quoted for the same reason.
+    Without quotes, Hydra would treat a value with commas as a sweep, and read dependency=4242_7 as the number 42427.
     """
     overrides = [re.sub(r"(?<=^comm\.backend=)\w+:\w+,\w+:\w+$", r"'\g<0>'", override) for override in overrides]
     return [

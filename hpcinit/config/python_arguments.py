@@ -47,7 +47,7 @@ def check_rank(rank: object) -> None:
 
 
 def override_value(value: object) -> str:
-    """Return `value` as Hydra's override syntax writes it."""
+    """Return `value` in Hydra's override syntax."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)  # null, true
     if isinstance(value, Real):  # numpy's too

@@ -26,9 +26,9 @@ def as_text(value: object) -> str:
 
 
 class Rewritten(str):
-    """A text that YAML has read as something else. The checks report it, so no job ever gets it.
+    """A text that YAML has read as another value, such as a number.
 
-    It is an environment variable or an argument of the program.
+    It is an environment variable or an argument of the program. The checks report it, so no job ever gets it.
 
     written: the text in the file.
     where: the file and the line.
@@ -49,7 +49,7 @@ class Request:
     """A Config and the origin of its values.
 
     document: the config as plain containers.
-    combination: in a sweep, the overrides that differ between its requests, as one text; otherwise ''.
+    combination: in a sweep, those overrides of the request that vary, as one text; otherwise ''.
     warnings: one sentence each.
     number: the request's position in the sweep, from 0.
     typed: the text that the user typed for each key with a single value.

@@ -43,8 +43,8 @@ def partition(config: Config) -> Partition:
 def whole_nodes(config: Config) -> bool:
     """Return whether the job gets whole nodes, however many ranks it has.
 
-    This is so if the job requests them (--exclusive), if the partition allocates only whole nodes, or if the site has
-    no option that requests GPUs.
+    It does if the job requests them (--exclusive), if the partition allocates only whole nodes, or if the site has no
+    option that requests GPUs.
     """
     cluster = config.cluster
     no_option = bool(cluster.gpus_per_node) and cluster.gpu_flag is None
@@ -60,7 +60,10 @@ def gpus_per_node(config: Config) -> int:
 
 
 def _share(config: Config) -> tuple[int, int]:
-    """Return the share of a node that the job requests, as numerator and denominator. Ranks without a GPU count too."""
+    """Return the share of a node that the job requests, as numerator and denominator.
+
+    In this share, a rank without a GPU counts as a GPU.
+    """
     there = config.cluster.gpus_per_node
     used = max(gpus_per_node(config), ranks_per_node(config))
     return (1, 1) if not there or whole_nodes(config) or used >= there else (used, there)

@@ -50,7 +50,7 @@ class Qos:
 
 @dataclass
 class SiteContainer:
-    """Settings of the cluster's site for containers."""
+    """Settings for containers that apply to all jobs on the cluster."""
 
     runtime: Optional[str] = key(
         "pyxis (srun's --container-* options), apptainer or singularity; null: no containers",
@@ -308,7 +308,7 @@ class Stop:
 
 @dataclass
 class Restart:
-    """Settings of automatic restarts. An attempt uses the same run folder and resumes from the last checkpoint."""
+    """Settings of automatic restarts. A restart uses the same run folder and resumes from the last checkpoint."""
 
     max_restarts: Optional[int] = key(
         "maximum restarts of a job; 0: never; null: the site's Slurm decides about requeueing", least=0
@@ -352,7 +352,7 @@ class Hang:
 class NodeCheck:
     """Settings of the check of each node before its ranks start.
 
-    It finds leftovers of ended jobs and GPU memory in use, and measures the free space.
+    It finds leftovers of ended jobs and GPU memory in use, and measures the free disk space.
     """
 
     action: str = key(

@@ -151,7 +151,7 @@ def translate(arguments: Sequence[str], flags: Collection[str]) -> list[str]:
 def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple[str, str, bool]:
     """Return an option's name, its value, and whether the value is the next argument.
 
-    The name is '' if the argument is not an option. It contains dashes instead of underscores, but no leading dashes.
+    If the argument is not an option, the name is ''. The name has dashes instead of underscores, but no leading dashes.
     """
     name, equals, value = argument.partition("=")
     if not argument.startswith("-"):
@@ -225,7 +225,7 @@ CONVERT: dict[str, Callable[[str], str]] = {"time": minutes, "walltime": minutes
 
 
 def _quoted(value: str) -> str:
-    """Quote a value as text for Hydra. It may contain any character, but not both kinds of quotes."""
+    """Quote a value as text for Hydra. The value must not contain both kinds of quotes."""
     if PLAIN.fullmatch(value) and not re.fullmatch(r"[\d_.eE+-]+|true|false|null", value):
         return value
     return f'"{value}"' if "'" in value else f"'{value}'"
