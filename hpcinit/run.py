@@ -109,7 +109,7 @@ def become_rank(
 def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
     """Raise RequestError if the first argument can't be run.
 
-    That is an unknown option, a folder, or a file of the run folder other than the spec.
+    Such an argument is an unknown option, a folder, or a file of the run folder other than the spec.
     """
     path = Path(argv[0])
     file = path.suffix in {".yaml", ".yml"} or path.name in NOT_SPECS or (path.suffix == ".json" and len(argv) > 1)
@@ -128,7 +128,7 @@ def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
 def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:
     """Yield a warning if the world size differs from the spec's.
 
-    This is not an error, because a debugger may run a single rank.
+    A different size is not an error, because a debugger may run a single rank.
     """
     if spec and world.world_size != spec.world_size:
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))

@@ -16,7 +16,7 @@ from hpcinit.records.spec import MLFLOW, WANDB, Spec
 
 
 def variables(spec: Spec, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add to the environment of rank 0, so that its tracker continues the same tracker run.
+    """Return the variables to add to rank 0's environment, so that all attempts are recorded in one tracker run.
 
     If the user has set the tracker's id, return {}.
     """

@@ -90,7 +90,7 @@ class SpanRecord:
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield fewer spans with the same sums: of each block, one span of each kind, one after the other."""
+    """In each block of BLOCK spans, merge the spans of each kind into one, and yield it. The sums stay the same."""
     for at in range(0, len(spans), BLOCK):
         block = spans[at : at + BLOCK]
         begin = block[0].begin

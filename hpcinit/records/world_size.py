@@ -56,8 +56,8 @@ def _ranks(count: int) -> str:
 def differs(spec: Spec, size: int, nodes: int) -> bool:
     """Return whether a group of `size` ranks on `nodes` nodes differs from the submission.
 
-    If the submission has one rank per node, that rank may be a launcher that starts more ranks on its node. So a larger
-    group that spans all nodes is accepted.
+    If the submission has one rank per node, that rank may be a launcher that starts more ranks on its node. Then return
+    False for a group of any size that spans all nodes.
     """
     if nodes == spec.nodes and all(part.ranks_per_node == 1 for part in spec.parts):
         return False
@@ -65,7 +65,7 @@ def differs(spec: Spec, size: int, nodes: int) -> bool:
 
 
 def record(folder: Path, found: WrongWorldSize) -> None:
-    """Write the first such finding of a run to world-size.json. Raise OSError if the file cannot be written."""
+    """Write `found` to world-size.json, unless an earlier call for this run did so. Raise OSError if that fails."""
     path = folder / run_folder.WORLD_SIZE
     new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
@@ -78,5 +78,5 @@ def record(folder: Path, found: WrongWorldSize) -> None:
 
 
 def read(folder: Path) -> WrongWorldSize | None:
-    """Return the finding of the run in `folder`, or None if there is none or it cannot be read."""
+    """Return what record() wrote for the run in `folder`, or None if it wrote nothing or the file cannot be read."""
     return run_folder.read_record(WrongWorldSize, folder / run_folder.WORLD_SIZE)

@@ -54,7 +54,7 @@ class Wrapper(abc.ABC):
     def _parts(self, demand: Demand) -> Iterator[Part]: ...
 
     def not_counted(self, demand: Demand) -> Sequence[str]:
-        """Return one line for each part of the memory that memory() could compute only with more config keys."""
+        """Return a line for each part of the memory that memory() can't compute, with the config keys that it needs."""
         return ()
 
 

@@ -25,7 +25,8 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 
     Raise BringUpError if a rank is missing or was refused.
 
-    generation: how many rendezvous this process has had before. Ranks with different numbers never connect.
+    generation: how many rendezvous this process has had before. Ranks with different numbers never connect to each
+        other.
     """
     world = _with_candidate_ports(world)
     job = f"{world.job}#{generation}"
@@ -56,10 +57,10 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 
 
 def _with_candidate_ports(world: World) -> World:
-    """Return `world` with candidate ports if it has only the user's port, which the program will use itself.
+    """Return `world` with candidate ports for the rendezvous, if it has only one port or no job name.
 
-    Some launchers give the job no name (PMI without Hydra). Then two jobs on a node would share ports and key. If all
-    ranks are on one node, they use their parent's process id as the name.
+    The program itself will use the only port. Without a job name (PMI without Hydra), two jobs on a node would have the
+    same ports and key. So the name is then the parent's process id if all ranks are on one node, else the port.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:

@@ -97,7 +97,7 @@ def _from_shared_file(world: World) -> Secret:
 
 
 def _candidate_folders() -> Iterator[Path]:
-    """Yield the folders that may contain the file, preferred one first."""
+    """Yield the folders that may contain the file, starting with the preferred one."""
     with suppress(OSError):
         yield Path.cwd()
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home folder
@@ -108,7 +108,10 @@ def _candidate_folders() -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove this user's files of killed starts, but not the file `name`, which other ranks of this start may use."""
+    """Remove the files of this user's start-ups that were killed.
+
+    Keep the file `name`, because other ranks of this start-up may use it.
+    """
     with suppress(OSError):
         for file in folder.glob(".hpcinit-*.nonce*"):
             with suppress(OSError):
@@ -119,7 +122,10 @@ def _remove_leftovers(folder: Path, name: str) -> None:
 
 
 def _creator_has_ended(path: Path) -> bool:
-    """Return whether the process that created the file has certainly ended. On another node it may be alive."""
+    """Return True if the process that created the file has certainly ended.
+
+    Return False if it may be alive, for example on another node.
+    """
     try:
         return bool(processes.Process(**json.loads(_read(path).partition("\n")[2])).has_ended())
     except (ValueError, TypeError):
@@ -127,7 +133,10 @@ def _creator_has_ended(path: Path) -> bool:
 
 
 def _is_shared(place: Path, world: World) -> bool:
-    """Return whether all ranks may see the same files there. The launcher 'env' names no nodes, so assume several."""
+    """Return whether all ranks probably see the same files in the folder `place`.
+
+    If the launcher is 'env', which doesn't report nodes, assume that there are several nodes.
+    """
     return (world.nodes == 1 and world.launcher != "env") or safe_files.file_system(place) not in PRIVATE
 
 
@@ -155,9 +164,10 @@ def _read(path: Path) -> str:
 
 
 def _create_secret(path: Path) -> str:
-    """Return the secret in a new file, or in one that another rank created meanwhile, or '' if neither works.
+    """Create the file with a new secret, and return the secret. Return '' if that fails.
 
-    Creating a link fails if the file exists, and shows the whole content at once, even on network file systems.
+    If another rank created the file meanwhile, return that rank's secret. The file is created as a hard link. This
+    fails if the file exists, and shows the whole content at once, even on network file systems.
     """
     mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):

@@ -71,7 +71,7 @@ def key_id(key: str, job: str) -> str:
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
     """Return a text field of a message, cut to `longest` characters. Raise NotOurs if the field is not a text.
 
-    The text can be written to a file.
+    Characters that cannot be written to a file are replaced by '?'.
     """
     value = message.get(name)
     if not isinstance(value, str):
@@ -143,14 +143,18 @@ class Lines:
 
 
 def _integer(digits: str) -> int | str:
-    """Return the number. If it is longer than any field's, return a text, which no number field accepts."""
+    """Convert digits to a number. If there are more digits than in any valid field, return a text.
+
+    integer() refuses such a text.
+    """
     return int(digits) if len(digits) <= LONGEST_INTEGER else digits[:LONGEST_INTEGER]
 
 
 def receive(connection: socket.socket, lines: Lines, deadline: float | None = None) -> list[dict[str, Any]]:
     """Wait until `deadline` for at least one message, and return what has arrived.
 
-    Raise NotOurs for an unusable message, EOFError if the other side closed the connection, or OSError.
+    Raise NotOurs for an unusable message, EOFError if the other side closed the connection, and OSError for other
+    errors, such as a timeout.
 
     deadline: a time of time.monotonic(), or None to wait forever.
     """
@@ -224,7 +228,7 @@ class StartupFailure:
     def from_message(cls, message: dict[str, Any], name: str) -> StartupFailure:
         """Return the failure in a message that was made from fields().
 
-        If a field other than the text is not usable, it counts as unknown, because another version of hpcinit may have
+        If a field other than the text is unusable, use the field's default, because another version of hpcinit may have
         sent the message.
 
         name: the name of the field that contains the text.
@@ -288,7 +292,7 @@ def _is_time(value: object) -> bool:
 
 
 def stamp(received_at: float) -> dict[str, Any]:
-    """Return the field of a reply that contains the times at which rank 0 read the message and sent the reply.
+    """Return the field of a reply with two times: when rank 0 read the message, and when it sends the reply (now).
 
     received_at: when the message was read.
     """

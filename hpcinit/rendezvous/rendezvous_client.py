@@ -73,12 +73,13 @@ def connect(
 ) -> JoinReply:
     """Connect to rank 0 and prove that this process belongs to the job. Return the accepted connection.
 
-    Raise Refused if rank 0 refuses this process. If the process there is not our rank 0, raise NotOurs with what was
-    seen.
+    Raise Refused if rank 0 refuses this process. Raise NotOurs, with what was found instead, if rank 0 of this job is
+    not at this address and port.
 
     patience_s: how many seconds to wait for the server's proof.
-    deadline: how long to wait for the server's reply after the proof, as a time of time.monotonic(). This is longer,
-        because rank 0 may be slow on a busy node, and a rank that disconnects after the proof counts as dead.
+    deadline: until when to wait for the server's reply to this process's proof, as a time of time.monotonic(). Allow
+        more time than `patience_s`, because rank 0 may be slow on a busy node, and a rank that disconnects after its
+        proof counts as dead.
     """
     until = time.monotonic() + patience_s
     try:
@@ -144,9 +145,9 @@ LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 
 
 def spread_s(world_size: int) -> float:
-    """Return how many seconds this rank should wait before it connects. In a large job the time is random.
+    """Return how many seconds this rank should wait before it connects to rank 0.
 
-    So not all ranks connect to rank 0 at the same moment.
+    In a large job the time is random, so that not all ranks connect at the same moment.
     """
     return random.uniform(0, world_size * EACH_S) if world_size > QUEUE else 0.0
 
@@ -244,7 +245,7 @@ class RendezvousEndpoint(ABC):
     def on_failure(self, act: Callable[[str], None] | None) -> None:
         """Call `act` with the error when a rank fails, or at once if one has already failed.
 
-        With None, stop calling.
+        act: replaces the function of an earlier call. None: call no function from now on.
         """
         with self._changed:
             self._act_on_failure = act
@@ -253,7 +254,7 @@ class RendezvousEndpoint(ABC):
             act(failure.message)
 
     def _advance(self, stage: Stage) -> bool:
-        """Advance to a later stage and wake up waiting threads. Return False if this start has been there already."""
+        """Advance to `stage` and wake up waiting threads. Return False if this start-up had already reached `stage`."""
         with self._changed:
             if stage <= self._stage:
                 return False
@@ -262,7 +263,7 @@ class RendezvousEndpoint(ABC):
             return True
 
     def _fail(self, reason: StartupFailure) -> None:
-        """Record the first failure of a start that is not over, and call the callback of on_failure()."""
+        """Record the failure and call on_failure()'s callback, unless the start-up is over or has already failed."""
         with self._changed:
             if self._stage >= Stage.OVER:
                 return
@@ -273,9 +274,9 @@ class RendezvousEndpoint(ABC):
             act(reason.message)
 
     def _wait(self, stage: Stage, phase: str, deadline: float, every_s: float) -> None:
-        """Wait for the stage.
+        """Wait until the start-up reaches `stage`. Raise BringUpError if it fails, or at the deadline.
 
-        Raise BringUpError after a failure, or at the deadline if ranks have not reached `phase`.
+        phase: the phase that all ranks must reach for this stage. Messages name the ranks that have not reached it.
         """
         reported_at = time.monotonic()
         with self._changed:
@@ -289,7 +290,10 @@ class RendezvousEndpoint(ABC):
         raise (self._failure or self._too_late(phase)).error()
 
     def _still_waiting(self, phase: str, left_s: float) -> None:  # noqa: B027 - only rank 0 does something
-        """Report the missing ranks. left_s: seconds until the deadline."""
+        """Report the missing ranks.
+
+        left_s: how many seconds remain until the deadline.
+        """
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
@@ -376,7 +380,7 @@ class RendezvousClient(RendezvousEndpoint):
             return self._failure or self._missing
 
     def _too_late(self, phase: str) -> StartupFailure:
-        """Return rank 0's answer about the missing ranks, or else a failure that rank 0 does not answer."""
+        """Return rank 0's answer about the missing ranks. If it does not answer, return a failure that reports this."""
         found, here = self._ask_who_is_missing(phase), protocol.identity()["host"]
         if found and found.message:
             return found
@@ -386,7 +390,10 @@ class RendezvousClient(RendezvousEndpoint):
         )
 
     def _fault_of_rank_0(self, what: str) -> StartupFailure:
-        """Return a failure that blames rank 0 itself. `what` continues the sentence that starts with its name."""
+        """Return a failure that blames rank 0 itself.
+
+        what: the message after its first part, 'rank 0 on ADDRESS'.
+        """
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)
 
@@ -421,7 +428,7 @@ class RendezvousClient(RendezvousEndpoint):
             self._fail(self._fault_of_rank_0(text))
 
     def _handle(self, message: dict[str, Any]) -> None:
-        """Advance to the stage in a message from rank 0, and use its fields."""
+        """Handle a message from rank 0: advance to the stage that it announces, and store its other fields."""
         if "failed" in message:
             self._fail(StartupFailure.from_message(message, "failed"))
         if "all" in message:
@@ -444,7 +451,10 @@ class RendezvousClient(RendezvousEndpoint):
                 say(f"warning: ignoring an unreadable message of rank 0 on {at}: {error}; {protocol.SAME_VERSION}")
 
     def _not_found(self, seen: Mapping[str, str]) -> str:
-        """Return the message at the deadline. seen: the result of the last attempt at each address."""
+        """Return the message to print if rank 0 is not found before the deadline.
+
+        seen: the result of the last attempt at each address.
+        """
         me = f"rank {self._world.rank} on {protocol.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (

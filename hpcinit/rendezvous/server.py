@@ -57,8 +57,8 @@ class Peer:
 class Roster:
     """The list of all ranks of one attempt. It is not thread-safe: the owner must lock it.
 
-    The roster counts the ranks in each phase, because every message triggers a check whether all ranks have reached a
-    phase. Only to name the missing ranks, it loops over all ranks.
+    Every message triggers a check whether all ranks have reached a phase. To make this check fast, the roster counts
+    the ranks in each phase. It loops over all ranks only to name the missing ones.
     """
 
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
@@ -135,9 +135,9 @@ class Roster:
         return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return a rank that has not reached `phase` and its host. What is not certain is None or ''.
+        """Return a rank that has not reached `phase`, and its host. Return None or '' for what is uncertain.
 
-        If no rank of a host has connected, return that host.
+        If there are hosts from which no rank has connected, return the first of these hosts.
         """
         for host, ranks in self._absent().items():
             if empty := self._empty_hosts():
@@ -167,7 +167,7 @@ class Roster:
 
 
 def _cut(text: str) -> str:
-    """Shorten the list, because a message to a rank is one line of at most protocol.LONGEST_LINE."""
+    """Shorten a list in a message to a rank, because the message must fit into one line of protocol.LONGEST_LINE."""
     return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
 
 
@@ -354,7 +354,7 @@ def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinReq
     """Raise Refused, with a message, if another process acts as rank 0 of this attempt on one of `ports`.
 
     This happens if a profile or a shell sets RANK=0 or SLURM_PROCID=0, so that several processes consider themselves
-    rank 0. Checking all ports together takes no longer than one connection that stays silent.
+    rank 0. The ports share one time limit, so the check takes no longer for many silent ports than for one.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:
@@ -495,14 +495,13 @@ class RendezvousServer(RendezvousEndpoint):
             return self._failure or missing
 
     def _missing(self, phase: str) -> StartupFailure:
-        """Return the failure that names the ranks that have not reached `phase`."""
         rank, host = self.roster.first_missing(phase)
         return StartupFailure(self.missing(phase), failure_kinds.START_UP, rank, host)
 
     # --- the stages: all of this is called under the lock
 
     def _announce_progress(self) -> None:
-        """Advance as many stages as the ranks have reached, and announce each to them."""
+        """Advance through all stages that the ranks have reached, and announce each stage to the ranks."""
         if self.roster.all_reached("started") and self._advance(Stage.CONNECTED):
             threading.Thread(target=self._on_connected, name="hpcinit-all", daemon=True).start()
             self._send_all({"all": True})
@@ -520,7 +519,7 @@ class RendezvousServer(RendezvousEndpoint):
         self._connections.stop()
 
     def _fail(self, reason: StartupFailure) -> None:
-        """Report the first failure to all ranks; later ones are consequences."""
+        """Report the first failure to all ranks. Ignore later ones, because they are consequences of the first."""
         if self._stage < Stage.OVER:
             self._send_all(reason.fields("failed"))
         super()._fail(reason)
@@ -539,7 +538,7 @@ class RendezvousServer(RendezvousEndpoint):
     # --- the messages, in the thread of the connections
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Handle a message according to the state of its connection, then announce what follows from it."""
+        """Handle a message according to the state of its connection, then announce the resulting progress."""
         with self._changed:
             if connection.peer is not None:
                 self._handle_from_rank(connection, connection.peer, message)
@@ -550,7 +549,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._announce_progress()
 
     def _challenge(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Answer a greeting with rank 0's proof and a challenge. Raise NotOurs if it is for another job."""
+        """Answer a greeting with rank 0's proof and a challenge. Raise NotOurs if the greeting is for another job."""
         if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
             if str(message.get("hello")).startswith(protocol.PROTOCOL):
                 # So that another version of hpcinit can report what it found.
@@ -592,7 +591,10 @@ class RendezvousServer(RendezvousEndpoint):
             self._fail(StartupFailure(text, failure_kinds.PROGRAM, rank, peer.host))
 
     def _reason_to_refuse(self, peer: Peer) -> str:
-        """Explain why an authenticated process is not accepted as its rank, or return ''. A failed rank is replaced."""
+        """Return why an authenticated process cannot be the rank that it claims to be, or '' if it can.
+
+        It can replace a rank that has disconnected, but not rank 0.
+        """
         before = self.roster.peers.get(peer.rank)
         if peer.rank >= self.roster.world_size:
             return f"rank {peer.rank} is not one of the {self.roster.world_size} ranks of this job"
@@ -624,7 +626,10 @@ class RendezvousServer(RendezvousEndpoint):
         connection.said_goodbye |= "bye" in message
 
     def _recently_missing(self, phase: str) -> StartupFailure:
-        """Return who is missing, computed at most once a second, because every rank queries it at the deadline."""
+        """Return the failure that names the missing ranks. It may be up to one second old.
+
+        At the deadline every rank queries it, and computing it each time would take too long.
+        """
         at, missing = self._reported_missing.get(phase, (-math.inf, None))
         if missing is None or time.monotonic() - at > 1:
             missing = self._missing(phase)

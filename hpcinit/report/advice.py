@@ -39,9 +39,9 @@ GAIN = 0.1  # of the loss, for an advice about the save interval
 
 
 class Loss(NamedTuple):
-    """The row of a ledger that lost the most time.
+    """The row of a ledger in which the most time was lost.
 
-    unit_s: the lost GPU-seconds, or node-seconds without GPUs.
+    unit_s: the lost GPU-seconds, or node-seconds if there are no GPUs.
     text: the loss and what to do about it.
     """
 
@@ -51,7 +51,7 @@ class Loss(NamedTuple):
 
 
 def largest(found: Ledger) -> Loss | None:
-    """Return the largest loss: the largest row except kept steps. Return None if all losses are small."""
+    """Return the row in which the most time was lost, or None if all losses are small. Kept steps are not a loss."""
     rows = {row: amount.at for row, amount in found.rows.items() if row != ledger.KEPT}
     row = max(rows, key=lambda row: rows[row])
     if not found.unit_s or rows[row] < LEAST_SHARE * found.unit_s:
@@ -68,7 +68,7 @@ def largest(found: Ledger) -> Loss | None:
 
 
 def _forks(found: Ledger) -> bool:
-    """Return whether fork servers started ranks, which then import only once per node."""
+    """Return whether fork servers started any ranks. With a fork server, imports happen only once per node."""
     reports = (start.report for one in found.allocations for start in one.starts)
     return any("forked" in rank.events for report in reports if report for rank in report.attempt.ranks)
 
@@ -80,12 +80,12 @@ def _after(found: Ledger) -> str:
 
 
 def interrupted(found: Ledger) -> list[Allocation]:
-    """Return the allocations in which training steps were lost, because they ended after the last save."""
+    """Return the allocations that lost training steps because they ended some time after their last save."""
     return [one for one in found.allocations if one.rows[ledger.REPEATED].at > 0]
 
 
 def _interval(found: Ledger, lost: float) -> str:
-    """Return how much time another interval between saves would have saved, or other advice about saves.
+    """Return advice about saves, such as a better time between saves and how much time it would have saved.
 
     lost: the GPU-seconds of steps that were lost or repeated.
     """
@@ -107,9 +107,9 @@ def _interval(found: Ledger, lost: float) -> str:
 
 
 def by_node(found: Ledger) -> Iterator[str]:
-    """Yield a sentence for each of the three nodes with the most failures, if at least two.
+    """Yield a sentence for each of the three nodes with the most failures. Skip nodes with only one failure.
 
-    The only node of a run is not named, because the program may be the cause.
+    Failures in allocations of one node are not counted, because the program may be the cause.
     """
     costs: dict[str, float] = {}
     times: Counter[str] = Counter()

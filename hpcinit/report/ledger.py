@@ -88,9 +88,9 @@ class Start:
     used: the share of the allocation's nodes that the ranks use.
     resumed: the step from which training continued, or -1 if unknown.
     resumed_within: by how many steps `resumed` may be wrong.
-    stopped: whether the ranks saved and exited, or completed.
+    stopped: whether the ranks ended as planned: the program completed, or saved and exited.
     fault: the node that caused its end, or '' if unknown.
-    report: its start-up, or None if unknown.
+    report: the report on its start-up, or None if unknown.
     open_s: for each row, by how many seconds it may be shorter, and longer, than the sum of its segments.
     """
 
@@ -195,7 +195,7 @@ class Ledger:
 
 
 def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """Return the allocations, with steps that were lost or that a later start repeated moved to their own row."""
+    """Return the allocations. Steps that were lost, or that a later start repeated, are in the row REPEATED."""
     starts = [(at, start) for at, one in enumerate(allocations) for start in one.starts]
     found = [start for _, start in starts]
     for number, start in enumerate(found):
@@ -255,7 +255,7 @@ def _cut_after_save(start: Start) -> Start:
 def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
     """Join neighboring segments of the same row, and yield the result.
 
-    A boundary between them would make the bounds of the row wider than they are.
+    Without this, the uncertain boundary between two such segments would widen the bounds of the row.
     """
     last: Segment | None = None
     for one in segments:

@@ -109,8 +109,8 @@ class Stream:
     """The events of one log.
 
     written: when the file was last changed.
-    zoned: whether its times include their time zone.
-    daily: whether its times have no date.
+    zoned: whether the times in the log include their time zone.
+    daily: whether the times in the log have no date.
     """
 
     path: Path
@@ -121,7 +121,10 @@ class Stream:
 
     @property
     def stamped(self) -> bool:
-        """Return whether most lines about steps have a time. Without such lines, return whether any line has one."""
+        """Return whether most of the lines that report a step have a time.
+
+        If no line reports a step, return whether any line has a time.
+        """
         steps = [one.time is not None for one in self.events if one.kind == "step"]
         return 2 * sum(steps) > len(steps) if steps else any(one.time is not None for one in self.events)
 
@@ -136,7 +139,7 @@ class Stream:
 def read(path: Path, near: float, day_first: bool = False, sample: bool = False) -> Stream | None:
     """Return the events of a log, or None if the file is not text or cannot be read.
 
-    near: when the log approximately starts. It completes times without a date or a year.
+    near: approximately when the log starts. It provides the date or year for lines that show none.
     day_first: whether '03/04' means the 3rd of April.
     sample: whether to read only some of many similar lines.
     """
@@ -169,7 +172,7 @@ def _bytes(path: Path, most: int) -> bytes:
 
 
 class _Stamps:
-    """Reads the times in the lines of a log, which must be passed in order."""
+    """Reads the times in the lines of a log. The lines must be passed in order."""
 
     def __init__(self, near: float, day_first: bool) -> None:
         self._near, self._day_first = datetime.fromtimestamp(near), day_first
@@ -237,9 +240,10 @@ class _Form(NamedTuple):
 
 
 class _Lines:
-    """Reads the lines of a log, which must be passed in order. The shape of a line is the line with 0 for each digit.
+    """Reads the lines of a log. The lines must be passed in order.
 
-    Most lines report steps and have one of a few shapes. So the patterns are tried only once for each shape.
+    The shape of a line is the line with every digit replaced by 0. Most lines report steps and have one of a few
+    shapes. So the patterns are tried only once for each shape.
     """
 
     def __init__(self, stamps: _Stamps) -> None:

@@ -44,7 +44,10 @@ class Checkpoint:
 
 
 def find(word: str) -> Ledger | None:
-    """Return the ledger of the job whose logs are at the path `word`, or None for a run folder or without logs."""
+    """Return the ledger of the job whose logs are in the folder or file `word`.
+
+    Return None if there are no logs, or if `word` is a run folder.
+    """
     place = Path(word)
     if not word or not place.exists() or (place.is_dir() and any((place / name).exists() for name in OURS)):
         return None
@@ -82,8 +85,10 @@ def files(place: Path) -> Iterator[Path]:
 
 
 def _logs_of(job: str) -> list[Path]:
-    """Return the log files of a job: those that sacct or scontrol lists, or else those below the current folder whose
-    names contain its id."""
+    """Return the log files of a job, as sacct and scontrol list them.
+
+    If they list none, return the logs below the current folder whose names contain the job's id.
+    """
     names: set[str] = set()
     for command in (
         ("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job}", "--format=StdOut,StdErr,WorkDir,JobName"),
@@ -136,7 +141,7 @@ def _allocations(logs: Sequence[Path]) -> list[Allocation]:
 def checkpoints(paths: Sequence[Path], place: Path, whole_s: float = 0.0) -> list[Checkpoint]:
     """Return the checkpoints among the files `paths`, in the order of their steps.
 
-    If the times show that the files were copied later, return [].
+    If the times of the files show that they are copies made later, return [].
     place: the folder that was searched.
     whole_s: how many seconds all attempts took together.
     """
@@ -206,7 +211,10 @@ def _fit(times: Sequence[float], own: Sequence[Allocation], shift: float) -> flo
 
 
 def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
-    """Return an allocation for each log, from its first to its last time. This replaces Slurm's accounting."""
+    """Return the allocations as the logs show them, for jobs that Slurm's accounting does not list.
+
+    An allocation lasts from the first to the last time in a log. Overlapping logs belong to the same allocation.
+    """
     found: list[Allocation] = []
     for stream in streams:
         times = [one.time for one in stream.events if one.time is not None]
@@ -227,7 +235,7 @@ def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
 def _pieces(
     allocations: Sequence[Allocation], streams: Sequence[Stream], saves: Sequence[Checkpoint]
 ) -> list[list[Piece]]:
-    """Return, for each allocation, its pieces: one for each start of the ranks."""
+    """Return a list for each allocation, with a piece for each start of the ranks."""
     events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
     slack: list[tuple[float, float]] = [(0.0, 0.0) for _ in allocations]
     for stream in streams:
@@ -265,9 +273,9 @@ def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterato
 def _split(
     one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], slack: tuple[float, float]
 ) -> Iterator[Piece]:
-    """Yield a piece for each start of the ranks inside an allocation. A new one is where step numbers go back.
+    """Yield a piece for each start of the ranks inside an allocation. A new start is where the step numbers go back.
 
-    slack: by how many seconds the times may be wrong, earlier and later.
+    slack: by how many seconds the times may be wrong (earlier, later).
     """
     cuts: list[int] = []
     last = -1
@@ -327,7 +335,7 @@ def _unstamped(
 
 
 def chunks(events: Sequence[Event]) -> list[list[Event]]:
-    """Divide the events by attempt. An attempt starts after Slurm's message about an end, or where steps go back."""
+    """Divide the events by attempt. A new attempt starts where steps go back, or after Slurm's message about an end."""
     found: list[list[Event]] = [[]]
     last = -1
     for event in events:
@@ -370,7 +378,10 @@ def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def _mean_of_most(values: Sequence[float]) -> float:
-    """Return the mean of all but the largest tenth, which contains first steps and saves. Without values, return 0."""
+    """Return the mean of the values, or 0 if there are none.
+
+    Omit the largest tenth of the values, which contains first steps and saves.
+    """
     most = sorted(values)[: max(1, len(values) - len(values) // 10)]
     return statistics.fmean(most) if most else 0.0
 
@@ -440,7 +451,7 @@ def _times(
     """Return the estimated time of each step, and by how many seconds the times may be wrong (earlier, later).
 
     span: (seconds since the first step, step) for each step.
-    one: the allocation in which the steps were made.
+    one: the allocation in which the steps ran.
     written: when the last line of the log was written, or None if unknown.
     """
     length, first = span[-1][0], span[0][1]
@@ -480,7 +491,8 @@ def _times(
 def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:
     """Return the estimated time of a step, from the exact times of saved steps.
 
-    If the steps between two saves took longer than usual, the additional time is placed just before the second save.
+    If the steps between two saves took longer than usual, assume that the additional time was just before the second
+    save.
     anchors: (step, time) of each saved step.
     usual: the seconds per step that the log shows, or 0 if unknown.
     pace: the seconds per step according to the checkpoints, including the time of saves.

@@ -77,7 +77,7 @@ def divide(piece: Piece, ready: float | None = None) -> Start:
 
 
 def _in_order(segments: Sequence[Segment], end: float) -> Iterator[Segment]:
-    """Yield the segments so that each starts where the previous one ends, and none lasts longer than until `end`."""
+    """Yield the segments with corrected times: each starts where the previous one ends, and none ends after `end`."""
     now: Time | None = None
     for one in segments:
         begin = one.begin if now is None else now
@@ -87,9 +87,9 @@ def _in_order(segments: Sequence[Segment], end: float) -> Iterator[Segment]:
 
 
 def _open(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> dict[str, tuple[float, float]]:
-    """Return, for each row, by how many seconds it may be shorter and longer than the sum of its segments.
+    """Return, for each uncertain row, by how many seconds it may be shorter and longer than the sum of its segments.
 
-    A row is uncertain if the times of the steps are estimates.
+    Rows are uncertain if the times of the steps are estimates.
     """
     early, late = piece.slack_s
     slack = early + late
@@ -102,7 +102,7 @@ def _open(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> dic
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[float, int]]:
-    """Return (time, step) of the printed steps. Omit a step if its number or time is before the previous one."""
+    """Return (time, step) of the printed steps. Omit a step if its number does not increase or its time goes back."""
     found: list[tuple[float, int]] = []
     for one in events:
         if one.kind == "step" and one.time is not None:
@@ -113,7 +113,10 @@ def _steps(events: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def _with_checkpoints(piece: Piece, steps: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return the steps, plus the steps of later checkpoints, because a killed program loses lines that it buffered."""
+    """Return the printed steps, plus the steps of later checkpoints.
+
+    The last steps may be missing in the log, because a killed program loses lines that it buffered.
+    """
     last = steps[-1] if steps else (piece.begin, -1)
     more = sorted((at, step) for at, step in piece.saves if at > last[0] and step > last[1])
     return [*steps, *(one for one, before in zip(more, [last, *more], strict=False) if one[1] > before[1])]
@@ -240,7 +243,10 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
 
 
 def _marks(piece: Piece) -> list[tuple[float, str, bool]]:
-    """Return (time, 'save' or 'eval', whether it is the end) for each line about these and each checkpoint file."""
+    """Return (time, 'save' or 'eval', whether it ended) for each line about a save or an evaluation.
+
+    Each checkpoint file counts as the end of a save.
+    """
     lines = [
         (one.time, one.kind, one.done) for one in piece.events if one.kind in ("save", "eval") and one.time is not None
     ]

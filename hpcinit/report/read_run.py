@@ -61,7 +61,7 @@ class _Witnesses:
     """The log and the checkpoints of a run, which show its steps if the run has no record of them.
 
     They are read only when a start needs them.
-    near: when the log approximately starts.
+    near: approximately when the log starts.
     """
 
     run: Path
@@ -73,7 +73,7 @@ class _Witnesses:
 
     @cached_property
     def chunks(self) -> list[list[Event]]:
-        """Return the events in the log, divided by start. For logs without times."""
+        """Return the events in the log, divided by start. This is used for logs that show no times."""
         return read_job.chunks(self.log.events) if self.log else []
 
     @cached_property
@@ -88,7 +88,7 @@ def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> 
     """Return the allocations of the run in the folder `run`, with their segments.
 
     Raise RequestError if it is not the folder of a run.
-    known: the allocations that sacct lists, by job id. None: query sacct.
+    known: the allocations that sacct lists, by job id, or None to query sacct.
     """
     record = job_record.submission(run)
     jobs = job_record.jobs(record)
@@ -107,7 +107,7 @@ def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> 
 
 
 def _without_accounting(run: Path, record: Mapping[str, Any], starts: Sequence[timeline.Attempt]) -> list[Allocation]:
-    """Return the allocations from the records in the run folder. Those in which no rank started are missing."""
+    """Return the allocations according to the records in the run folder. Omit those in which no rank started."""
     ends = {(one.job, one.restart - 1): float(one.time) for one in requeues.read(run)}
     last = safe_files.json_or_empty(run / run_folder.EXIT)
     if "ended" in last:
@@ -220,7 +220,8 @@ def _startup_rows(
 ) -> tuple[dict[str, float], float | None]:
     """Return how many seconds a rank spent on average in each row of the start-up, and when init() returned on average.
 
-    The latter is None if init() returned on no rank. If a rank got no further than a row, the row lasts until `end`.
+    The time of init() is None if it returned on no rank. If a rank did not complete the start-up, the rest of the time
+    belongs to the row that it was in.
     uses_init: whether the program calls hpcinit.init() in any start of the run.
     """
     rows = {ledger.START: 0.0, ledger.IMPORTS: 0.0, ledger.INIT: 0.0, ledger.UNKNOWN: 0.0}
@@ -285,9 +286,10 @@ def _training(
 
 
 def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]:
-    """Return the segments until the first step: building the model, and the additional time of that step.
+    """Return the segments up to the first step: building the model, and the additional time of this step.
 
-    If no record shows when the model was built, the time between the two is uncertain.
+    The additional time is compared with a usual step. If `before` contains the building of the model, return only the
+    second segment. Otherwise the boundary between the two is uncertain.
     """
     if any(one.row in (ledger.INIT, ledger.RESTORE) for one in before):
         return [Segment(ledger.FIRST, exact(begin), exact(end))]
@@ -325,11 +327,10 @@ def _without_spans(
     hung: bool,
     stopped: bool,
 ) -> tuple[list[Segment], int, int]:
-    """Return the segments of a start without recorded spans, the step from which it continued, and by how many steps
-    that may be wrong.
+    """Return the segments of a start without recorded spans, and the step from which it continued.
 
-    An older hpcinit recorded no spans, and a program that reports no steps has none. The times of steps are then from
-    the log, the checkpoints and the last heartbeats.
+    Also return by how many steps that step may be wrong. An older hpcinit recorded no spans, and a program that reports
+    no steps has none. The times of steps are then from the log, the checkpoints and the last heartbeats.
     number: how many starts were before this one.
     one: the allocation of the start.
     """
@@ -359,7 +360,7 @@ def _without_spans(
 
 
 def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iterator[Checkpoint]:
-    """Yield the steps of one start whose times the heartbeats and the progress file contain, as Checkpoints."""
+    """Yield the steps whose times are in a start's heartbeats or in the progress file, each as a Checkpoint."""
     for node in heartbeats.read(run / heartbeats.FOLDER / scratch.folder_name(start.job)):
         for rank in node.heartbeats:
             if rank.silent_s is not None and rank.rank == 0:
@@ -388,6 +389,6 @@ def _hang(run: Path, job: str) -> dict[str, Any]:
 
 
 def _with_reasons(run: Path, found: Sequence[Allocation]) -> list[Allocation]:
-    """Return the allocations with the reason for the end of each, from hpcinit's records if they contain it."""
+    """Return the allocations, each with the reason for its end, from hpcinit's records if they contain it."""
     reasons = {(one.job, one.restart - 1): one.reason for one in requeues.read(run)}
     return [replace(one, reason=reasons.get((one.job, one.restart), one.reason)) for one in found]

@@ -29,7 +29,7 @@ MOST_RUNS = 15  # with --since, the runs that are listed
 
 
 def document(found: Ledger) -> dict[str, Any]:
-    """Return the ledger as a JSON document. Its seconds are elapsed time: GPU-seconds are seconds x gpus."""
+    """Return the ledger as a JSON document. Its seconds are elapsed time: multiply them by `gpus` for GPU-seconds."""
     loss = advice.largest(found)
     unit_s = found.unit_s / found.charged_s if found.charged_s else 1.0
     return {
@@ -124,7 +124,7 @@ def _together(found: Sequence[Ledger], name: str) -> Ledger:
 def _one(word: str, runs_dir: Path) -> Ledger:
     """Return the ledger of a run, of a sweep, or of a job that hpcinit did not submit.
 
-    `word` is a run's name, folder or job id, or the path of a job's logs. Raise RequestError if there is none.
+    `word` is a run's name, folder or job id, or the path of a job's logs. Raise RequestError if it is none of these.
     """
     from hpcinit.report import read_job  # noqa: PLC0415 - only for what may be no run
 

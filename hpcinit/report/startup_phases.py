@@ -33,7 +33,7 @@ class Clock:
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """Return the clock offset of each host, if it can be determined. The offset of rank 0's node is 0."""
+    """Return the clock offset of each host for which it can be determined. The offset of rank 0's node is 0."""
     home = next((rank.host for rank in attempt.ranks), "")
     found = {}
     for host, (least, most) in _bounds(attempt, home).items():
@@ -143,7 +143,7 @@ class Phase:
 
     @property
     def spread(self) -> float:
-        """Return how many seconds after the first rank the last rank finished the phase."""
+        """Return how many seconds passed from the first rank's end of the phase to the last rank's."""
         ends = [self.start[rank] + took for rank, took in self.took.items()]
         return max(ends) - min(ends)
 
@@ -262,7 +262,7 @@ def missing_ranks(report: Report) -> list[str]:
 
 
 def before_init(report: Report) -> bool:
-    """Return whether all ranks have started but none has called hpcinit.init(), which a program need not do."""
+    """Return whether all ranks have started but none has called hpcinit.init(). A program need not call it."""
     attempt = report.attempt
     return not attempt.absent and all(rank.furthest == "met" for rank in attempt.ranks)
 

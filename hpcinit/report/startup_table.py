@@ -52,7 +52,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def timeout(report: Report) -> str:
-    """Return a line with the formula of the start-up timeout and the longest wait. Return '' if it is unknown."""
+    """Return a line with the formula of the start-up timeout and the longest wait, or '' if the formula is unknown."""
     attempt = report.attempt
     if not attempt.formula:
         return ""
@@ -64,7 +64,10 @@ def timeout(report: Report) -> str:
 
 
 def clock_lines(report: Report) -> str:
-    """Return a line about how much the clocks of the nodes differ, with the possible error, or ''."""
+    """Return a line about how much the clocks of the nodes differ, with the possible error.
+
+    If there is nothing to report, return ''.
+    """
     others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
     unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
     parts = []
@@ -164,10 +167,11 @@ def _job_and_restart(attempt: Attempt) -> str:
 
 
 def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """Return `attempt` with the time of its submission, or unchanged if `submitted` is None or later than its start.
+    """Return `attempt` with the time of its submission. If `submitted` is None or after the start, return it unchanged.
 
-    A job may start before its submission is recorded. It then has no queue time. Slurm 24.11 gives the start in whole
-    seconds (SLURM_JOB_START_TIME), so the start may appear to be before the submission.
+    Slurm may start a job before its submission is recorded. The job then has no queue time. Slurm 24.11 gives the start
+    in whole seconds (SLURM_JOB_START_TIME), so the start may appear to be up to a second before the submission. Then
+    use the start for both.
     """
     if submitted is None:
         return attempt
@@ -204,5 +208,5 @@ def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
 
 
 def _number(job: str) -> str:
-    """Return the job id, or TASK for an array task such as '18_1', whose ranks use another job id."""
+    """Return `job`, or TASK for an array task such as '18_1', because the ranks of the task use another job id."""
     return TASK if "_" in job else job

@@ -124,7 +124,7 @@ def init(
         timeout: time limit of the start-up. Default: grows with the number of nodes, and ends before the job does.
         collective_timeout: time limit of each collective after the start-up. Default: torch's, 600 s with nccl and
             1800 s with gloo.
-        device_id: 'never', 'auto' or 'always' bind the group to this rank's device. Default: 'never'.
+        device_id: whether to bind the group to this rank's device: 'never', 'auto' or 'always'. Default: 'never'.
         deepspeed: also initialize DeepSpeed's communication. Default: only if the wrapper needs it.
         layout: how the ranks are divided into dimensions. Default: plain data parallelism.
         batch: samples per step. Default: micro batches of 1.

@@ -51,7 +51,7 @@ def deepspeed_version() -> str:
 
 
 def start_deepspeed(backend: str, timeout: timedelta, device: torch.device) -> bool:
-    """Call DeepSpeed's init_distributed. It uses the existing process group and silently ignores its other arguments.
+    """Initialize DeepSpeed's communication. It uses the existing process group and ignores `backend` and `timeout`.
 
     Return False if the program has already initialized DeepSpeed. Raise BringUpError if DeepSpeed cannot be imported.
     """

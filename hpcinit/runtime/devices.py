@@ -217,7 +217,10 @@ def _node_of(rank: int, device: torch.device, sysfs: Path) -> int:
 
 
 def _numa_node(address: str, sysfs: Path) -> int:
-    """Return the NUMA node, or -1 if the kernel reports none, as on a machine with one node or a virtual machine."""
+    """Return the NUMA node of the PCI device at `address`, or -1 if the kernel reports none.
+
+    The kernel reports none on a machine with one node or a virtual machine.
+    """
     return int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
 
 

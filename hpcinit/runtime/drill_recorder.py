@@ -38,7 +38,10 @@ MOST_ELEMENTS, MOST_TENSORS = 4096, 256
 
 
 def install(folder: Path, rank: int) -> None:
-    """Start recording into `folder`. Call this before the program runs."""
+    """Start recording this rank's training steps in `folder`, and guarding the files outside of the drill's folder.
+
+    Call this before the program runs.
+    """
     sys.dont_write_bytecode = True  # beside modules outside of the drill's folder
     sys.addaudithook(_Guard(folder).on_event)
     with contextlib.suppress(ImportError):
@@ -93,7 +96,7 @@ class _Guard:
 
 
 def _guard_torch_save(torch: Any) -> None:
-    """Let torch.save raise the audit event 'open', because it opens files in C++."""
+    """Make torch.save raise the audit event 'open'. It raises none itself, because it opens files in C++."""
     save = torch.save
 
     def audited(obj: Any, f: Any, *arguments: Any, **keys: Any) -> Any:
@@ -162,7 +165,10 @@ def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any
 
 
 def _is_of_a_load() -> bool:
-    """Return whether torch itself takes this step. It does so, with lr 0, before it loads an optimizer's state."""
+    """Return whether torch itself takes this optimizer step.
+
+    Before torch loads an optimizer's state, it takes a step with lr 0.
+    """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back

@@ -22,7 +22,10 @@ QUIET_S = 1800.0  # no build is running in a folder without changes for this lon
 
 
 def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Print a warning for each lock whose build has probably ended. Call this on one rank per node."""
+    """Print a warning for each lock of a compiled extension whose build has probably ended without removing the lock.
+
+    Call this on one rank per node.
+    """
     if versions.key(versions.installed("torch") or "0") >= versions.key(KERNEL_LOCKS):
         return
     for path in (path for root in _roots(env) for path in sorted(root.glob(f"*/{TORCH_LOCK}"))):
@@ -37,7 +40,10 @@ def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None
 
 
 def _roots(env: Mapping[str, str]) -> Iterable[Path]:
-    """Return the folders of extensions: the user's, or torch's, such as ~/.cache/torch_extensions/py311_cu128."""
+    """Return the folders of compiled extensions: the folder that the user set, or else torch's default folders.
+
+    An example of the latter is ~/.cache/torch_extensions/py311_cu128.
+    """
     if env.get(VARIABLE):
         return [Path(env[VARIABLE])]
     return (Path(env.get("XDG_CACHE_HOME") or home() / ".cache") / "torch_extensions").glob("py*")

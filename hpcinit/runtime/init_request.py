@@ -137,7 +137,7 @@ class Plan:
 
 
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
-    """Return the settings for init(). Each is from the arguments if given, else from the spec, else a default.
+    """Return the settings for init(). Use the argument for a setting if it is given, else the spec, else a default.
 
     Raise RequestError if a value is wrong or does not fit the ranks, and BringUpError if a backend or DeepSpeed is not
     available.

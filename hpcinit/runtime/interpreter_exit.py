@@ -54,7 +54,7 @@ def _write_files() -> None:
 
 
 def _flushed(stream: TextIO | None) -> bool:
-    """Return False if the output could not be written, as to a full disk or a closed pipe."""
+    """Flush the stream. Return False if the output cannot be written, as to a full disk or a closed pipe."""
     try:
         if stream is not None and not stream.closed:
             stream.flush()

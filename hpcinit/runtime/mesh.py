@@ -62,7 +62,10 @@ def mesh_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def _in_use(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the dimensions larger than 1, and both parts of a split one: they show which dimension ep is a part of."""
+    """Return the dimensions larger than 1, plus the parts edp_... of a split dimension, even if their size is 1.
+
+    The edp_... parts show which dimension `ep` is a part of.
+    """
     return {name: size for name, size in sizes.items() if size > 1 or name.startswith("edp_")}
 
 
@@ -287,14 +290,17 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a combination as one dimension. torch caches it by name."""
+    """Return a combination as a mesh of one dimension. torch caches it by name."""
     members = _members(mesh, name)
     part = mesh.part(members) if isinstance(mesh, Mesh) else mesh[members]
     return part._flatten(name)  # private, but the only way; torchtitan uses it too
 
 
 def _called(mesh: DeviceMesh, name: str) -> str:
-    """Return the name in the mesh: the first one that consists of the same dimensions."""
+    """Return the name by which the mesh contains a dimension or combination.
+
+    If several combinations consist of the same dimensions, only the first of them is in the mesh.
+    """
     made = _members(mesh, name)
     if len(made) == 1:
         return made[0]

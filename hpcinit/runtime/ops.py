@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 def environment() -> str:
-    """Return a folder name that contains everything on which a compiled op depends.
+    """Return a folder name that identifies everything on which a compiled op depends.
 
     An example is 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's
     features, because DeepSpeed compiles with -march=native: an op that was built on a newer login node would fail with
@@ -98,7 +98,7 @@ def prepare(
 def start_uncompiled(deepspeed: Any, env: Mapping[str, str] = os.environ) -> None:
     """Prevent DeepSpeed from compiling an op when it starts on a CPU, because that takes over a minute.
 
-    Call this before init_distributed. Only inference_all_reduce uses the op, and it works without the op, too.
+    Call this before init_distributed. DeepSpeed uses the op only in inference_all_reduce, which also works without it.
     """
     if (shared_cache(env) / SHARED_MEMORY / BUILT).exists():
         _load(SHARED_MEMORY, shared_cache(env))
@@ -183,9 +183,9 @@ def _build(name: str, root: Path, part: Path, say: Say) -> None:
 
 
 def _load(name: str, root: Path) -> None:
-    """Give DeepSpeed the compiled op.
+    """Load the compiled op and give it to DeepSpeed, so that DeepSpeed does not call its own load().
 
-    DeepSpeed's own load() would take torch's lock, which a killed rank leaves behind.
+    DeepSpeed's load() would wait for torch's lock, which a killed rank does not release.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415 - takes seconds to import
 

@@ -41,7 +41,7 @@ class PrivateName:
         return not self.since or versions.key(version) >= versions.key(self.since)
 
     def is_missing(self) -> bool:
-        """Return whether the module lacks the name. If the module is not imported yet, return False."""
+        """Return whether the name is missing in the package. If its module is not imported yet, return False."""
         module, _, path = self.owner.partition(":")
         found: Any = sys.modules.get(module)
         if found is None or self.on_instances:

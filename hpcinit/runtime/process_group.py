@@ -266,11 +266,11 @@ def _unwrapped(backend: object) -> object:
 
 
 def start_horovod(world: World) -> None:
-    """Call hvd.init(), as every program that horovodrun starts must, unless this process has already called it.
+    """Call hvd.init(), unless this process has already called it. Every program that horovodrun starts must call it.
 
-    Call this after all ranks have connected, because hvd.init() waits for every rank and does not show which one is
-    missing. Under another launcher, or if this Python's Horovod was built without torch, do nothing. Raise WorldError
-    if Horovod reports a different rank or size.
+    Call this function after all ranks have connected, because hvd.init() waits for every rank and does not show which
+    one is missing. Under another launcher, or if this Python's Horovod was built without torch, do nothing. Raise
+    WorldError if Horovod reports a different rank or size.
     """
     if world.launcher != horovod.NAME:
         return

@@ -132,7 +132,7 @@ class ProcessState:
     stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
     slot: where a rank of a fork server with restart.warm reports its progress. None for other ranks.
     stopped_early: whether the ranks agreed to stop before the program's end.
-    stop_not_recorded: whether that happened but no file records it.
+    stop_not_recorded: whether the ranks agreed to stop early but no file records it.
     training_record: what rank 0 records for `hpcinit report`, if there is a run folder.
     """
 
@@ -175,8 +175,8 @@ class ProcessState:
     def leave_to_the_parent(self) -> None:
         """In a forked child, drop what belongs to the parent: close its files, and send nothing to other ranks.
 
-        State that only describes the past, such as the phase, is kept, because a data loader's child can also fail in
-        that phase.
+        Keep state that only describes the past, such as the phase, because a data loader's child can also fail in that
+        phase.
         """
         self.runtime = self.background_saves = self.training_record = None
         if self.rendezvous is not None:

@@ -24,7 +24,7 @@ PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 
 
 def path(world: World, folder: Path) -> Path:
-    """Return the path of this rank's dump. NCCL writes the same file (records/safeguards.py)."""
+    """Return the path of this rank's flight recorder dump. NCCL uses the same path (records/safeguards.py)."""
     return folder / FLIGHT / f"{scratch.folder_name(world.job)}.rank_{world.rank}"
 
 
@@ -46,7 +46,7 @@ def collectives() -> tuple[int, ...]:
 
 
 def write(world: World, folder: Path) -> None:
-    """Write this rank's dump, or make NCCL write it. Without a process group, do nothing.
+    """Write this rank's flight recorder dump, or make NCCL write it. Without a process group, do nothing.
 
     Raise OSError if the file cannot be written.
     """

@@ -118,13 +118,16 @@ class Heartbeat:
             self._write_step()
 
     def _write_step(self) -> None:
-        """Write the step, in the thread: a write can wait for the disk, or forever for a dead file server."""
+        """Write the last step to the table. Call this only in the thread of this object.
+
+        A write may have to wait for the disk, or forever for a dead file server.
+        """
         self._table.write(self._at + TOLD_AT, TOLD.pack(self._step, self._last))
 
     def _quiet(self, now: float) -> float:
-        """Return the seconds since the last heartbeat: a step, or the end of a save or of a declared phase.
+        """Return the seconds since the last heartbeat, without the time in which the process was suspended.
 
-        Exclude the time in which the process was suspended.
+        A heartbeat is a step, or the end of a save or of a declared phase.
         """
         since = max(self._last, phase.last_end())
         return now - since - (self._stopped if since < self._stopped_at else 0.0)
@@ -176,7 +179,10 @@ class Heartbeat:
         _write(self._heartbeats / f"{host}.json", NodeHeartbeats(host, time.time(), tuple(found)).to_json())
 
     def _measure(self) -> None:
-        """Update the longest step. If this thread wakes up late, the process was suspended."""
+        """Update the longest step, without the time in which the process was suspended.
+
+        This thread assumes that the process was suspended if it wakes up late.
+        """
         late = time.monotonic() - self._due
         stopped = late if late > self._period else 0.0
         if stopped:
@@ -222,7 +228,7 @@ class Heartbeat:
     def _is_settled(self, since_s: float) -> bool:
         """Return whether each rank that can write its stack has had enough time for it.
 
-        A rank that has reported no step rarely checks for a hang of the others.
+        A rank that has reported no step needs more time, because it rarely checks whether other ranks hang.
         """
         if self._reported or since_s <= SETTLE_PERIODS * self._period:
             return self._reported
@@ -243,7 +249,7 @@ class Heartbeat:
     def _report(self, silent: float) -> None:
         """Report the hang, if this rank is the first to do so.
 
-        With hang.action=end, it also decides whether all ranks end.
+        With hang.action=end, also decide whether all ranks end.
         """
         fresh_s = FRESH_PERIODS * self._period
         told, stacks = heartbeats.read(self._heartbeats), hang_report.places(self._hang)
@@ -281,9 +287,9 @@ class Heartbeat:
 
 
 def _is_first(folder: Path, report: HangReport) -> bool:
-    """Write the report of a hang, unless another rank has. Return whether this rank wrote it.
+    """Write the report of a hang, unless another rank has written one. Return whether this rank wrote it.
 
-    On a full disk no rank can find out whether it is the first, so each rank reports.
+    On a full disk no rank can find out whether it is the first. Then return True, so that each rank reports.
     """
     # Write the text last: hpcinit.after waits for it, and then reads the record.
     text = "".join(f"{line}\n" for line in report.lines())

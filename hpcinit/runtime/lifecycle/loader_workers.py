@@ -68,10 +68,11 @@ def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
-    """Replace Process.start(): block the signals in a protected process until it has its own handler.
+    """Replace Process.start(): start a protected process with blocked signals, until it has its own handler.
 
     A process inherits blocked signals from the process that starts it. In multiprocessing's fork server the signals
-    stay blocked, because its death would end its workers too. Its other children unblock them when they are unpickled.
+    stay blocked, because a signal that ends the fork server would end its workers too. Its other children unblock the
+    signals when they unpickle an _Unblock.
     """
     mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
@@ -95,7 +96,7 @@ def _is_protected(target: object) -> bool:
 
 
 def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.Popen) -> None:
-    """Replace Process.terminate(), because SIGTERM has no effect on a protected process."""
+    """Replace Process.terminate(): end a protected process with SIGKILL, because SIGTERM has no effect on it."""
     if not getattr(popen, "hpcinit_protected", False):
         return original(popen)
     state.loader_workers.terminated.add(popen.pid)
@@ -104,7 +105,10 @@ def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.P
 
 
 def _check_workers(original: Callable[[], None]) -> None:
-    """Replace the function that torch's SIGCHLD handler calls, and that raises for a failed worker."""
+    """Replace the function that torch's SIGCHLD handler calls, and that raises an error if a worker has failed.
+
+    Ignore this error if this rank ended the worker itself, or can continue without it.
+    """
     try:
         original()
     except RuntimeError as error:
@@ -117,7 +121,7 @@ def _check_workers(original: Callable[[], None]) -> None:
 
 
 def behind(error: BaseException) -> BaseException:
-    """Return the error that caused `error`: torch's error about a dead DataLoader worker if there is one, else `error`.
+    """Return torch's error about a dead DataLoader worker if that caused `error`, else `error`.
 
     When a worker dies, its connection breaks too, and the rank may notice that first. Call this after torch's SIGCHLD
     handler has been removed.
@@ -170,7 +174,10 @@ def awaited() -> str:
 
 
 class _Protected:
-    """The target of a protected process. It is pickled for a spawned process."""
+    """Runs the target function of a protected process, with a handler for the signals.
+
+    This object is pickled for a spawned process.
+    """
 
     def __init__(self, target: Callable[..., object], numbers: Collection[int], rank: int) -> None:
         self._target, self._numbers, self._rank = target, numbers, rank

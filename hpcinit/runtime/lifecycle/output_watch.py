@@ -38,8 +38,8 @@ def period(after_s: float) -> float:
 def write_stacks(path: Path, host: str = "", note: str = "") -> None:
     """Write the stacks of all threads of this process in the form that hang_report.place() reads.
 
-    The file is written atomically, because a main thread in a loop may keep the GIL for long between two lines. Raise
-    OSError if it cannot be written.
+    The file appears only when it is complete, because a main thread in a loop may keep the GIL for long between two
+    writes. Raise OSError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
@@ -131,7 +131,10 @@ class OutputWatch:
 
 
 def _newest_change(logs: Path, known: float) -> float:
-    """Return when any log changed last. If rank 0's has changed, which is usual, check no others."""
+    """Return when a log last changed, in seconds since 1970.
+
+    If rank 0's log has changed after `known`, which is usual, return its time without a look at the others.
+    """
     with contextlib.suppress(OSError):
         own = (logs / "rank-0.log").stat().st_mtime
         if own > known:
@@ -154,9 +157,9 @@ def main_frames() -> tuple[tuple[str, str, int], ...]:
 
 
 def _main_place() -> tuple[object, ...]:
-    """Return the position of the main thread.
+    """Return a value that identifies what the main thread is doing now.
 
-    It stays equal in a loop over several lines of one function, and changes with each collective.
+    The value stays the same in a loop over several lines of one function, and changes with each collective.
     """
     inner, *callers = [one for one in main_frames() if not hang_report.STANDARD_LIBRARY.search(one[0])] or [("", "", 0)]
     # The innermost function counts as a whole. The lines of its callers show whether the program continues.

@@ -15,7 +15,7 @@ LONG = 10  # a save, a declared phase, or the first step may take this many time
 
 
 def now() -> tuple[str, int]:
-    """Return the current phase and the last reported training step, or -1 if none was reported.
+    """Return the current phase and the last reported training step. The step is -1 if none was reported.
 
     If a process group exists but no step was reported, the phase is ''.
     """
@@ -73,9 +73,9 @@ def silence_is_expected(default_s: float) -> bool:
 
 
 def not_counted(seconds: float) -> None:
-    """Don't count `seconds` as time in the current phases.
+    """Don't count `seconds` as time in the current phases, because the process was then suspended.
 
-    During this time, the process was suspended (SIGSTOP, scontrol suspend).
+    SIGSTOP or scontrol suspend can cause this.
     """
     for each in state.phase.declared[:]:
         each.began_s += seconds

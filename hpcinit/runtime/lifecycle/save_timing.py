@@ -98,7 +98,7 @@ class SaveTiming:
         return (expected_s + self._before_s + now - self._began) / (1 + self._failures)
 
     def _agreed(self, value: int) -> int:
-        """Return rank 0's value."""
+        """Return rank 0's value on every rank."""
         if self._group is None:
             return value
         tensor = torch.tensor([value], dtype=torch.int64)

@@ -16,9 +16,9 @@ from hpcinit.runtime.process_state import state
 
 
 def note(number: int, frame: FrameType | None) -> None:
-    """A signal handler that does nothing.
+    """Handle a signal by only noting that it has arrived, so that a Watch can react to it later.
 
-    Without a Python handler the signal would end the process. A Watch reacts to it.
+    Without a Python handler, the signal would end the process.
     """
     state.early_signals.add(number)
 

@@ -36,7 +36,7 @@ class FirstStepWatch:
     def hand_over(self, numbers: Iterable[int], noted: Callable[[int], None]) -> Watch:
         """Return a Watch that replaces this object.
 
-        It calls `noted` for later signals, and for a SIGTERM that has arrived.
+        It calls `noted` for later signals, and for a SIGTERM that has already arrived.
         """
         self._over.set()
         self._watch.listen(numbers, noted)
@@ -67,11 +67,11 @@ def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
 def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
     """After SIGTERM, end this rank if it is stuck in a collective that waits for a dead rank.
 
-    So Slurm need not wait to send SIGKILL. A rank is not stuck while it saves, is in another declared phase, computes
-    in its main thread (for example an evaluation), or waits for a compiler. The function counts checks instead of
-    seconds, because a suspended process makes no checks.
+    Otherwise the rank would run until Slurm sends SIGKILL. A rank is not stuck while it saves, is in another declared
+    phase, computes in its main thread (for example an evaluation), or waits for a compiler. The function counts checks
+    instead of seconds, because a suspended process makes no checks.
 
-    is_over: a function that returns whether the rank has made progress since then, so that it is not stuck.
+    is_over: a function that returns True if the rank has made progress since SIGTERM, or no longer needs this check.
     longest_s: how long the longest step took, in seconds.
     """
     turns, working, before = 0, 0, None

@@ -26,9 +26,9 @@ NAME = "hpcinit-stacks {rank} {pid} {signal} {main:#018x} {thread} {pipe}"
 
 
 def install(rank: int) -> None:
-    """Start the thread, once per process.
+    """Start the thread that writes the stacks for `hpcinit stacks`. If this process already has it, do nothing.
 
-    Never raise, because the program can run without it. Some systems don't support it.
+    Never raise, because the program can run without the thread. Some systems don't support it.
     """
     if state.stacks_of == os.getpid():
         return
@@ -53,7 +53,11 @@ def install(rank: int) -> None:
 
 
 def _answer(reads: int, file: list[int]) -> None:
-    """Write the stacks for each byte. file: has the descriptor when the first byte can arrive."""
+    """Write the stacks of all threads for each byte that arrives.
+
+    reads: the descriptor from which the bytes are read.
+    file: contains the descriptor of the output file at the latest when the first byte arrives.
+    """
     with contextlib.suppress(OSError):  # the program has closed one of them
         while os.read(reads, 1):
             faulthandler.dump_traceback(file=file[0], all_threads=True)

@@ -123,9 +123,9 @@ class Stopper:
                 self._stop_record.stop(self._stop.reason)
 
     def _apart(self) -> float:
-        """Return the longest interval between two agreements in seconds.
+        """Return the longest permitted time between two agreements, in seconds.
 
-        In a short job it is shorter than the margin.
+        It is at most a quarter of the margin for the last checkpoint, so it is less than usual in a short job.
         """
         margin = 4 * MOST_S if self._had is None else self._asked.margin(self._had, self.longest_save).total_seconds()
         return max(0.0, min(MOST_S, margin / 4))
@@ -166,9 +166,9 @@ class Stopper:
             self._set_left(None if left_s is None else timedelta(seconds=left_s))
 
     def _who_told(self, reason: Reason) -> Reason:
-        """Return the reason with its sender, which SIGTERM does not contain.
+        """Return a more precise reason, because a signal does not show why it was sent.
 
-        Slurm reports a preemption time for a job that it preempts.
+        For a preempted job, Slurm reports a preemption time.
         """
         if reason is Reason.USER and not self._file_seen:  # judged by that rank's remaining time
             self._ask_left(ASK_ORIGIN_S)
@@ -196,11 +196,11 @@ class Stopper:
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
-        """Return whether the rank continues without this DataLoader worker: only if it was requested to stop.
+        """Return True if the rank continues although a DataLoader worker died, because it was requested to stop.
 
-        A SIGTERM that ended the worker counts as a SIGTERM to the rank. This runs in a signal handler, so it prints
-        nothing. The rank saves if the ranks agree to stop before it needs a batch from this worker. Otherwise torch
-        raises when it reads that batch.
+        If SIGTERM ended the worker, the rank counts as requested to stop. The rank saves if the ranks agree to stop
+        before it needs a batch from this worker. Otherwise torch raises an error when the rank reads that batch. This
+        function prints nothing, because it runs in a signal handler.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
@@ -217,7 +217,7 @@ class Stopper:
             threading.Thread(target=self._end_if_stuck, name="hpcinit-stuck", daemon=True).start()
 
     def _of_own_signal(self) -> Reason:
-        """Return the reason for --signal: the time limit, or with PreemptParameters=send_user_signal a preemption."""
+        """Return the reason for the signal of --signal: TIME_LIMIT if the time limit is near or unknown, else USER."""
         left = self.left()
         near = left is None or self._had is None or left < max(SIGNAL_EARLY, 0.5 * self._had)
         return Reason.TIME_LIMIT if near else Reason.USER
@@ -261,7 +261,7 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
-    """Return how many steps to take between two agreements whether to stop.
+    """Return how many steps to take between two agreements on whether to stop.
 
     Agreements may cost at most SHARE of the time, and are at most `most_s` seconds apart.
 

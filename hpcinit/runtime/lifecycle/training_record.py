@@ -68,13 +68,16 @@ class TrainingRecord:
         background_writer.later(training_spans.FILE, self._write_file, every_s=every_s)
 
     def _write_file(self) -> None:
-        """Write what is recorded by now. A thread does it, also after the last step before a hang."""
+        """Write what has been recorded until now. A thread calls this, also after the last step before a hang."""
         self._waits = False
         self._path.parent.mkdir(parents=True, exist_ok=True)
         safe_files.write_atomically(self._path, self._record.to_json())
 
     def _close(self) -> None:
-        """At exit, write what is not written yet. background_writer, which registered earlier, flushes after this."""
+        """At exit, write what is not written yet.
+
+        background_writer flushes it afterwards, because its exit handler was registered earlier.
+        """
         if os.getpid() == self._pid:
             self._write()
 
