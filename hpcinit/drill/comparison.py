@@ -126,7 +126,7 @@ def at(record: Record, rank: int, number: int) -> Step | None:
 
 
 def close(a: float, b: float, relative: float = EQUAL) -> bool:
-    """Return whether two checksums are equal, except for rounding. relative: the allowed relative difference."""
+    """Return whether two numbers are equal, except for rounding. relative: the allowed relative difference."""
     return math.isclose(a, b, rel_tol=relative, abs_tol=1e-12) or (math.isnan(a) and math.isnan(b))
 
 

@@ -219,7 +219,7 @@ def end_as(code: int) -> int:
 def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
     """Write the fork server's start-up events to the timeline of each rank.
 
-    Without these events, a rank that hangs in an import before the fork would not be listed.
+    So each rank is listed even if an import hangs before the fork.
     """
     for local_rank in range(here.ranks_per_node):
         startup.announce(_world_of(here, spec, local_rank), folder)
