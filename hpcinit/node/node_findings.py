@@ -72,7 +72,7 @@ def _leftovers(node: Node) -> Iterator[Check]:
 
 
 def _place(place: Place) -> Check:
-    """Judge a folder. It is not a fault if the login node's TMPDIR does not exist here: Python then uses /tmp."""
+    """Return a check of a folder. A TMPDIR that doesn't exist on this node is OK, because Python then uses /tmp."""
     if place.missing:
         status = OK if place.what == "TMPDIR" else WARNING
         return Check(place.what, status, f"{place.path} does not exist on this node", "create it in the job")
@@ -109,7 +109,7 @@ def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
 def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[Gpu, ...]:
     """Return the GPUs that Slurm assigned to the job. If they are unknown, return those that the ranks use.
 
-    Without ConstrainDevices, nvidia-smi also lists GPUs of other jobs.
+    Other jobs' GPUs are skipped: nvidia-smi also lists them unless Slurm sets ConstrainDevices.
     """
     if not node.assigned:
         found = (of_device(node.gpus, device) for device in devices)
@@ -120,7 +120,10 @@ def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[
 
 
 def _answering_gpus(node: Node) -> Iterator[Check]:
-    """Yield a check if a GPU is lost. Slurm counts a MIG instance as a GPU, but nvidia-smi does not."""
+    """Yield a check if nvidia-smi fails, or lists fewer GPUs than Slurm assigned.
+
+    If a GPU is in MIG mode, don't compare the numbers: Slurm counts MIG instances, but nvidia-smi counts GPUs.
+    """
     if not node.assigned:
         return
     if node.gpu_error:
@@ -136,16 +139,16 @@ def _others(gpu: Gpu, node: Node, pids: Sequence[int]) -> list[GpuProcess]:
 
 
 def _foreign_mb(gpu: Gpu, others: Sequence[GpuProcess]) -> float:
-    """Return how much memory, in MiB, other processes use.
+    """Return how much of the GPU's memory, in MiB, the processes `others` use. If unknown, return all memory in use.
 
-    In a container, nvidia-smi may not list them or not show their memory. Then return all memory that is in use.
+    In a container, for example, nvidia-smi doesn't always list these processes or show how much memory they use.
     """
     known = [one.used_mb for one in others if one.used_mb is not None]
     return sum(known) if known else (gpu.used_mb or 0)
 
 
 def _memory(gpu: Gpu, node: Node, pids: Sequence[int]) -> Iterator[Check]:
-    """Yield a check if memory was in use before this job used the GPU. With MIG, other instances use it."""
+    """Yield a check if processes outside the job use over FOREIGN_MB of the GPU's memory. Skip a GPU in MIG mode."""
     others = _others(gpu, node, pids)
     used = _foreign_mb(gpu, others)
     if gpu.mig or used <= FOREIGN_MB or (gpu.processes and not others):
@@ -196,9 +199,9 @@ def _xids(node: Node, gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def unusable(node: Node) -> str:
-    """Return why ranks should not start on the node, or ''.
+    """Return why ranks should not start on the node, or '' if they can.
 
-    If the site shares GPUs between jobs, memory that others use is no reason.
+    If the site shares GPUs between jobs, memory that other processes use is not a reason.
     """
     if lost := next((check.detail for check in _answering_gpus(node)), ""):
         return lost
@@ -214,13 +217,13 @@ def unusable(node: Node) -> str:
 
 
 def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
-    """Yield what would prevent NCCL from connecting the nodes.
+    """Yield a check for each problem that would prevent NCCL from connecting the nodes.
 
     found: NCCL's choice on each node.
     nodes: the number of nodes in the job.
 
-    Each detail names its node. `hosts` of a check names the node at fault only if that is certain: the job's settings
-    cause a problem that most nodes have.
+    Each check's detail names the node. Its `hosts` is empty unless that node is certainly at fault. If at least half of
+    the nodes have a problem, for example, the job's settings probably cause it.
     """
     alone = [check for one in found for check in nccl_alone(one, nodes)]
     for check in alone:
@@ -229,7 +232,7 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
 
 
 def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
-    """Yield the problems that a single node shows: NCCL's error, or an address that no other node can reach."""
+    """Yield the problems that one node alone is enough to show: NCCL's error, or an address that others can't reach."""
     if one.error:
         yield _nccl_error(one)
     elif nodes > 1 and (check := _local_only(one)):
@@ -237,9 +240,9 @@ def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
 
 
 def nccl_compared(found: Sequence[Nccl]) -> Iterator[Check]:
-    """Yield a check for each difference between nodes that would disturb NCCL.
+    """Yield a check for each difference between nodes that would prevent NCCL from connecting them.
 
-    Nodes that nccl_alone() reports are not compared.
+    Nodes that nccl_alone() reports are skipped.
     """
     taken = [one for one in found if one.address and not next(nccl_alone(one, len(found)), None)]
     yield from _same_address(taken)
@@ -277,9 +280,10 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
-    """Yield a check for each node that uses a different network than most, if both have an address in one of the two.
+    """Yield a check for each node on which NCCL uses a different network than on most nodes.
 
-    If no node has addresses in both networks, each rack has its own network with routes between them, which is fine.
+    A node is skipped if it has no network in common with most nodes. Then each rack probably has its own network, with
+    routes between the racks, which is fine.
     """
     if len(taken) < 2:
         return

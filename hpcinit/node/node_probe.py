@@ -30,7 +30,7 @@ def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, 
     """Return the facts about this node.
 
     own: the name of this node.
-    names: the job's nodes, whose names are resolved. If it is empty, GPUs are queried only if the job has some.
+    names: the job's nodes, whose names are resolved. If `names` is empty, query GPUs only if Slurm assigned some.
     backend: the backend of the process group, such as 'auto' or 'nccl'.
     timeout_s: the time limit; one half is for Slurm's commands, the other half for NCCL.
     """
@@ -127,7 +127,7 @@ def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
 
 
 def _some(names: Sequence[str], own: str) -> list[str]:
-    """Return all names, or only some if there are many: own, the first, own's neighbors, and evenly spaced others."""
+    """Return all names, or a selection if there are many: the first, `own`, its neighbors, and evenly spaced others."""
     if len(names) <= MOST_NAMES:
         return list(names)
     at = names.index(own) if own in names else 0

@@ -122,7 +122,7 @@ def _run(of: str, fields: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[
 
 
 def _job_and_user(pid: int) -> tuple[str, str]:
-    """Return the job of a process, and its user if the job can't be read."""
+    """Return (job, '') for a process, or ('', user) if its environment shows no Slurm job or can't be read."""
     with suppress(OSError):
         found = re.search(rb"(?:^|\0)SLURM_JOB_ID=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
         if found:

@@ -67,9 +67,10 @@ def _json(path: Path, jobs: Sequence[str], save: bool) -> str:
 
 
 def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
-    """Return the queued jobs of runs and sweeps that have no record of the job. They are found by their script.
+    """Return the queued jobs that are missing in the records of their run or sweep, by run folder.
 
-    The record is missing if the submitting process was killed after sbatch. Raise Failure if squeue does not answer.
+    A job is missing if the submitting process was killed right after sbatch. It is found by the path of its script.
+    Raise Failure if squeue does not answer.
     """
     folders = {os.path.realpath(run.path): run for run in runs if _may_be_unrecorded(run)}
     found: dict[Path, list[str]] = {}

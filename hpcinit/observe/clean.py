@@ -155,9 +155,9 @@ def _inner_runs(run: overview.Run) -> Iterator[Path]:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether a rank has written a heartbeat recently although its job is over.
+    """Return whether a rank recently wrote a heartbeat and the batch script has not recorded its end.
 
-    Then Slurm can't reach the rank's node.
+    If Slurm can't reach a node, a rank can still run there although Slurm reports that the job is over.
     """
     if job_record.exit_status(path) is not None:
         return False
@@ -166,7 +166,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _end(run: overview.Run) -> float:
-    """Return when the last part of the run ended, judging by the newest record in its folders."""
+    """Return when the run, or the last task of a sweep, ended. The newest record in the folders shows this."""
     times = [0.0]
     for path, _ in run.parts:
         for name in (run_folder.EXIT, run_folder.CANCELLED, run_folder.SUBMISSION):

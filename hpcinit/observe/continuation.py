@@ -19,7 +19,7 @@ _DEPENDENCY = re.compile(r"^#SBATCH --dependency=(.*)$", re.MULTILINE)
 
 
 def continues(path: Path, now: state.State) -> str:
-    """Return a sentence about what will happen next with the run. Return '' if nothing will continue it.
+    """Return a sentence about what will continue the run, such as a restart, or '' if nothing will.
 
     If Slurm does not answer, the sentence explains that this is unknown.
 
@@ -42,7 +42,7 @@ def _look(path: Path) -> str:
 
 
 def _dependents(path: Path, now: state.State) -> Iterator[str]:
-    """Yield a sentence for each run in the same folder whose job was submitted to follow this run and has not ended."""
+    """Yield a sentence for each unfinished run in the same folder whose job was submitted to start after this run."""
     # Slurm drops a dependency once it is fulfilled; the script keeps it.
     jobs = {job.partition("_")[0] for job in (now.job_id, *job_record.jobs(job_record.last_submission(path)))}
     waits_for = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, jobs))})(?![\d-])")
@@ -56,7 +56,7 @@ def _dependents(path: Path, now: state.State) -> Iterator[str]:
 
 
 def _script(run: Path) -> str:
-    """Return the start of the run's batch script, which contains its options, or ''."""
+    """Return the first part of the run's batch script, with its #SBATCH options, or '' if it can't be read."""
     try:
         with (run / run_folder.SCRIPT).open(encoding="utf-8", errors="replace") as file:
             return file.read(1 << 14)

@@ -25,10 +25,10 @@ NOT_SUBMITTED = "NOT_SUBMITTED"
 
 @dataclass(frozen=True)
 class Task:
-    """One combination of a sweep. Its state is NOT_SUBMITTED if sbatch refused the task's job.
+    """One task of a sweep. Its state is NOT_SUBMITTED if sbatch refused its job.
 
     sweep: the folder of the sweep.
-    given: the overrides that differ between the tasks.
+    given: this task's values of the overrides that differ between the tasks.
     path: the run folder. If the task was submitted again, it is the folder of the new run.
     """
 
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def resubmitted(self) -> str:
-        """Return the name of the run that replaced the task, as commands accept it, or ''."""
+        """Return the name of the run that replaced this task, such as 'train-0007', or '' if no run did."""
         return "" if self.path == self.sweep / str(self.number) else name_of(self.path)
 
 
@@ -63,7 +63,7 @@ def name_of(path: Path) -> str:
 
 
 def combinations(path: Path) -> dict[int, tuple[str, ...]]:
-    """Return, for each task of a sweep by its number, the overrides that differ between the tasks.
+    """Return the overrides that differ between the tasks of a sweep, as {task number: overrides}.
 
     path: the folder of the sweep.
 
@@ -87,7 +87,7 @@ def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> lis
     """Return the run folders of the tasks of a sweep.
 
     numbers: the tasks.
-    newest: if a task was submitted again, return the folder of its new run.
+    newest: whether to return the folder of the new run for a task that was submitted again.
     """
     again = resubmitted.of_sweep(path) if newest else {}
     return [again.get(str(number), path / str(number)) for number in numbers]
@@ -225,9 +225,9 @@ def means_all_runs(names: Sequence[str]) -> bool:
 
 
 def matching_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
-    """Return the folders of the named runs. Without a name, or for 'all', return the folders of all runs.
+    """Return the folders of the named runs. If `names` is empty or ['all'], return the folders of all runs.
 
-    Raise RequestError if there is no such run.
+    Raise RequestError if a named run does not exist, or if there are no runs.
     """
     paths = all_runs(runs_dir) if means_all_runs(names) else [find_run(name, runs_dir) for name in names]
     if not paths:

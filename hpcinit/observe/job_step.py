@@ -33,10 +33,11 @@ exit 127"""
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A run whose ranks can be reached.
+    """A run whose job is running.
 
     job_id: the job id that srun expects.
-    components: the nodes of each component, in Slurm's order.
+    components: the nodes of each component of the job, in Slurm's order. Only heterogeneous jobs have several
+    components.
     """
 
     path: Path
@@ -50,7 +51,11 @@ class RunningJob:
         return tuple(node for component in self.components for node in component)
 
     def host(self, rank: int) -> str:
-        """Return the node of a rank: the one recorded at its last start, or the one that block distribution gives."""
+        """Return the node on which a rank runs, according to the record of its last start.
+
+        If there is no record, return the node that block distribution gives the rank. Raise RequestError if the rank
+        does not exist.
+        """
         size = self.spec.world_size
         if not 0 <= rank < size:
             raise RequestError(f"rank {rank} does not exist: the run has the ranks 0 to {size - 1}")
@@ -100,10 +105,10 @@ def running(word: str, runs_dir: Path) -> RunningJob:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a command beside the ranks, made from `env`.
+    """Return the environment for a command that runs on the ranks' nodes, made from `env`.
 
-    The variables of a job that contains this shell are removed, and a variable marks the command as not one of the
-    ranks.
+    If this shell is inside a Slurm job, the variables of that job are removed. A variable is added that marks the
+    command, so that hpcinit doesn't take it for a rank.
     """
     kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     kept.pop(run_folder.ENV_FOLDER, None)
@@ -143,7 +148,10 @@ def _beside(job: RunningJob, nodes: Sequence[str]) -> list[str]:
 
 
 def collector(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command that runs stack_collector.py with the query `asked` on a node, whatever is installed there."""
+    """Return the command that runs stack_collector.py on a node, with the query `asked`.
+
+    The node needs Python 3.9 or later, but not hpcinit.
+    """
     code = Path(stack_collector.__file__).read_text()
     return ["sh", "-c", START, "sh", code, json.dumps(asked), sys.executable, "python3", "python"]
 

@@ -42,7 +42,7 @@ class Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
     def rest(self) -> str:
-        """Return the text after the last line feed, once.
+        """Return the text after the last line feed, and forget it, so that it is returned only once.
 
         If a rank was killed, this is the last text that it printed.
         """
@@ -65,9 +65,9 @@ class Source(NamedTuple):
     def shown(self, line: str, as_json: bool, to_terminal: bool = False) -> str:
         """Return a line of the log as it is printed.
 
-        as_json: return a JSON object.
-        to_terminal: keep only the text after the last carriage return (of a progress bar), and remove control sequences
-        except colors. Otherwise the line is unchanged.
+        as_json: whether to return a JSON object.
+        to_terminal: whether to keep only the text after the last carriage return (of a progress bar), and to remove
+        control sequences except colors.
         """
         if not as_json:
             return self.prefix + (console.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)

@@ -31,7 +31,7 @@ REMOVED = re.compile(r"\..+\.removed-\d+")  # see hidden()
 
 
 def hidden(folder: Path) -> Path:
-    """Return the name of a folder while it is removed. If the removal is interrupted, no folder looks complete."""
+    """Return the name to give a folder before removing it, so that a half-removed folder doesn't look complete."""
     return folder.with_name(f".{folder.name}.removed-{os.getpid()}")
 
 
@@ -45,7 +45,7 @@ class Place:
 
     what: what the folder contains.
     why_kept: returns why the folder must not be removed now, or ''.
-    disk: whether it is a folder of jobs on this machine's disk.
+    disk: whether it contains the files of jobs on this machine's own disk.
     """
 
     path: Path
@@ -55,13 +55,13 @@ class Place:
 
 
 def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
-    """Return the existing folders outside of runs that contain this user's files, as seen from this machine."""
+    """Return the folders outside of run folders that hpcinit wrote for this user, if this machine can access them."""
     found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir, "a run whose removal was interrupted")]
     return [one for one in found if safe_files.is_own(one.path, folder=True)]
 
 
 def remove(place: Place) -> str:
-    """Remove what hpcinit wrote in a place. Return why the place was kept, or ''.
+    """Remove what hpcinit wrote in the folder `place`. Return why the folder was kept, or ''.
 
     Raise OSError if a folder can't be removed.
     """

@@ -20,7 +20,7 @@ from hpcinit.slurm.slurm_client import Unreachable
 class Run:
     """A run. A job or a chain has `now`, a sweep has `tasks`, and a run whose folder is invalid has `error`.
 
-    task: the task, if this is a sweep's task that is shown like a run.
+    task: the task, if this run is a sweep's task that is shown separately.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """Return the engine that runs the jobs. Return Slurm if there are no jobs, because a sweep is a job array."""
+        """Return the engine that runs the jobs. If there are no jobs, return Slurm, because only Slurm runs sweeps."""
         return self.parts[0][1].engine if self.parts else SLURM
 
     @property
@@ -51,15 +51,15 @@ class Run:
 
     @property
     def status(self) -> int:
-        """Return the exit status for a program that waits for the run. A sweep has the highest status of its tasks."""
+        """Return the exit status for a command that waits for the run. For a sweep, it is the highest of its tasks."""
         return max((now.status for _, now in self.parts), default=1)
 
 
 def read(paths: Sequence[Path], queue: QueueQuery | None = None, newest: bool = False) -> list[Run]:
     """Return the runs in the folders `paths`, in the same order.
 
-    queue: a squeue for all jobs of the user that is already running, or None.
-    newest: if a task of a sweep was submitted again, show the folder and the state of its new run.
+    queue: a squeue process that is already running and lists all of the user's jobs, or None.
+    newest: whether to show the folder and the state of the new run for a task that was submitted again.
     """
     known = [_combinations(path) for path in paths]
     folders: list[Path] = []

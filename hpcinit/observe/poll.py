@@ -53,7 +53,7 @@ class Polls:
         return all(run.over for run in self.now) or clock - self._known > PURGED_S
 
     def shown(self) -> list[overview.Run]:
-        """Return the latest states. The elapsed and remaining times count on since the last query."""
+        """Return the latest states, with elapsed and remaining times corrected for the time since the last query."""
         seconds = round(time.monotonic() - self._queried)
         return [
             replace(run, now=_later(run.now, seconds) if run.now else None,
@@ -84,7 +84,6 @@ class Poll:
 
     @property
     def now(self) -> state.State:
-        """Return the latest state of the run."""
         [run] = self._polls.now
         if run.now is None:
             raise run.error or AssertionError(f"{run.path} is a sweep")

@@ -60,7 +60,7 @@ def values(document: Mapping[str, Any]) -> list[str]:
 def age_s(path: Path, now_s: float) -> float | None:
     """Return how many seconds ago the run made its last step, or None if that is unknown.
 
-    That is the last step of any rank, from the heartbeats, or rank 0's last call to `run.progress()`.
+    This is the last step of any rank in the heartbeats, or rank 0's last call to `run.progress()`, whichever is later.
     """
     attempts = [entry for entry in _entries(path / heartbeats.FOLDER) if entry.is_dir()]
     last = max(attempts, key=lambda entry: entry.stat().st_mtime, default=None)
@@ -95,7 +95,9 @@ def hang_note(path: Path, now: State) -> HangReport | None:
 def not_finite_note(document: Mapping[str, Any]) -> str:
     """Return a note on values that were not finite, such as 'loss is nan, first at step 20', or ''.
 
-    document: what read() returned. Later values may be finite again.
+    The note also names values that have become finite again.
+
+    document: what read() returned.
     """
     now = not_finite(document)
     first = document.get("not_finite")
@@ -115,7 +117,7 @@ def not_finite(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def silence_note(path: Path, now: State) -> str:
-    """Return a note such as 'no rank has printed anything for 4 min', or ''. For programs that report no steps."""
+    """Return a note such as 'no rank has printed anything for 4 min', or ''. Use it if the program reports no steps."""
     from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
 
     report = hang_report.without_output(path, now.job_id, now.restart, time.time())
@@ -140,7 +142,7 @@ def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None)
 
 
 def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
-    """Return one line about a hang or an early stop, or ''.
+    """Return one line about a hang, silent ranks, an early stop or options without effect, or ''.
 
     document: what read() returned.
     """
@@ -155,7 +157,10 @@ def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
 
 
 def ineffective_options(path: Path, now: State) -> ProgramUse:
-    """Return the options of a successful run that had no effect. A failed run may have ended before it used them."""
+    """Return which options of a run had no effect. Return none unless the run succeeded.
+
+    A failed run might have ended before it used its options.
+    """
     from hpcinit.records import program_use  # noqa: PLC0415 - imports the spec, which a waiting run does not need
 
     used = program_use.ProgramUse(program_use.WRAP)

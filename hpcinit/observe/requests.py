@@ -50,7 +50,7 @@ def submitted(path: Path) -> float | None:
 
 
 def distinguish(submissions: Sequence[Submission]) -> list[str]:
-    """Return, for each run, the part of the user's input in which it differs from other runs of the same program.
+    """Return, for each run, the part of the user's input that differs from other runs of the same program.
 
     If a program has only one run, return everything that the user typed for it.
     """
@@ -82,8 +82,8 @@ def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]
     given: the overrides that differ between the tasks, such as "+lr=0.1".
     arguments: the arguments of the task's program.
 
-    The Hydra launcher varies only the program's arguments, as key=value. It also adds Hydra's own keys, which no user
-    typed, so these are skipped.
+    With the Hydra launcher, only the program's arguments differ, such as lr=0.1. Hydra's own keys among them are
+    skipped, because no user typed them.
     """
     pairs = [word.lstrip("+~").partition("=") for word in given if "=" in word]
     found = {name: value for name, _, value in pairs if name != "job.args"}
@@ -103,7 +103,7 @@ def _texts(submission: Submission) -> Iterator[str]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments, with an option and its value as one text: '--lr 0.1'."""
+    """Yield the arguments. An option and its value are one text, such as '--lr 0.1'."""
     rest = list(arguments)
     while rest:
         one = rest.pop(0)

@@ -13,7 +13,7 @@ from hpcinit.records import run_folder
 
 
 def note(run: Path, again: Path) -> None:
-    """Record that the run `again` replaces `run`. If that fails, `status` shows both.
+    """Record that the run `again` replaces `run`. Ignore an OSError; `status` then shows both runs.
 
     run: the folder of a run or of a sweep's task.
     """
@@ -59,9 +59,9 @@ def _place(run: Path) -> tuple[Path, str]:
 
 
 def _noted(folder: Path) -> dict[str, Path]:
-    """Return the newest run for each task of the sweep in `folder`, by the task's number. A single run has the key ''.
+    """Return the run that replaced each task of the sweep in `folder`, by the task's number.
 
-    Runs that no longer exist are ignored.
+    If `folder` is that of a single run, the key is ''. Runs that no longer exist are ignored.
     """
     found: dict[str, Path] = {}
     with suppress(OSError):

@@ -61,7 +61,7 @@ def parameters(task: find_runs.Task) -> dict[str, str]:
 
 
 def settings(task: find_runs.Task) -> str:
-    """Return what distinguishes this task of a sweep as text, such as 'lr=0.1 width=8'."""
+    """Return a text with the values that distinguish this task of a sweep, such as 'lr=0.1 width=8'."""
     return " ".join(f"{name}={value}" for name, value in parameters(task).items()) or task.combination
 
 
@@ -78,9 +78,9 @@ def job_of(run: Run) -> str:
 
 
 def details(path: Path, now: State, table: bool = False) -> str:
-    """Return the details of a job: why and how long it has been waiting, its progress, and how it ended.
+    """Return the details of a job: why it is waiting, its times, its progress, and how it ended.
 
-    table: omit the times and the step, which the table shows in columns.
+    table: whether to omit the times and the step, which the table shows in columns.
     """
     started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
     again = now.restart is not None
@@ -120,7 +120,7 @@ def submitted(path: Path) -> str:
 
 
 def times(now: State) -> str:
-    """Return when a job started and ends, or when it will start, or ''.
+    """Return how long a job has been running and how much time it has left, or when it will start, or ''.
 
     For a running job, the text is like 'for 1:02:03, 57:57 left'. For a waiting job, it is like 'starts about 14:02 (in
     0:12:00)'.
@@ -130,7 +130,7 @@ def times(now: State) -> str:
 
 
 def times_alone(now: State) -> str:
-    """Return the same text as times(), but only the times themselves, for a column of the table."""
+    """Return the text of times() without 'for' or 'starts about', for a column of the table."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
         return f"{duration(now.elapsed_s)}{left}"

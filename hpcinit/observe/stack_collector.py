@@ -47,8 +47,8 @@ class Label(NamedTuple):
     """How to read a stack that faulthandler wrote in a rank.
 
     main: the id of the main thread, as faulthandler writes it.
-    thread: the thread that gets the signal.
-    pipe: the pipe that asks the rank's thread for stacks.
+    thread: the thread to which the signal is sent.
+    pipe: the pipe through which other processes request the rank's stacks.
     path: the file with the stacks, /proc/PID/fd/N.
     """
 
@@ -76,7 +76,7 @@ class Process(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Print the samples of this node's ranks, or run a command beside one of them.
+    """Print samples of the stacks of this node's ranks, or run a command in the environment of one of these ranks.
 
     argv: one JSON object with the request.
     """
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
 def beside(asked: dict[str, Any]) -> int:
     """Replace this process with a command in the environment and folder of a rank. Return only if that fails.
 
-    The variables with the rank's place in its process group are removed: a program that joined the group would disturb
+    The variables with the rank's place in its process group are removed. A program that joined the group would disturb
     the run.
     """
     found = [one for one in ranks(asked) if asked["rank"] in (None, one.rank)]
@@ -214,7 +214,7 @@ def _environ(pid: int, raw: bytes = b"") -> dict[str, str]:
 
 
 def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
-    """Return a process's rank and level, or (-1, ...) if it is not a rank.
+    """Return the rank and the level of a process (see Process), or (-1, ...) if it is not a rank.
 
     tasks: whether each Slurm task is a rank.
     """
@@ -230,9 +230,9 @@ def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
 
 
 def _label(place: Path) -> Any:
-    """Return the label of a process that installed the stack handler itself, or None.
+    """Return the label of a process, or None if the process didn't install the stack handler itself.
 
-    A forked child inherits the handler's file, but not the handler.
+    A forked child of a rank has no label: it inherits the handler's file, but not the handler.
     """
     for file in (place / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -243,7 +243,7 @@ def _label(place: Path) -> Any:
 
 
 def _own_pid(place: Path) -> int:
-    """Return the id of a process or thread as the process itself sees it. In a container, it differs from ours."""
+    """Return the id of a process or thread as the process itself sees it. Inside a container, it is a different id."""
     for line in (place / "status").read_text(errors="replace").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
@@ -389,7 +389,10 @@ def _link(file: Path) -> str:
 
 
 def _signal_thread(one: Process) -> bool:
-    """Send the signal to the thread that waits for it. In another thread, it could interrupt a system call."""
+    """Send the signal to the rank's thread that waits for it, and return whether that succeeded.
+
+    In another thread, the signal could interrupt a system call.
+    """
     import ctypes  # noqa: PLC0415 - some builds of Python lack it
 
     libc = ctypes.CDLL(None, use_errno=True)

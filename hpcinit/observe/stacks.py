@@ -41,7 +41,7 @@ Frame = tuple[str, int, str]  # file, line (0: differs between the samples), fun
 class RankStack:
     """The stack and the state of one rank.
 
-    state: one of the constants above.
+    state: STOPPED, IN_KERNEL, GIL, NO_STACK, STUCK or MOVING.
     frames: the stack of the main thread, or of the thread that holds the GIL.
     wchan: the kernel function in which the main thread is waiting, or '' if it is unknown.
     same: how many samples have the same stack as the last sample.
@@ -68,7 +68,7 @@ class Group:
     """Ranks that have the same stack and state.
 
     first: the first of these ranks.
-    place: the line of the program's own code at which they are.
+    place: where in the program's own code these ranks are.
     cpu_s: the smallest and the largest CPU time of a rank.
     """
 
@@ -199,9 +199,10 @@ def groups_now(run: Path) -> list[Group]:
 
 
 def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
-    """Return the state of each rank that can't run Python code, and the line that called the C code that holds the GIL.
+    """Return the state of each rank that can't run Python code, and a line of the program.
 
-    The state is written as in hang_report.StuckRank. The line is '' if no C code holds the GIL.
+    The state is written as in hang_report.StuckRank. If C code holds the GIL, the line is the one that called this
+    code. Otherwise it is ''.
     """
     bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
     return {
@@ -308,8 +309,8 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
 def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
     """Return the name of the thread that holds the GIL in all samples, or ''.
 
-    kept: whether the rank's own thread waited for the GIL for seconds, or None if the rank has no such thread. Without
-    this thread, Python code that is running in each sample looks like C code that keeps the GIL.
+    kept: whether the rank's thread for stacks had to wait seconds for the GIL, or None if the rank has no such thread.
+    Without it, Python code that runs in every sample looks like C code that keeps the GIL.
     """
     holders = {one.get("gil", "") for one in samples if "gil" in one or "frames" in one}
     if kept is False or len(holders) > 1:
@@ -319,7 +320,7 @@ def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
 
 
 def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
-    """Return the frames without those of hpcinit that started the program.
+    """Return the frames without the outermost ones, in which hpcinit starts the program.
 
     If there are no other frames, return all of them.
     """
@@ -331,9 +332,9 @@ def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 
 
 def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """Return the outer frames that all samples share, in the order of the stacks.
+    """Return the outermost frames that all samples share, innermost frame first.
 
-    If the samples differ in the last frame only by its line, that frame is included with line 0.
+    If the samples have the next frame in common except for its line, that frame is included with line 0.
     """
     shared: list[Frame] = []
     for frames in zip(*(reversed(stack) for stack in stacks), strict=False):
@@ -407,7 +408,7 @@ def lines(
 
 
 def _short(file: str) -> str:
-    """Return the path of an installed package relative to site-packages, or the name of one of the program's files."""
+    """Return the path of a file in an installed package relative to site-packages. For other files, return the name."""
     for folder in ("/site-packages/", "/dist-packages/"):
         if folder in file:
             return file.rpartition(folder)[2]

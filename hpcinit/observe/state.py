@@ -29,7 +29,7 @@ def read(path: Path) -> State:
 def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> list[State | RequestError]:
     """Return the state of each run, or its RequestError, in the order of `paths`. Slurm is queried once for all runs.
 
-    early: a squeue for all jobs of the user that is already running, or None.
+    early: a squeue process that is already running and lists all of the user's jobs, or None.
     """
     with slurm_client.on_cluster(None):
         started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile

@@ -27,7 +27,7 @@ from hpcinit.slurm.queue import QueueQuery
 
 
 def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
-    """Yield the lines that `hpcinit status` prints for a run if there is no terminal.
+    """Yield the lines that `hpcinit status` prints for a run if stdout is not a terminal.
 
     each_task: whether to list the tasks of a sweep.
     about: the run's arguments.
@@ -147,7 +147,7 @@ def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
 
 
 def _deleted(name: str, runs_dir: Path, queue: QueueQuery) -> list[Run]:
-    """Return the run with this name, path or job id if its job is in the queue and its folder was deleted."""
+    """Return the run with this name, path or job id if its job is still queued but its folder was deleted."""
     folder = Path(name).parent if "/" in name else runs_dir
     runs = overview.without_folder(folder, queue)
     return [run for run in runs if run.now and (run.path.name == Path(name).name or run.now.job_id == name)]
@@ -161,7 +161,7 @@ def _uses_slurm(path: Path) -> bool:
 
 
 def _arguments(runs: Sequence[Run]) -> list[str]:
-    """Return the arguments to show for each run. Tasks and sweeps have none, because they show their combinations."""
+    """Return the arguments to show for each run. For tasks and sweeps, show none: their overrides are shown instead."""
     submissions = [requests.read(run.path) if run.now and not run.task else Submission() for run in runs]
     return requests.distinguish(submissions)
 
@@ -196,7 +196,7 @@ def values(path: Path) -> dict[str, Any]:
 def sort(runs: Sequence[Run], key: str, reverse: bool) -> list[Run]:
     """Return the runs sorted by the value of `key`, smallest first. Runs without the value, or with NaN, are last.
 
-    reverse: largest value first.
+    reverse: whether the largest value is first.
 
     Raise RequestError if no run has the value.
     """
@@ -214,6 +214,6 @@ def _first(pair: tuple[float, Run]) -> float:
 
 
 def _number(value: object) -> float | None:
-    """Return the number by which a value is sorted, or None if it has none. Of several objectives, the first counts."""
+    """Return the number by which a value is sorted, or None if it has none. For a list of numbers, it is the first."""
     first = value[0] if isinstance(value, tuple | list) and value else value
     return float(first) if isinstance(first, int | float) and not math.isnan(first) else None

@@ -31,7 +31,7 @@ LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow termin
 class _Row:
     """One line of the table.
 
-    cells: the cells by column. Empty cells may be missing. A parameter's column is called '=NAME'.
+    cells: the cells by column. Cells without content can be omitted. A parameter's column is called '=NAME'.
     details: the text of the last column.
     """
 

@@ -277,8 +277,8 @@ def secondary_name(record: ErrorRecord) -> str:
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
     """Find the row of KINDS that matches an error message. Return it with the ranks at fault, or return None.
 
-    The ranks at fault are those that the message names. A text in quotes may be a value, as in KeyError: 'nan', so only
-    patterns that contain quotes are compared with it.
+    The ranks at fault are those that the message names. Quoted text can be a value, as in KeyError: 'nan', so it is
+    ignored except for patterns that contain quotes.
     """
     unquoted = _QUOTED.sub("''", error)
     for row in KINDS:

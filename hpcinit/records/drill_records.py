@@ -78,5 +78,5 @@ def created_outside(root: Path) -> list[str]:
 
 
 def steps(folder: Path, rank: int) -> list[Step]:
-    """Return the recorded optimizer steps of a rank. Without a step of a torch optimizer, the list is empty."""
+    """Return the recorded optimizer steps of a rank. The list is empty if no torch optimizer made a step."""
     return [from_known_fields(Step, one) for one in read_lines(folder / f"rank-{rank}.jsonl")[0]]

@@ -37,7 +37,8 @@ class Restart:
     step: the last reported training step, or -1.
     time: seconds since 1970.
     secondary: whether another rank's failure caused this error.
-    furthest: after a warm restart, the last step of rank 0, or of the last checkpoint that the attempt completed.
+    furthest: for a warm restart, the last step that rank 0 reported or that a complete checkpoint contains, whichever
+        is later. For other restarts, -1.
     phases: the duration in seconds of each phase in PHASES, as far as it was measured.
     """
 
@@ -79,18 +80,18 @@ def from_json(line: str) -> Restart:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """Return the earliest restart that no other rank's failure caused. If there is none, return the earliest of all."""
+    """Return the earliest restart whose error was not caused by another rank's failure, or else the earliest of all."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 
 def round_folder(step: str, number: int) -> str:
-    """Return World.job of a restart round. For step '43.0.1' (job, step, restart) and round 2, it is '43.0e2.1'."""
+    """Return World.job for a restart round. For step '43.0.1' (job, step, restart) and round 2, it is '43.0e2.1'."""
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step
 
 
 def agents_folder(step: str) -> str:
-    """Return World.job of the rendezvous of torchrun's agents.
+    """Return World.job for the rendezvous of torchrun's agents.
 
     For step '43.0.1' (job, step, restart), it is '43.0a.1'.
     """
@@ -139,7 +140,10 @@ def furthest(folder: Path) -> int:
 
 
 def lost_nodes(folder: Path, job: str, attempt: int) -> list[str]:
-    """Return the nodes that spare nodes have replaced in this attempt of the job (SLURM_RESTART_COUNT)."""
+    """Return the nodes that spare nodes have replaced in one attempt of the job.
+
+    attempt: SLURM_RESTART_COUNT of the attempt.
+    """
     names = ((one.job.partition(".")[0], one.job.rpartition(".")[2], one) for one in read(folder))
     return [one.host for number, count, one in names if (number, count, one.how) == (job, str(attempt), LOST)]
 

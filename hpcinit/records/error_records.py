@@ -63,7 +63,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Found:
-    """An error record, and when its file was written by the clock of the file system (for NFS, the server's clock)."""
+    """An error record and the time when its file was written, by the file system's clock (for NFS, the server's)."""
 
     record: ErrorRecord
     written: float
@@ -90,8 +90,8 @@ def _named(folder: Path, name: str) -> list[Path]:
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:
     """Return the error records that belong to one attempt of a job, given by its job id and restart number.
 
-    An error record names its attempt as 'JOB.STEP.RESTART'. If the name has another form, as torchrun's have, the
-    record is always included.
+    An error record names its attempt as 'JOB.STEP.RESTART'. A record whose attempt has a name of another form, as with
+    torchrun, is always included.
 
     job_id: Slurm's id of the job, or '' if unknown.
     """

@@ -54,10 +54,10 @@ PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PA
 class Place:
     """Where the main thread of a rank is.
 
-    waits_in: the collective in which it waits, 'backward', or '' if it waits in none.
+    waits_in: the collective in which the thread waits, 'backward', or '' if it waits in none.
     at: the line of the program, such as 'train.py:57 in step', or '' if unknown.
-    outside: whether the thread is not in the program, because hpcinit hasn't started the program yet, or is waiting for
-        other ranks after its end.
+    outside: True if the thread is outside of the program: hpcinit hasn't started the program yet, or the program has
+        ended and hpcinit waits for other ranks.
     loader: the DataLoader worker for which the thread waits, such as 'its DataLoader worker (pid 4242, ...)', or ''.
     worker: the process id of that worker, or 0 if unknown.
     host, pid: the node and the process id of the rank.
@@ -102,7 +102,10 @@ def place(text: str) -> Place:
 
 
 def _place_of(frames: Sequence[re.Match[str]]) -> Place:
-    """Return the position from the frames, innermost first."""
+    """Return where a thread is, judging by its frames.
+
+    frames: the frames, innermost first.
+    """
     program = [one for one in frames if not (BELOW_PROGRAMS.search(one["file"]) or is_of_hpcinit(one["file"]))]
     # A program that is an installed package itself (`-m package`) has no frame of the user.
     frame = next((one for one in program if is_user_code(one["file"])), program[-1] if program else None)
@@ -112,9 +115,9 @@ def _place_of(frames: Sequence[re.Match[str]]) -> Place:
 
 
 def _collective(frames: Sequence[re.Match[str]]) -> str:
-    """Return the outermost torch function that waits.
+    """Return the outermost torch function in which a thread waits.
 
-    For example, all_gather_object calls all_gather; return all_gather_object.
+    For example, if all_gather_object has called all_gather, return all_gather_object.
     """
     names = [frame["name"] for frame in frames if frame["file"].endswith(COLLECTIVES)]
     public = [name for name in names if not name.startswith("_") and name != "wrapper"]
@@ -173,7 +176,7 @@ class Waiting:
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
-    """Return the ranks that wait in a different call than the majority does.
+    """Return the ranks that wait in a different call than most ranks do.
 
     If all ranks wait in the same call, or if there are more than two calls, return None.
     """
@@ -201,7 +204,7 @@ class StuckRank:
 
     state: ELSEWHERE if the rank wrote a stack, ENDED if its program has ended or has not started, or else the state of
         its process as in RankHeartbeat.state.
-    at: the line of the program. For a process without a stack: the line that called C code which holds the GIL, or ''.
+    at: the line of the program. If the rank wrote no stack, the line that called C code that holds the GIL, or ''.
     loader, worker: as in Place.
     """
 
@@ -228,7 +231,7 @@ class StuckRank:
 class HangReport:
     """Which ranks hang, and which rank or node they are waiting for.
 
-    Written as fields (report.json) and text (report.txt).
+    A report is stored as fields in report.json and as text in report.txt.
 
     rank, host, state: the rank at fault. If a whole node is at fault, rank is None. If the culprit is unknown, all
         three are empty.
@@ -241,8 +244,8 @@ class HangReport:
 
     output_silent_s: seconds since any rank printed something.
     cpu: pairs of a CPU use, in percent of one core, and the ranks that use that much.
-    certain: whether the report is reliable: some ranks wait in a collective while others don't, and every rank stayed
-        in one function for half of the silence, without calling a collective.
+    certain: whether the report is reliable. If so, some ranks wait in a collective while others don't. Each rank has
+        stayed in the same function, without a new collective, for at least half of the silence.
     """
 
     rank: int | None = None
@@ -263,9 +266,8 @@ class HangReport:
     def nobody_waits(self) -> bool:
         """Return whether all ranks are running the program and none is waiting in a collective.
 
-        They may be busy with data.
-
-        Ranks that are waiting for a GPU look the same. Only the dumps of the flight recorder can show such a wait.
+        Such ranks might be busy with data, or waiting for a GPU. Only the dumps of the flight recorder can show that
+        they wait for a GPU.
         """
         shown = self.waiting or self.silent_nodes or self.unheard or self.text
         return not shown and all(one.state == ELSEWHERE and not one.loader for one in self.stuck)
@@ -335,11 +337,12 @@ def of_record(record: ErrorRecord | None) -> HangReport:
 def report(
     nodes: Sequence[NodeHeartbeats], stacks: Mapping[int, Place], now_s: float, size: int, fresh_s: float = DEAD_S
 ) -> HangReport:
-    """Return the hang report: how long no rank took a step, which ranks wait in which collective, and which don't wait.
+    """Return the hang report: when the last step was, which ranks wait in which collective, and which don't wait.
 
     now_s: the current time in seconds since 1970. It is compared with the last heartbeat of each node.
     size: the world size.
-    fresh_s: how old the last heartbeat of a node may be while one of its ranks runs.
+    fresh_s: the age, in seconds, up to which a node's last heartbeat is fresh. The limit is DEAD_S instead if the node
+        has only one rank, or if one of its ranks wrote a stack or has a bad state.
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
     silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])
@@ -385,10 +388,10 @@ def report(
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
-    """Return where each rank was in the program before its error, if an error ended its program.
+    """Return where each rank is. If an error has ended its program, return where the error was raised.
 
-    Such a rank wrote its stack later, outside of the program. So for a stack outside of the program, the place where
-    the error was raised replaces the place in the stack.
+    Such a rank wrote its stack later, outside of the program. So the place of the error replaces the place in its
+    stack.
     """
     return {rank: raised.get(rank, where) if where.outside else where for rank, where in stacks.items()}
 
@@ -396,10 +399,10 @@ def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> d
 def without_output(
     run: Path, job_id: str, restart: object, now_s: float | None = None, raised: Mapping[int, Place] | None = None
 ) -> HangReport | None:
-    """Return a hang report about ranks that report no steps, or None unless all ranks have stopped printing.
+    """Return a hang report for ranks that report no steps. Return None unless all ranks have stopped printing.
 
     now_s: the current time in seconds since 1970, or None if the job no longer runs.
-    raised: for each rank whose collective has timed out since then, where it raised the error.
+    raised: for each rank whose collective timed out after the ranks fell silent, where the rank raised the error.
     """
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -461,8 +464,8 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
     """Return the stuck ranks for which other ranks may be waiting.
 
-    A rank whose program has ended is included only if other ranks wait in a collective and no other rank is stuck.
-    Otherwise it is waiting for other ranks itself.
+    A rank whose program has ended is included only if other ranks wait in a collective and no other rank is stuck. In
+    other cases, that rank is itself waiting for other ranks.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
@@ -492,7 +495,7 @@ def left(run: Path, job_id: str, restart: object) -> HangReport | None:
 
 
 def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> Iterator[Path]:
-    """Yield the folders hang/JOB.STEP.RESTART of an attempt that contain one of these files."""
+    """Yield the folders hang/JOB.STEP.RESTART of an attempt that contain a file with one of these names."""
     for folder in sorted({path.parent for name in names for path in (run / run_folder.HANG_REPORTS).glob(f"*/{name}")}):
         job, _, rest = folder.name.partition(".")
         if ("_" in job_id or job == scratch.folder_name(job_id)) and (
@@ -502,7 +505,10 @@ def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> I
 
 
 def _read(folder: Path) -> HangReport | None:
-    """Return the report. Use its text if the record is incomplete or missing (earlier versions wrote none)."""
+    """Return the report in the folder, or None if it has none.
+
+    If report.json is incomplete or missing, as in earlier versions, use the text in report.txt.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         return from_document(safe_files.read_json(folder / RECORD))
     with contextlib.suppress(OSError):
@@ -514,7 +520,7 @@ def _read(folder: Path) -> HangReport | None:
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
     """Return the seconds since any rank took a step, and pairs of a last reported step and its ranks.
 
-    If the thread of a process doesn't run, its last step may be outdated, so that step is not included.
+    The pairs omit a rank whose heartbeat thread doesn't run, because its last reported step may be outdated.
     """
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}

@@ -19,8 +19,8 @@ class RankHeartbeat:
 
     step: the last training step that the rank reported, or -1.
     silent_s: seconds since that step, or None if the rank has not reported any.
-    state: '' while the thread runs that reports, or else the state of the process: 'stopped', 'in the kernel', 'gone',
-        or 'mute' if it is in C code.
+    state: '' while the rank's heartbeat thread runs. Otherwise the state of the process: 'stopped', 'in the kernel',
+        'gone', or 'mute' if it is in C code.
     """
 
     rank: int

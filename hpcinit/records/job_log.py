@@ -99,7 +99,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failure:
-    """srun's message that tasks failed, or Slurm's message that it is ending the step. For the latter, host is ''.
+    """A message of srun that tasks failed, or of Slurm that it is ending the step. In the second case, host is ''.
 
     status: the exit status, as a shell reports it.
     how: how the tasks ended, in the wording of srun.
@@ -137,7 +137,7 @@ class Cancelled:
 class JobLog:
     """What Slurm printed in a job's log.
 
-    output: the last lines of other programs.
+    output: the last lines that other programs printed.
     unreachable: the nodes on which srun could not start a task.
     refused: why Slurm did not start the program, or ''.
     """
@@ -223,7 +223,8 @@ def node_failed(lines: Iterable[str]) -> bool:
 def with_preemption(log: JobLog, at: str) -> JobLog:
     """Add the preemption that scontrol reports to the log, unless the log already shows how the job ended.
 
-    With a grace time, SIGTERM ends the ranks before Slurm prints that it ended the job.
+    The log doesn't show it yet if there is a grace time: SIGTERM ends the ranks before Slurm prints that it ended the
+    job.
 
     at: the time of the preemption, such as '2026-11-21T14:02:00', or ''.
     """
@@ -236,14 +237,14 @@ def is_from_slurm(line: str) -> bool:
 
 
 def oom(lines: Iterable[str]) -> str:
-    """Return the first line in which Slurm reports that the kernel killed a process for its memory, or ''."""
+    """Return the first line in which Slurm reports that the kernel killed a process because memory ran out, or ''."""
     return next((line.strip() for line in lines if _OOM.search(line)), "")
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
     """Return the ranks in a text such as '0-3,8', or () if there are more than MOST_RANKS.
 
-    Return None if the text is no list of ranks, because any program can print such a line.
+    Return None if the text is not a list of ranks: any program can print a line that looks like Slurm's.
     """
     found: list[int] = []
     for part in text.strip("[]").split(","):

@@ -49,7 +49,7 @@ class Zero:
 
     @property
     def buffers(self) -> int:
-        """Return the number of communication buffers: 2 in stages 1 and 2 with overlapping communication, else 1."""
+        """Return the number of communication buffers: 2 in stages 1 and 2 with overlap_comm, otherwise 1."""
         overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
         return 2 if overlap and self.stage in {1, 2} else 1
 
@@ -98,7 +98,7 @@ class Demand:
     def copies(self) -> int:
         """Return over how many ranks ZeRO shards one part of the model.
 
-        These are all data parallel ranks. Ranks with different parts of a sequence count as data parallel here.
+        These are all data parallel ranks, including ranks that process different parts of a sequence.
         """
         return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
 
@@ -140,7 +140,10 @@ def _short(number: int) -> str:
 
 
 def _temporaries(demand: Demand, shards: int = 1) -> Iterator[Part]:
-    """Yield the temporaries of torch.optim: on CUDA it uses foreach by default, about sizeof(params) more."""
+    """Yield the temporaries of torch.optim. By default (foreach, on CUDA), they are about as large as the parameters.
+
+    A fused optimizer step and SGD need none.
+    """
     if not demand.fused and demand.optimizer != "sgd":
         yield _per("step's temporaries", 4, demand.own, shards, during=STEP)
 

@@ -127,7 +127,7 @@ def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> li
 
 
 def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[NodeHistory]:
-    """Return each node that has failures which count at the time `now`, worst node first."""
+    """Return the nodes with failures that still count at the time `now`, worst node first."""
     known = list(known)
     since = {one.host: now - expiry_h * 3600 for one in known}
     for one in known:

@@ -50,9 +50,9 @@ class ProgramUse:
 
 
 def of_spec(spec: Spec, uses: str) -> ProgramUse:
-    """Return the record for a program that has called these functions so far (`uses`).
+    """Return the record for a program, without the options that have their default values.
 
-    An option that has its default value is not listed.
+    uses: which of hpcinit's functions the program has called so far: NOTHING, INIT or WRAP.
     """
     found = {NOTHING: _of_init, INIT: _of_wrap}.get(uses)
     return ProgramUse(uses, tuple(found(spec)) if found else ())
@@ -64,7 +64,7 @@ def start(folder: Path, spec: Spec) -> None:
 
 
 def advance(folder: Path, use: ProgramUse) -> None:
-    """Replace the record after the program called init() or wrap(). A record of a later call is kept."""
+    """Replace the record after the program called init() or wrap(), unless the record already shows a later call."""
     found = read(folder)
     if found and STEPS.index(found.uses) < STEPS.index(use.uses):
         _write(folder, use)
@@ -108,7 +108,7 @@ def _of_init(spec: Spec) -> Iterator[str]:
 
 
 def _of_wrap(spec: Spec) -> Iterator[str]:
-    """Yield the options that work only with run.wrap(). With DeepSpeed, init() has already used parallel.wrap."""
+    """Yield the options that work only with run.wrap(). With DeepSpeed, parallel.wrap is excluded: init() uses it."""
     if spec.training.wrap != Training.wrap and not spec.training.wrapper.needs_deepspeed:
         yield "parallel.wrap"
     yield from _of_training(spec)

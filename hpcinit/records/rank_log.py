@@ -40,7 +40,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Log(io.FileIO):
-    """A file that drops what the disk does not accept, and reports the loss in the next line that the disk accepts."""
+    """A file that drops what the disk does not accept. Once the disk accepts text again, a line reports the loss."""
 
     _lost, _why = 0, ""
 

@@ -67,7 +67,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Copies:
-    """How fast a GPU copies data: from pinned host memory, to it, and within the GPU's own memory (one way).
+    """How fast a GPU copies data: from pinned host memory, to pinned host memory, and within its own memory (one way).
 
     The numbers are in 10^9 bytes per second.
     """
@@ -184,7 +184,7 @@ def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
 
 
 class Rule(NamedTuple):
-    """Defines when a measured thing, such as a link, is slow: only if its time is too long in every round.
+    """Defines when a link, or another thing that is measured, is slow: only if its time is too long in every round.
 
     A time is too long if all of these are true:
 

@@ -77,7 +77,7 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a dataclass of type `kind` from the values of its fields: the result of asdict(), or JSON.
+    """Create a dataclass of type `kind` from `document`, which is either the result of asdict() or read from JSON.
 
     In JSON, tuples are lists and dataclasses are objects. Keys that only a later version knows are ignored. Raise
     TypeError if a field without a default is missing, ValueError if a value does not have the type of its field, and
@@ -104,7 +104,7 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
 
 
 def read_lines(kind: type[T], path: str | Path) -> Iterator[T]:
-    """Yield the records in a file that contains one per line. If the file cannot be read, yield none.
+    """Yield the records in a file that contains one record per line. If the file cannot be read, yield none.
 
     Lines that a full disk cut short or that another version wrote are skipped.
     """

@@ -25,7 +25,9 @@ KEPT = 20  # files of a name that remain below the highest one
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
-    """Return the next free number: one more than the highest number of this user's folders and marks with this name.
+    """Return the next free number of runs with this name: one more than the highest that this user has used.
+
+    A folder or a mark (a file that records a number) shows that a number has been used.
 
     promised: the names of folders that do not exist yet but count too.
     """
@@ -64,7 +66,7 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """After `run` was submitted, remove the old marks of its name: those with numbers more than KEPT below its own."""
+    """After `run` was submitted, remove the marks of its name whose numbers are more than KEPT below its own number."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):

@@ -33,8 +33,8 @@ class _Variable:
 def _recorder(dumps: str) -> list[_Variable]:
     """Return the variables of torch's flight recorder.
 
-    By default all jobs write to the same files in the shared home, ~/.cache/torch/comm_lib_trace_rank_N. The recorder
-    does not create a missing folder.
+    dumps: the path of the recorder's files without the rank at the end, in an existing folder. If it is '', keep the
+        default, ~/.cache/torch/comm_lib_trace_rank_N. All jobs then write to the same files in the shared home.
     """
     found = [
         # 3 is torch's current default ("a temporary option" in ProcessGroupNCCL.hpp): a rank whose collective failed
@@ -50,9 +50,9 @@ def _recorder(dumps: str) -> list[_Variable]:
 
 
 def _pipe(folder: Path) -> _Variable:
-    """Return the variable for the pipe FOLDER/flight_N.pipe. A byte in it makes NCCL write its dump.
+    """Return the variable for the pipe FOLDER/flight_N.pipe. If a byte is written to the pipe, NCCL writes its dump.
 
-    The pipe is on the node's own disk, because torch fails if it cannot create it.
+    The folder is on the node's own disk, because torch fails if it can't create the pipe.
     """
     return _Variable("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/flight_")
 
@@ -60,10 +60,12 @@ def _pipe(folder: Path) -> _Variable:
 def _caches(kept: Path) -> list[_Variable]:
     """Return the variables for the kernel caches, in the folder `kept`, which outlives the job.
 
-    Triton's default is in the home, where the ranks of several nodes race over NFS. Inductor's default is
-    /tmp/torchinductor_USER, which another user can create first. MIOpen's default is a database in the home, whose
-    locks fail on Lustre; sites advise a folder in /tmp. torch's folder of extensions stays as it is: it contains what
-    you compiled on a login node, and a compute node may have no compiler.
+    They replace unsuitable defaults. Triton's is in the home, where the ranks of several nodes race over NFS.
+    Inductor's is /tmp/torchinductor_USER, which another user can create first. MIOpen's is a database in the home,
+    whose locks fail on Lustre; sites advise a folder in /tmp.
+
+    torch's folder of extensions is unchanged: it contains what you compiled on a login node, and a compute node may
+    have no compiler.
     """
     found = [
         _Variable("TRITON_CACHE_DIR", f"{kept}/triton", also=("TRITON_HOME",)),

@@ -130,7 +130,7 @@ class Training:
         activation_checkpointing: 'none', or 'full' to recompute each layer in the backward pass.
         compile: whether to compile the model with torch.compile.
         gradient_clip: the maximum norm of the gradients; 0: no limit.
-        deepspeed: the config keys of `deepspeed.`, for deepspeed_config.options().
+        deepspeed: the values of the config keys that start with `deepspeed.`; see deepspeed_config.options().
     """
 
     wrap: str = "ddp"
@@ -146,7 +146,6 @@ class Training:
 
     @property
     def wrapper(self) -> Wrapper:
-        """Return the Wrapper object for the name in `wrap`."""
         return wrappers.get(self.wrap)
 
 
@@ -192,7 +191,7 @@ class Launch:
     cpus: the number of CPUs per rank, if set.
     cpu_bind, gpu_bind: options for srun if each rank is a task of srun. None: the site's default.
     warm, without_progress: the settings restart.warm and restart.without_progress.
-    spares: the number of nodes beside those of the ranks that also have a fork server.
+    spares: the number of spare nodes that also have a fork server.
     """
 
     kind: str = "srun"
@@ -316,8 +315,8 @@ def ranks_per_task(folder: Path) -> int:
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
     """Return the spec and the folder of the run to which this process belongs, or (None, None) if there is none.
 
-    If the world size differs from the spec's, this process is no rank of the submission: the user ran srun inside the
-    job, or started the rank manually. Then the sizes, the layout and the nonce of the submission do not apply, so
+    If the world size differs from the spec's, this process is not a rank of the submission: the user ran srun inside
+    the job, or started the rank manually. Then the sizes, the layout and the nonce of the submission do not apply, so
     return (None, None).
     """
     folder = env.get(run_folder.ENV_FOLDER)
@@ -328,7 +327,7 @@ def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | 
 
 
 def _value(kind: Any, given: Any) -> Any:
-    """Return `given`, plain JSON, as a value of type `kind`: a part of the Spec, or a list as a tuple."""
+    """Convert `given`, a value from JSON, to the type `kind`: an object to a part of the Spec, a list to a tuple."""
     if isinstance(given, list):
         return tuple(_value(next(iter(get_args(kind)), None), each) for each in given)
     if not is_dataclass(kind):

@@ -29,7 +29,7 @@ CLOCK_SLACK_S = 120.0  # Slurm rounds a limit up to minutes, and clocks of healt
 
 @dataclass(frozen=True)
 class StartupTimeout:
-    """The coefficients of the timeout formula, in seconds. Raise RequestError if the result could be 0 or less."""
+    """The numbers in the timeout formula, in seconds. Raise RequestError if the formula could yield 0 or less."""
 
     base_s: float = 300.0
     per_node_s: float = 3.5
@@ -43,7 +43,7 @@ class StartupTimeout:
             )
 
     def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
-        """Return how long the ranks of `nodes` nodes may take until all of them have joined, in whole seconds.
+        """Return the start-up timeout: how long the ranks of `nodes` nodes may take to join, in whole seconds.
 
         Raise RequestError if the job has too little time left.
 

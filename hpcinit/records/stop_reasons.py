@@ -49,7 +49,7 @@ def sentence(token: str) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """All ranks agreed to stop at this step.
+    """The decision of all ranks to stop at the current step.
 
     rank: the lowest rank that had the reason to stop.
     """

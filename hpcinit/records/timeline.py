@@ -113,7 +113,7 @@ class Attempt:
 
     @property
     def restart(self) -> int:
-        """Return how often Slurm had restarted the job, which is part of `job`. Return 0 for other launchers."""
+        """Return how often Slurm had restarted the job: the last number in `job`. Return 0 for other launchers."""
         last = self.job.rpartition(".")[2]
         return int(last) if last.isdecimal() else 0
 
