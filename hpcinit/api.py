@@ -211,7 +211,7 @@ def _run(words: Sequence[str]) -> tuple[list[dict[str, Any]], Sequence[str]]:
     """Run `hpcinit WORDS`. Return its JSON documents and the lines on stderr. Raise the error that it reports.
 
     The command runs in its own session, so that Ctrl-C reaches this process first. This process forwards Ctrl-C and
-    waits, because a submission that is killed halfway may leave a job behind.
+    waits, because a submission that is killed halfway could leave a job behind.
     """
     command = [sys.executable, "-m", "hpcinit", *words]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

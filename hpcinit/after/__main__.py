@@ -80,7 +80,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def ended(job: Job, policy: Policy, status: int) -> str:
-    """Decide what to do after the ranks have ended, do it, and return the decision as a line for the batch script.
+    """Decide what to do after the ranks have ended, and do it. Return the decision, as one line for the batch script.
 
     status: srun's exit status.
     """

@@ -24,7 +24,7 @@ def key(
     The name of a key with a unit ends in the unit: _s, _min, _h, _gb or _mb.
 
     help: the description in `--help` and in the reference.
-    least, above, most: the bounds of a number. A key declared as Optional may always be null.
+    least, above, most: the bounds of a number. A key declared as Optional can always be null.
     choices: the values that are allowed.
     filled: what the value must be, for the error message if it is ''. Without `filled`, '' is allowed.
     sbatch: the sbatch option that gets the value unchanged.

@@ -137,7 +137,7 @@ def add_verbosity_options(
     """Add the options that every command has: --json, -q and -v.
 
     json: the help text of --json.
-    instead: the group of mutually exclusive options to which --json is added.
+    instead: add --json to this group of mutually exclusive options; None: add it to the parser.
     """
     (instead or parser).add_argument("--json", action="store_true", help=json)
     parser.add_argument(
@@ -155,7 +155,7 @@ def add_verbosity_options(
 def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixed: bool = False) -> argparse.Namespace:
     """Parse the arguments `words` and set the verbosity. Raise RequestError if the arguments are wrong.
 
-    intermixed: whether options may be between positional arguments.
+    intermixed: whether options are allowed between positional arguments.
     """
 
     def refuse(message: str) -> NoReturn:

@@ -26,7 +26,7 @@ _PART = 65536
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file so that readers see either the old content or the complete new content.
 
-    The content is first written to a temporary file such as 'x.json.4242.tmp' in the same folder, which is then
+    The content is first written to a temporary file in the same folder, such as 'x.json.4242.tmp'. That file is then
     renamed. If this raises OSError, `path` is unchanged.
 
     mode: the permissions of a new file, before the umask.
@@ -207,7 +207,7 @@ def path_ownership_problems(path: Path, advice: str, *, owners: Container[int] =
 
 
 def pickle_problem(path: Path) -> str:
-    """Return why the pickle file `path` must not be loaded, or '' if it may be.
+    """Return why the pickle file `path` must not be loaded, or '' if loading it is safe.
 
     Loading a pickle runs any code that its author put in it. A missing pickle is not a problem. Raise OSError if its
     folder does not exist.

@@ -28,7 +28,10 @@ SIGNALFD_SIGINFO = 128
 
 
 def block(numbers: Iterable[int]) -> set[int]:
-    """Block these signals in this thread and its children. Return the signals that were already blocked."""
+    """Block these signals in this thread, and in threads and processes that it starts from now on.
+
+    Return the signals that were already blocked.
+    """
     return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, numbers)}
 
 
@@ -57,7 +60,7 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextmanager
 def unblocked(numbers: Collection[int]) -> Iterator[None]:
-    """Unblock these signals during the `with` block, so that a process started in it inherits them unblocked."""
+    """Unblock these signals during the `with` block. A process started in the block inherits them unblocked."""
     unblock(numbers)
     try:
         yield

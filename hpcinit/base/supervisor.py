@@ -180,8 +180,8 @@ class Supervisor:
         """Terminate the children, wait for them without calling hooks, and kill what is left of their process groups.
 
         grace_s: seconds before SIGKILL.
-        terminated: whether the children have already received SIGTERM. A second one would interrupt their handling of
-        it.
+        terminated: whether the children have already received SIGTERM. A second SIGTERM would interrupt
+        their handling of the first.
         """
         if terminated:
             self.kill_in(grace_s)

@@ -41,7 +41,7 @@ def rank_names(ranks: Collection[int]) -> str:
 
 
 def brief(error: str) -> str:
-    """Return an error on one line, shortened, without hpcinit's module name in front of it."""
+    """Return an error shortened to one line, without the name of hpcinit's module at its start."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     # A SyntaxError starts with the location: File "train.py", line 1
     line = lines[-1] if lines[0].startswith('File "') else lines[0]

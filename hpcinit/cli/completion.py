@@ -104,7 +104,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return the arguments that may replace `word`, the incomplete last argument.
+    """Return the arguments that can replace `word`, the incomplete last argument.
 
     The list `words` contains the arguments before it.
     """

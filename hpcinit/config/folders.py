@@ -77,7 +77,7 @@ def _problems(place: Path, named: bool) -> tuple[str, ...]:
 
 
 def _below(place: Path) -> Iterator[Path]:
-    """Yield the folder `place`, and all folders and YAML files below it. Links are followed, as Hydra does."""
+    """Yield the folder `place`, and all folders and YAML files below it. Follow links, as Hydra does."""
     seen = set()
     for top, names, files in os.walk(place, followlinks=True):
         real = os.path.realpath(top)
@@ -99,9 +99,9 @@ def choices(group: str) -> list[str]:
 
 
 def find(config: str) -> str:
-    """Return the path of the file of a config such as 'cluster/mini', relative to the current folder if possible.
+    """Return the path of a config's file, relative to the current folder if possible.
 
-    If there is no such file, return 'cluster/mini.yaml'.
+    If the config 'cluster/mini' has no file, return 'cluster/mini.yaml'.
     """
     for place in [*user_folders(), folder()]:
         if (path := place / f"{config}.yaml").is_file():

@@ -111,7 +111,7 @@ def program_kind(config: Config) -> str:
 
 
 def layout(config: Config) -> Layout:
-    """Return the layout as it is configured, where a degree may be -1. Raise RequestError if a degree is impossible."""
+    """Return the configured layout, in which one degree can be -1. Raise RequestError if a degree is impossible."""
     return _copied(Layout, config.parallel)
 
 

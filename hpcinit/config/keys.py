@@ -38,7 +38,7 @@ def table(item: Field[Any]) -> Any:
 
 
 def choices(key: str) -> tuple[str | None, ...]:
-    """Return the values that `key` may have, or () if it may have any value. None means null."""
+    """Return the values that are allowed for `key`, or () if any value is allowed. None means null."""
     item = declared().get(key)
     known = tuple(item.metadata["choices"]) if item else ()
     return (*known, None) if known and None not in known and _optional(key) else known

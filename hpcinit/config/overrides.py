@@ -18,7 +18,10 @@ SLURM_TEXT = "dependency"  # the key whose value is Slurm's own text, with comma
 
 
 def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
-    """Return Hydra's flags and the overrides. Raise ConfigError instead of printing argparse's usage and exiting."""
+    """Return Hydra's flags and the overrides.
+
+    For a wrong argument, raise ConfigError instead of letting argparse print its usage and exit.
+    """
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -76,7 +79,7 @@ def sbatchs_quality(arguments: Sequence[str]) -> list[str]:
 def removals(overrides: Sequence[str]) -> Iterator[str]:
     """Yield a message for each ~KEY that would remove one of the keys in hpcinit's schema.
 
-    Otherwise ~nodes would silently restore the default, and ~cluster would remove the whole cluster.
+    Without this check, ~nodes would silently restore the default, and ~cluster would remove the whole cluster.
     """
     for override in overrides:
         key, _, _ = override.removeprefix("~").partition("=")

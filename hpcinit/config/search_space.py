@@ -38,7 +38,7 @@ class Batches:
 
 
 def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: Search) -> int:
-    """Run the sweeper that the config names until it ends. Return the exit status.
+    """Run the config's sweeper until it ends. Return the exit status.
 
     prepare: called with each request before it is submitted.
     search: submits the trials.

@@ -171,7 +171,7 @@ def _option(argument: str, rest: Sequence[str], flags: Collection[str]) -> tuple
 def _key(name: str, value: str) -> str:
     """Return KEY=VALUE for another tool's option, or '' if the option is unknown.
 
-    Raise ValueError with the advice if there is no such key.
+    Raise ValueError, with advice for the user, if hpcinit has no key for it.
     """
     key = name.replace("-", "_")
     if (key == "env" and value.startswith("{")) or (key.startswith("env.") and "." not in key[4:]):
