@@ -45,7 +45,7 @@ def suppressed(what: str) -> Iterator[None]:
 
 
 class _Writer:
-    """A daemon thread that writes reports. It starts with the first report. `_changed` is the lock for all attributes."""
+    """A daemon thread that writes reports. It starts with the first report. `_changed` is the attributes' lock."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -13,7 +13,7 @@ from hpcinit.config.schema import Config, Partition
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return ranks_per_node if it is set, otherwise the number of requested GPUs per node, or of a node's GPUs, or 1."""
+    """Return ranks_per_node if it is set. Otherwise, return the requested GPUs per node, or a node's GPUs, or 1."""
     if config.ranks_per_node is not None:
         return config.ranks_per_node
     requested = requested_gpus(config)
