@@ -47,7 +47,7 @@ class SpanRecord:
 
     @property
     def what(self) -> str:
-        """What the rank is doing now."""
+        """Return what the rank is doing now."""
         return self._open.what
 
     def switch(self, what: str, now: float, step: int = -1) -> None:

@@ -42,7 +42,7 @@ class Wrapper(abc.ABC):
     def problems(self, layout: Layout) -> Iterator[str]:
         """Yield a message for each part of `layout` that this wrapper does not support.
 
-        layout: the degrees of parallelism. None may be -1.
+        layout: the degrees of parallelism. All of them must have been computed, so no degree is -1.
         """
         yield from ()
 

@@ -99,7 +99,7 @@ def connect(
 
 
 def _shake_hands(connection: socket.socket, request: JoinRequest, until: float, deadline: float) -> JoinReply:
-    """Do the handshake. The key itself is never sent."""
+    """Do the handshake with rank 0, and return the accepted connection. The key itself is never sent."""
     mine, lines, offset = protocol.challenge(), protocol.Lines(), protocol.ClockOffset()
     own_id = protocol.key_id(request.key, request.job)
     sent = time.time()
@@ -122,7 +122,7 @@ def _shake_hands(connection: socket.socket, request: JoinRequest, until: float, 
 
 
 def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str) -> None:
-    """Raise NotOurs unless the peer has our key."""
+    """Raise NotOurs unless `answer` proves that the other process has our key."""
     if protocol.same(answer.get("proof"), protocol.proof(request.key, "server", challenge, request.job)):
         return
     key_id, hello = answer.get("key_id"), answer.get("hello")
@@ -212,14 +212,14 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect without being reported as dead."""
+        """Disconnect on purpose, so that this rank is not reported as dead."""
 
     @abstractmethod
     def forget(self) -> None:
         """In a forked child, close the child's copies of the sockets. The parent keeps its own."""
 
     def wait_for_all(self, deadline: float, every_s: float) -> None:
-        """Wait until all ranks have connected. If they don't, raise BringUpError that names the missing ranks.
+        """Wait until all ranks have connected. If they don't, raise a BringUpError that names the missing ranks.
 
         deadline: when to give up, as a time of time.monotonic().
         every_s: how often rank 0 prints which ranks are missing, in seconds.
@@ -229,7 +229,7 @@ class RendezvousEndpoint(ABC):
     def wait_for_store(self, deadline: float, every_s: float) -> int:
         """Wait until all ranks have reached init(), and return the port of torch's store.
 
-        Raise BringUpError that names the missing ranks if they don't.
+        If they don't, raise a BringUpError that names the missing ranks.
 
         deadline: when to give up, as a time of time.monotonic().
         every_s: how often rank 0 prints which ranks are missing, in seconds.

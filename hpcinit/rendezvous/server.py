@@ -513,7 +513,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._changed.notify_all()  # for linger_after_failure
 
     def _stop(self) -> None:
-        """Announce that connections end on purpose, and close them."""
+        """Announce to all ranks that their connections end on purpose, and close the connections."""
         self._advance(Stage.OVER)
         self._send_all({"closed": True})
         self._connections.stop()

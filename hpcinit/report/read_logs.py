@@ -52,7 +52,7 @@ class Piece:
 def divide(piece: Piece, ready: float | None = None) -> Start:
     """Divide a piece into segments, and return them as a Start.
 
-    ready: when init() returned, or None if unknown. Only the time after it is divided.
+    ready: when init() returned, or None if unknown. Only the time after init() is divided.
     """
     steps = _with_checkpoints(piece, _steps(piece.events))
     begin = piece.begin if ready is None else ready

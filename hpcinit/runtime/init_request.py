@@ -204,7 +204,7 @@ def _shown(value: object) -> str:
 def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
     """Return the process groups that the program has created.
 
-    If the default group does not match the plan, raise BringUpError that lists the differences.
+    If the default group does not match the plan, raise a BringUpError that lists the differences.
     """
     bound = process_group.bound_to()
     wanted_bound = plan.binding.device

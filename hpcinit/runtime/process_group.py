@@ -41,7 +41,7 @@ def make(
 ) -> str:
     """Create torch's default process group, and return rank 0's address.
 
-    If ranks are missing, raise BringUpError that names them.
+    If ranks are missing, raise a BringUpError that names them.
 
     device: this rank's device.
     device_id: the device to which the group is bound, or None.
@@ -214,7 +214,7 @@ def bound_to() -> torch.device | None:
 def verify(
     device: torch.device, backends: Mapping[str, str], timeout: timedelta | None, device_id: torch.device | None
 ) -> None:
-    """Check that the process group has the requested settings. Raise BringUpError that lists all differences.
+    """Check that the process group has the requested settings. If not, raise a BringUpError that lists all differences.
 
     This is necessary because DeepSpeed accepts a backend, a timeout and a device but silently ignores them if a group
     exists.
@@ -242,7 +242,7 @@ def verify(
 
 
 def _backends_of_all() -> Iterator[object]:
-    """Yield the backends of all groups of this process, except side groups, which other jobs share."""
+    """Yield the backends of all groups of this process. Omit side groups, which include processes of other jobs."""
     try:
         names = list(c10d._world.pg_names.items())
     except AttributeError:  # a later torch lacks it: private_names.py

@@ -165,7 +165,7 @@ class Heartbeat:
         return [slot for slot in SLOT.iter_unpack(self._table.read()) if slot[1]]
 
     def _leads(self) -> bool:
-        """Return whether this rank is the first on the node whose thread runs."""
+        """Return whether this rank leads on its node: it is the first of the ranks whose heartbeat thread runs."""
         fresh = time.monotonic() - FRESH_PERIODS * self._period
         return next((slot[0] for slot in self._slots() if slot[4] > fresh), -1) == self._world.rank
 
@@ -305,7 +305,7 @@ def _is_first(folder: Path, report: HangReport) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process whose thread does not run, as the kernel reports it."""
+    """Return the state of a process as the kernel reports it. Use this if its heartbeat thread does not run."""
     try:
         # The name in the second field may contain spaces and parentheses; the state follows the last ')'.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]

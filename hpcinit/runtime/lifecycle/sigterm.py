@@ -57,7 +57,11 @@ class FirstStepWatch:
 
 
 def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
-    """Return a FirstStepWatch if a stopped run will be continued and the program has set no handler, else None."""
+    """Return a FirstStepWatch, or None if a first SIGTERM should end the rank at once.
+
+    Return None if no job continues the run and --signal is not used, if the program has set a handler, or if this is
+    not the main thread.
+    """
     wanted = asked.continues or asked.signal
     if not wanted or threading.current_thread() is not threading.main_thread():
         return None

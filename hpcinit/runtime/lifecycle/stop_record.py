@@ -40,7 +40,7 @@ class StopRecord:
     def stop(self, reason: Reason) -> None:
         """Record that all ranks agreed to stop for `reason`.
 
-        If the user requested the stop, the run is not continued.
+        If the user requested the stop, remove the record instead, so that the run is not continued.
         """
         if reason is Reason.USER:
             self._remove()

@@ -75,7 +75,7 @@ class Stopper:
             threading.Thread(target=self._look, name="hpcinit-stop", daemon=True).start()
 
     def ask(self) -> Stop | None:
-        """Return the Stop on which all ranks have agreed, or None. Once there is a Stop, it stays."""
+        """Return the Stop on which all ranks have agreed, or None. After an agreement, it is always the same Stop."""
         took = time.monotonic() - self._before
         while self._lost_workers:
             say(f"warning: continuing until the save without a DataLoader worker: {self._lost_workers.pop(0)}")
