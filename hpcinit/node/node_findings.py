@@ -168,7 +168,7 @@ def _owner(process: GpuProcess) -> str:
 
 
 def _health(gpu: Gpu) -> Iterator[Check]:
-    """Yield checks for ECC errors, GPUs that their driver can't use, reduced clocks, and links with too few lanes."""
+    """Yield checks for ECC errors, GPUs that need a recovery, reduced clocks, and PCIe links with too few lanes."""
     about = "devices' health"
     if gpu.ecc_errors:
         detail = f"{gpu.uuid} had {gpu.ecc_errors:.0f} uncorrected ECC errors since its driver was loaded"
@@ -189,7 +189,7 @@ def _health(gpu: Gpu) -> Iterator[Check]:
 def _xids(node: Node, gpus: Sequence[Gpu]) -> Iterator[Check]:
     """Yield a check for each recent error of the job's GPUs in the kernel's log.
 
-    They are only warnings, because a reset may have repaired the GPU.
+    The checks are only warnings, because a reset may have repaired the GPU.
     """
     places = {gpu.pci.rpartition(".")[0] for gpu in gpus if gpu.pci}
     found = [one for one in node.xids if one.number in DEVICE_XIDS and one.age_s < RECENT_S]
@@ -305,13 +305,13 @@ def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
 
 
 def network_of(one: Nccl) -> Network:
-    """Return the network that contains the address that NCCL uses."""
+    """Return the network of the address that NCCL uses."""
     bits = next((found.bits for found in one.addresses if found.address == one.address), None)
     return ip_interface(f"{one.address}/{bits}" if bits is not None else one.address).network
 
 
 def _address_in(one: Nccl, network: Network) -> str:
-    """Return an interface of the node in this network, such as 'eth0 (10.1.0.7)', or ''."""
+    """Return the node's interface in this network with its address, such as 'eth0 (10.1.0.7)', or ''."""
     for found in one.addresses:
         ip: IPv4Address | IPv6Address = ip_address(found.address)
         if ip in network:

@@ -102,7 +102,7 @@ def _recorded(run: overview.Run) -> set[str]:
 
 
 def _check(run: overview.Run, save: bool) -> None:
-    """Raise RequestError if the run can't be canceled. All runs are checked before the first one is canceled."""
+    """Raise RequestError if the run can't be canceled. Call this for all runs before canceling the first one."""
     if not safe_files.is_own(folder := os.path.realpath(run.path)):
         # Its files may name any job or process of this user.
         owner = safe_files.user(Path(folder).stat().st_uid)

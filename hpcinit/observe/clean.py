@@ -147,7 +147,7 @@ def _problems(run: overview.Run) -> Iterator[str]:
 
 
 def _inner_runs(run: overview.Run) -> Iterator[Path]:
-    """Yield the runs whose folder is inside this run's folder. A program in a snapshot may have submitted them."""
+    """Yield the runs inside this run's folder, such as those that its program submitted from its code snapshot."""
     own = {str(run.path), *(str(run.path / str(task.number)) for task in run.tasks)}
     for place, _, files in os.walk(run.path):
         if run_folder.SUBMISSION in files and place not in own:

@@ -206,7 +206,7 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
 
 
 def _queue(path: Path) -> tuple[str, str]:
-    """Return the engine and the cluster of a run, because a job id is unique only within them."""
+    """Return the engine and the cluster of a run, because job ids are unique only within one engine and cluster."""
     return job_record.last_submission(path)["engine"], job_record.clusters(path)
 
 

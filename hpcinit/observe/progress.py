@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read(path: Path) -> dict[str, Any]:
     """Return the recorded progress of the run in `path`, or {} if there is no readable record.
 
-    The keys are step, total, values: {name: number} and time.
+    The keys are step, total, values ({name: number}) and time.
     """
     document = safe_files.json_or_empty(f"{path}/{run_folder.PROGRESS}")
     return document if {"step", "total", "values"} <= document.keys() else {}

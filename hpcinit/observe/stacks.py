@@ -251,7 +251,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
 
 
 def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the complete documents in the output of stack_collector.encoded(), in the order of the hosts."""
+    """Return the complete documents in the output of stack_collector.encoded(), sorted by host."""
     parts: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for line in printed:

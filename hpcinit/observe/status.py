@@ -55,7 +55,7 @@ def shortest(run: Run) -> Iterator[str]:
 
 
 def meanings(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield an explanation of each Slurm reason that the runs have. Each reason is explained once."""
+    """Yield an explanation of each reason that Slurm reports for these runs. Each reason is explained once."""
     for reason in dict.fromkeys(now.reason for run in runs for _, now in run.parts):
         if meaning := reasons.explain(reason):
             yield f"{reason}: {meaning}"

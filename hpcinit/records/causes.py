@@ -242,7 +242,7 @@ ADVICE = {
 
 
 def is_secondary_text(error: str, traceback: str = "") -> bool:
-    """Return whether another program's error message is a secondary error, caused by another rank's failure.
+    """Return whether another program's error message is secondary: a consequence of another rank's failure.
 
     A broken connection counts only if the connection was to another rank.
 

@@ -197,7 +197,7 @@ def _zero_0(demand: Demand) -> Iterator[Part]:
 
 
 def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
-    """Yield the parts of ZeRO stages 1 to 3. Even in fp32 the shard has a second copy, the master copy."""
+    """Yield the parts of ZeRO stages 1 to 3. Even in fp32, each rank keeps a master copy of its shard."""
     zero, own, shards, each = demand.zero, demand.own, demand.copies, BYTES[demand.param]
     offloaded = zero.offload_optimizer != "none"
     states = CPU if offloaded and zero.stage < 3 else {"none": GPU}.get(zero.offload_optimizer, zero.offload_optimizer)

@@ -19,7 +19,10 @@ FLIGHT = "flight"  # in the run folder: files flight/JOB.rank_N, for `torchfrtra
 
 @dataclass(frozen=True)
 class _Variable:
-    """A variable to set. also: other names with the same effect, such as the name in an earlier torch."""
+    """An environment variable to set.
+
+    also: other names with the same effect, such as the name in an earlier torch.
+    """
 
     name: str
     value: str

@@ -277,7 +277,7 @@ class Spec:
 def load(path: Path, to_run: bool = True) -> Spec:
     """Read the Spec in `path`. Raise SpecError if this version of hpcinit cannot use it.
 
-    to_run: True if this process will run the program in the spec. Then the file must not be one that another user could
+    to_run: True if this process will run the program in the spec. The file must then be one that no other user could
         have written. False to read a colleague's run.
     """
     try:

@@ -144,7 +144,7 @@ class Writer:
 
     It never raises, because a failed record must not fail the start-up.
 
-    An event that could not be written is written before the next one.
+    If an event can't be written, the next write tries again, before the next event.
     """
 
     def __init__(self, file: Path) -> None:
