@@ -78,8 +78,7 @@ def connect(
 
     patience_s: how many seconds to wait for the server's proof.
     deadline: until when to wait for the server's reply to this process's proof, as a time of time.monotonic(). Allow
-        more time than `patience_s`, because rank 0 may be slow on a busy node, and a rank that disconnects after its
-        proof counts as dead.
+        more time than `patience_s`: rank 0 may be slow on a busy node, and a rank that disconnects now counts as dead.
     """
     until = time.monotonic() + patience_s
     try:

@@ -59,8 +59,8 @@ class FirstStepWatch:
 def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
     """Return a FirstStepWatch, or None if a first SIGTERM should end the rank at once.
 
-    Return None if no job continues the run and --signal is not used, if the program has set a handler, or if this is
-    not the main thread.
+    Return None if no job continues the run and --signal is not used. Also return None if the program has set a handler,
+    or outside the main thread.
     """
     wanted = asked.continues or asked.signal
     if not wanted or threading.current_thread() is not threading.main_thread():
@@ -71,9 +71,9 @@ def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
 def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
     """After SIGTERM, end this rank if it is stuck in a collective that waits for a dead rank.
 
-    Otherwise the rank would run until Slurm sends SIGKILL. A rank is not stuck while it saves, is in another declared
-    phase, computes in its main thread (for example an evaluation), or waits for a compiler. The function counts checks
-    instead of seconds, because a suspended process makes no checks.
+    Otherwise the rank would run until Slurm sends SIGKILL. A rank is not stuck while it saves or is in another
+    declared phase. It is not stuck either while its main thread computes (for example an evaluation) or waits for a
+    compiler. The function counts checks instead of seconds, because a suspended process makes no checks.
 
     is_over: a function that returns True if the rank has made progress since SIGTERM, or no longer needs this check.
     longest_s: how long the longest step took, in seconds.
