@@ -117,7 +117,7 @@ def _where(config: Config) -> str:
 
 
 def _gpus(config: Config, has: Partition) -> Iterator[str]:
-    """Yield a message if a rank would get no GPU, or if the nodes have fewer GPUs than requested."""
+    """Yield a message if a rank would get no GPU, or if the nodes lack the requested number or type of GPUs."""
     cluster, ranks, requested = config.cluster, ranks_per_node(config), resources.requested_gpus(config)
     own = cluster.partitions.get(config.partition or cluster.partition or "")
     listed = own is not None and own.gpus_per_node is not None

@@ -70,7 +70,7 @@ def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
 
 
 def conda_setup(environment: str) -> str:
-    """Return lines for cluster.setup that activate a conda environment even if there is no conda command on PATH."""
+    """Return an argument cluster.setup=[...] that activates a conda environment without a conda command on PATH."""
     return f'\'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate {environment}"]\''
 
 
