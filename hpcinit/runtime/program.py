@@ -30,11 +30,10 @@ from hpcinit.world import World
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
-    """Run the program and return its exit status. A command replaces this process, so the function does not return.
+    """Run the program and return its exit status. A command replaces this process instead, so nothing is returned.
 
     If the program raises an exception, print the exception with the program's own traceback, record it, and return 1.
-    The rendezvous takes place first, so that the program gets a port for its own rendezvous that is free on rank 0's
-    host.
+    The ranks find each other before the program starts, so that it gets a MASTER_PORT that is free on rank 0's host.
     """
     formula = spec.comm.timeout if spec else StartupTimeout()
     timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
@@ -128,7 +127,10 @@ def _accelerates_worlds(world: World) -> str:
 
 
 def _script(path: Path) -> Callable[[], None]:
-    """Return a function that runs a script as `python path` does: sys.path[0], sys.modules['__main__'], __file__."""
+    """Return a function that runs a script like `python path`.
+
+    It sets sys.path[0], sys.modules['__main__'] and __file__ in the same way.
+    """
     file = str(path.absolute())
     try:
         source = path.read_bytes()
@@ -177,7 +179,7 @@ def _command(program: Program) -> int:
 
 
 def _status(error: SystemExit) -> int:
-    """Return Python's exit status for sys.exit(): 0 for None, and 1 for a text, which is printed."""
+    """Return the exit status that Python gives to sys.exit(): 0 for None, or 1 for a text, which is also printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -194,7 +196,7 @@ def _print(error: BaseException) -> None:
 
 
 def record(error: BaseException, world: World) -> None:
-    """Write errors/rank-N.json in the run folder.
+    """Write the error to errors/rank-N.json in the run folder.
 
     If this attempt already has such a record, keep it, because the first error is the cause.
     """
@@ -226,9 +228,10 @@ def record(error: BaseException, world: World) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error for which a program called sys.exit(1), as Hydra, argparse and click do; else `error` itself.
+    """Return the error that made a program call sys.exit(1), as Hydra, argparse and click do, or else `error` itself.
 
-    A status above 128 means a signal, whose handler may run while an unrelated error is handled.
+    A status of 128 or more means a signal. Then return `error`, because the signal may have arrived while the program
+    handled an unrelated error.
     """
     status = error.code if isinstance(error, SystemExit) else None
     cause = error.__context__
@@ -236,7 +239,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _fields(error: BaseException) -> dict[str, Any]:
-    """Return the fields of the record that only hpcinit's errors have."""
+    """Return the fields of the record that only an error of hpcinit has, or {} for another error."""
     if not isinstance(error, HpcinitError):
         return {}
     hang = error.report if isinstance(error, TrainingHang) else None
@@ -254,7 +257,7 @@ def recorded(world: World) -> Iterator[None]:
 
 
 def _forget(world: World) -> None:
-    """Remove an error recorded in this attempt that the program caught, because the rank succeeded."""
+    """Remove this attempt's error record of this rank. The rank succeeded, so the program has caught that error."""
     folder = os.environ.get(run_folder.ENV_FOLDER)
     below = Path(folder or os.devnull) / run_folder.ERRORS
     for found in error_records.read(below, f"rank-{world.rank}.json"):

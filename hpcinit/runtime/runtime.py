@@ -98,7 +98,7 @@ class Runtime:
 
     Attributes:
         world: this rank's place in the job: rank, node, hosts, launcher.
-        plan: the settings that init() chose. The most common fields of both are properties here.
+        plan: the settings that init() chose. The most common fields of `world` and `plan` are also properties here.
         mesh: torch's DeviceMesh, with one dimension per kind of parallelism; unused ones have size 1.
         folder: the run folder, or None without a submission.
     """
@@ -292,7 +292,8 @@ class Runtime:
     def shard_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         """Return this rank's part of each tensor along the sequence dimension `dim`.
 
-        Without context parallelism, return the tensors unchanged. Raise RequestError if a length is not divisible.
+        Without context parallelism, return the tensors unchanged. Raise RequestError if a tensor cannot be divided into
+        equal parts.
 
         Args:
             tensors: tensors with the whole sequence, such as inputs and labels.
@@ -330,10 +331,10 @@ class Runtime:
             keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
             timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
             wait: True: return when the checkpoint is written. False: only copy the state into memory and return; a
-                separate process for each rank writes the files while training continues. If writing then fails,
-                hpcinit prints a warning, and there is no checkpoint of this step. The next save, a load and the end
-                of the program wait for a save that is still running. The copy needs memory for this rank's part. If
-                that does not fit, and with DeepSpeed, save() waits as with True.
+                separate process for each rank writes the files while training continues. If writing then fails, hpcinit
+                prints a warning, and there is no checkpoint of this step. The next save, a load and the end of the
+                program wait for a save that is still running. The copy needs memory for this rank's part. If there is
+                not enough memory, or if the program uses DeepSpeed, save() does the same as with True.
         """
         from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
@@ -440,8 +441,8 @@ class Runtime:
         Write `if run.should_stop(): run.save(...); break`. Every rank must call it after every step. All ranks get the
         same result at the same step, whichever rank detected the reason. The reason can be SIGTERM (preemption,
         scancel), the job's time limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM no
-        longer ends a rank, unless the rank is stuck. With chain, restart.max_restarts or stop.signal, this already
-        applies in the first step.
+        longer ends a rank, unless the rank is stuck. If chain, restart.max_restarts or stop.signal is set, that is
+        already so in the first step.
         """
         self._session.stop_calls += 1
         session = self._session
@@ -465,10 +466,10 @@ class Runtime:
         """Return whether the program should save a checkpoint now: `if run.should_save(): run.save(...)`.
 
         Every rank must call it after every step, with the same bounds. All ranks get the same result. The time between
-        two saves is the one for which saving and repeating lost steps together cost the least (Young and Daly). It
-        follows from how long a save takes, how often this run has failed and how many nodes it has. Rank 0 prints it
-        once. At the time limit and at a preemption, should_stop() requests an additional save. Raise RequestError if
-        the bounds are not positive or not in order.
+        two saves is chosen so that saving, and repeating the steps lost in failures, together cost the least (Young and
+        Daly). It depends on how long a save takes, how often this run has failed and how many nodes it has. Rank 0
+        prints it once. At the time limit and at a preemption, should_stop() requests an additional save. Raise
+        RequestError if the bounds are not positive or not in order.
 
         Args:
             least: the shortest time between two saves. The first save is after this time.
@@ -561,8 +562,8 @@ class Runtime:
     def tracker_id(self, value: str) -> None:
         """Keep the id of the tracker's run: `run.tracker_id(mlflow.start_run().info.run_id)`.
 
-        With `tracker=mlflow`, rank 0 of the next attempt gets it as MLFLOW_RUN_ID, so that it continues this run. Only
-        rank 0 writes it. If that fails, hpcinit prints one warning.
+        With `tracker=mlflow`, rank 0 of the next attempt gets the id as MLFLOW_RUN_ID, so that MLflow continues this
+        run. Only rank 0 writes the id. If that fails, hpcinit prints one warning.
 
         Args:
             value: the id. The last call counts.

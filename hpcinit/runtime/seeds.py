@@ -45,12 +45,12 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
 
 
 def at_step(seed: int, step: int) -> int:
-    """Return a seed, 0 to 2**63 - 1, for generators that restart at this step. Each step gets a different seed."""
+    """Return a seed, 0 to 2**63 - 1, for generators that are seeded again at this step. Each step gets a different one."""
     return _mixed(f"{seed}/step", step)
 
 
 def _mixed(text: str, number: int) -> int:
-    """Return 31 bits of SHA-256 of both arguments, then 32 bits that differ for each number with the same text."""
+    """Return 31 bits of a hash of both arguments, then 32 bits that differ for each number with the same text."""
     high = hashlib.sha256(f"{text}/{number}".encode()).digest()
     low = hashlib.sha256(text.encode()).digest()
     return (int.from_bytes(high[:4], "big") >> 1) << 32 | (int.from_bytes(low[:4], "big") + number * WEYL) % 2**32
@@ -79,12 +79,13 @@ def loader_options(seed: int, data_rank: int, epoch: int = 0) -> dict[str, torch
     """Return options that seed a data loader: `DataLoader(dataset, **loader_options(run.seed, data_rank))`.
 
     The result is {'generator': torch.Generator}. The workers' random numbers then depend only on seed, data_rank, epoch
-    and worker. Without these options, torch derives the workers' seeds from its default generator. Ranks must have
-    equal seeds there to get equal weights, so all of them would apply equal augmentations to different data.
+    and worker. Without these options, torch derives the workers' seeds from its default generator. That generator has
+    the same seed on all ranks if they need equal weights. All ranks would then apply equal augmentations to different
+    data.
 
     No worker_init_fn is needed: in each worker torch seeds Python, NumPy's global generator and its own generator
-    (torch/utils/data/_utils/worker.py). A `numpy.random.Generator` is not seeded: one created before the workers is
-    copied to all of them, and `default_rng()` is not reproducible. Create it in the worker with
+    (torch/utils/data/_utils/worker.py). torch does not seed a `numpy.random.Generator`. If it was created before the
+    workers, each of them gets the same copy, and `default_rng()` is not reproducible. Create it in the worker with
     `default_rng(torch.initial_seed())`.
 
     epoch: the number of the epoch. If you use one loader for several epochs, it draws different numbers in each. To get

@@ -16,12 +16,12 @@ NAMES = (*TIMES, *STEPS)
 
 
 class Slot:
-    """The part of the table that belongs to one rank. The rank writes it, and the fork server reads it."""
+    """One rank's part of a table in shared memory. The rank writes it, and the fork server reads it."""
 
     def __init__(self, cells: Any) -> None:
-        """Use these cells of the table.
+        """Use `cells`, and set the steps in them to -1, which means none so far.
 
-        cells: a memoryview of doubles.
+        cells: a memoryview of doubles, one for each of NAMES.
         """
         self._cells = cells
         for name in STEPS:
@@ -30,7 +30,7 @@ class Slot:
     def report(self, name: str, value: float | None = None) -> None:
         """Write one of the values in NAMES.
 
-        value: a step, or None for the current time. Only the first time is kept.
+        value: a step, or None to write the current time. If the time was written before, it is not changed.
         """
         place = NAMES.index(name)
         if value is not None:
@@ -43,6 +43,6 @@ class Slot:
 
 
 def slots(ranks: int) -> list[Slot]:
-    """Return one slot for each rank of a node, for one start of the ranks. Call this before the ranks are forked."""
+    """Return a new slot for each rank of a node. Call this before the ranks are forked, each time they are started."""
     table = memoryview(mmap.mmap(-1, ranks * len(NAMES) * 8)).cast("d")
     return [Slot(table[at * len(NAMES) : (at + 1) * len(NAMES)]) for at in range(ranks)]

@@ -104,9 +104,11 @@ def _check(name: str, rank: int, world_size: int, port: int, peers: str, labels:
 
 
 def _open(rank: int, address: str, port: int, world_size: int, deadline: float, where: str, counted: bool) -> Store:
-    """Return the store. Open it in a thread, because torch's client waits forever for a silent server.
+    """Return the store, which rank 0 serves.
 
-    counted: whether this client counts as connected for a rank 0 that waits for all clients, as torch's own does.
+    Open it in a thread, because torch's client waits forever for a silent server.
+
+    counted: whether the store counts this client. torch's own rank 0 waits until all clients are counted.
     """
     opened: list[Store] = []
     failed: list[Exception] = []
@@ -155,7 +157,7 @@ def _resolved(address: str) -> str:
 
 
 def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: float, where: str) -> None:
-    """Wait until all ranks have connected. Raise BringUpError here and on the other ranks."""
+    """Wait until all ranks have connected. If one fails, raise BringUpError on this rank and the others."""
     missing = list(range(world_size))
     try:
         _claim(store, rank, world_size, backend)
@@ -226,7 +228,7 @@ def _no_split() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unprefixed(store: Store | None) -> Iterator[None]:
-    """Make torch use this store's keys without the names of group and device, which vLLM's function does not add.
+    """In this block, keep torch from adding the names of group and device to the store's keys, as vLLM does not.
 
     Groups that other threads create meanwhile are not affected.
     """

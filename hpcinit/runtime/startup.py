@@ -43,8 +43,8 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
     Without a folder, and if called a second time, do nothing.
 
-    first_line: whether hpcinit was the first code that Python ran. Then the interpreter was ready when hpcinit's first
-        line ran.
+    first_line: whether hpcinit was the first code that Python ran. Then the time of hpcinit's first line is recorded as
+        the time when the interpreter was ready.
     """
     mine = state.timeline
     if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
@@ -56,14 +56,13 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
 
 def announce(world: World, run: Path) -> None:
-    """Let the fork server record its own events for a rank that is not forked yet."""
+    """Record, in the fork server, its own start-up events for a rank that is not forked yet."""
     writer = timeline.Writer(_timeline_file(world, run))
     writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
     writer.close()
 
 
 def _timeline_file(world: World, run: Path) -> Path:
-    """Return this node's file in the run folder."""
     return timeline.path(run, world.job, world.host or os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
 
 
@@ -134,7 +133,7 @@ def leave_rendezvous(error: str = "") -> None:
 
 
 def barrier_and_close(world: World, timeout: timedelta) -> None:
-    """Wait until all ranks have connected, and then disconnect this process. A late rank must still find the server.
+    """Wait until all ranks have connected, and only then disconnect this process, so that a late rank finds the server.
 
     This is for programs that do not call init(). A command replaces this process, and a short script may end before
     slower ranks have started. Raise BringUpError that names the ranks that did not connect.
@@ -193,7 +192,7 @@ def _creation_time(pid: int) -> float | None:
 def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> dict[str, str]:
     """Return the variables of torch's `env://` for the program, and the network interface for gloo.
 
-    MASTER_PORT was free on rank 0's host.
+    With a rendezvous, MASTER_PORT is one that was free on rank 0's host, unless the user has set it.
     """
     env = exports(world)
     if rendezvous is None:
@@ -206,7 +205,10 @@ def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> 
 
 
 def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[str, str]:
-    """Return the interface that reaches rank 0, if gloo would choose an address that other nodes cannot reach."""
+    """Return the variable that sets gloo's interface to the one that reaches rank 0.
+
+    If gloo would choose an address that other nodes can reach, return {}.
+    """
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}
     reason = network.blind_spot(socket.gethostname())

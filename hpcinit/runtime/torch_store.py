@@ -62,7 +62,6 @@ def serve(address: str, listener: socket.socket, world_size: int, timeout: timed
 
 
 def _store_of_torchrun(world: World, timeout: timedelta) -> Store:
-    """Return the store of torchrun's agent."""
     state.agent_store_rounds += 1  # the agent's store and its keys outlive a shutdown
     os.environ.update(exports(world))
     try:

@@ -18,7 +18,7 @@ from hpcinit.world.launchers.torch_variables import torchrun
 def check_own_group(env: Mapping[str, str], world: World) -> None:
     """If this process is rank 0 of a group that does not match the job, report the group. Never raise.
 
-    A group of the job's size can also be wrong: if several ranks of a node each run a launcher.
+    A group of the right size is also reported if several ranks of a node each run a launcher.
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder or world.rank != 0 or env.get(launchers.ENV_STARTED_BY):  # the user has chosen this size

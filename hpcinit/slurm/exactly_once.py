@@ -34,7 +34,7 @@ Attempt = Callable[[Path, Mapping[str, str], Sequence[str]], tuple[str, Sequence
 
 
 def longest_s(patience_s: float, jobs: int) -> float:
-    """Return how many seconds it may take at most to submit this number of jobs, one after the other."""
+    """Return the longest time, in seconds, that it can take to submit this number of jobs, one after the other."""
     return jobs * (patience_s + BESIDE_S)
 
 
@@ -65,8 +65,8 @@ def submit(
         ''.
     attempt: a function that calls sbatch once.
 
-    Raise SubmitError if there is no job, and KeyboardInterrupt if the user pressed Ctrl-C and there is no job. If there
-    may be a job, raise MaybeSubmitted. Any unexpected error counts as that.
+    If there is no job, raise SubmitError, or KeyboardInterrupt if the user pressed Ctrl-C. If there may be a job, or
+    after an unexpected error, raise MaybeSubmitted.
     """
     submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started, attempt)
     try:
@@ -86,7 +86,10 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
-    """Return the end of a message: that the job may exist, and how to check that. printed: job ids from sbatch."""
+    """Return the end of an error message: that the job may exist, and how to check whether it does.
+
+    printed: the job ids that sbatch printed.
+    """
     printed = list(dict.fromkeys(printed))  # a controller that forgot job 8 gives that id to the next job
     ids = f" (sbatch printed {' and '.join(printed)})" if printed else ""
     squeue, scontrol = (" ".join(slurm_client.addressed([name])) for name in ("squeue", "scontrol"))
@@ -167,7 +170,10 @@ class _Submission:
             self._give_up_at = time.monotonic() + self._patience_s
 
     def _look(self) -> str | None:
-        """Return the job if an attempt made one although sbatch failed, or None if there is certainly none."""
+        """Look for a job that an attempt made although sbatch failed.
+
+        Return its id, or None if there certainly is no such job.
+        """
         absent_at: float | None = None
         number = 0
         while True:
@@ -194,7 +200,7 @@ class _Submission:
     def _kept(self, job_id: str) -> str | None:
         """Wait until the controller has saved the job.
 
-        Return its id, or the id of another job of this request, or None.
+        Return its id, or that of another job of this request, or None if the controller has lost the job.
         """
         try:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
@@ -234,9 +240,9 @@ class _Submission:
         return self._error.splitlines()[-1] if self._error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
-        """Wait `seconds`. After Ctrl-C or when patience_s is over, raise KeyboardInterrupt or SubmitError.
+        """Wait `seconds`. Raise KeyboardInterrupt after Ctrl-C, and SubmitError when patience_s is over.
 
-        If an attempt may have made a job, the error is MaybeSubmitted.
+        If an attempt may have made a job, raise MaybeSubmitted in both cases.
         """
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:

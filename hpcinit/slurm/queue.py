@@ -71,7 +71,7 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
 
     @property
     def base_id(self) -> str:
-        """Return the id of the whole job: '42' for the array task '42_7' and for the component '42+1' of a job."""
+        """Return the id of the whole job: '42' for the array task '42_7' and for the heterogeneous component '42+1'."""
         return re.split(r"[_+]", self.job_id, maxsplit=1)[0]
 
 
@@ -81,7 +81,7 @@ class JobQuery:
 
     jobs: all jobs of the run.
     last: the job to look up if none of them is in the queue.
-    ended: whether the end of this job is already recorded.
+    ended: whether the end of `last` is already recorded.
     """
 
     jobs: Sequence[str]
@@ -219,10 +219,11 @@ def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: time
 def has_ended(job_id: str, at_most: timedelta) -> bool | None:
     """Return whether a job has ended, including all its components or array tasks.
 
-    Return None if Slurm doesn't show it.
+    Return None if Slurm does not know the job.
 
-    Only a final state proves that a job has ended. squeue omits jobs in hidden partitions, a site may cache squeue's
-    output, and the controller forgets a job minutes after its end. Raise Unreachable if Slurm does not reply.
+    Only a final state proves that a job has ended. It is not enough that the job is missing: squeue omits jobs in
+    hidden partitions, a site may cache squeue's output, and the controller forgets a job minutes after its end. Raise
+    Unreachable if Slurm does not reply.
 
     at_most: the timeout of each of the two commands.
     """
@@ -244,7 +245,7 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
 
 
 def _is_complete(job_id: str, found: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the records include the job with all its components: '42', or '42+1'."""
+    """Return whether the records include all components of the job '42', or the component '42+1'."""
     leader, _, offset = job_id.partition("+")
     if offset:
         return any((one.get("HetJobId"), one.get("HetJobOffset")) == (leader, offset) for one in found)
@@ -271,7 +272,7 @@ def accounting(
 def status_of(code: str) -> int | None:
     """Convert sacct's ExitCode to an exit status: '3:0' is 3, and '0:9' (signal 9) is 137.
 
-    If it has none, return None.
+    If `code` contains no status, return None.
     """
     status, _, number = code.partition(":")
     return int(status) or (128 + int(number) if int(number or 0) else 0) if status.isdigit() else None
@@ -329,7 +330,10 @@ def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job
 
 
 def _with_name(reason: Sequence[str]) -> str:
-    """Return sacct's text after the state, with the user's name: 'by ada' for ['by', '1000'], or 'by user 1000'."""
+    """Replace the user's number in sacct's text after the state: return 'by ada' for ['by', '1000'].
+
+    If the user is unknown, return 'by user 1000'.
+    """
     with suppress(IndexError, ValueError):
         return f"{reason[0]} {safe_files.user(int(reason[1]))}"
     return " ".join(reason)
@@ -345,7 +349,10 @@ def _of_scontrol(record: Mapping[str, str]) -> Job:
 
 
 def _exit_status(state: str, code: str) -> int | None:
-    """Return the exit status, or None before the end or if the job was canceled while waiting (Slurm prints '0:0')."""
+    """Return the exit status, or None if the job has not ended or was canceled while waiting.
+
+    For a job that was canceled while waiting, Slurm prints '0:0'.
+    """
     status = status_of(code)
     return status if state in FINAL and (status or state == "COMPLETED") else None
 
@@ -358,7 +365,7 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None) -> Call | NotS
 
 
 def _lines(command: Sequence[str], call: Call | NotStarted, at_most: timedelta | None = None) -> list[str]:
-    """Return the lines of the output; none if there is no such job, or no accounting.
+    """Return the lines that the command prints. Return no lines if there is no such job, or no accounting.
 
     Raise Unreachable if Slurm does not reply.
     """

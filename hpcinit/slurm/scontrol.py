@@ -81,7 +81,7 @@ def value_or_none(value: str | None) -> str | None:
 
 
 def preempted_at(job: Mapping[str, str]) -> str:
-    """Return when Slurm preempted the job, such as '2026-11-21T14:02:00', or '' if it has not since the last start.
+    """Return when Slurm preempted the job since its last start, such as '2026-11-21T14:02:00', or '' if it did not.
 
     When a job is requeued, Slurm keeps the time of an earlier preemption. Such a time is ignored.
     """

@@ -141,7 +141,7 @@ def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") 
 
     Raise NotStarted if the command cannot be started.
 
-    started: a line that the command prints to stderr first. The line is removed, and so are srun's messages about the
+    started: a line that the command prints to stderr first. It is not shown, and neither are srun's messages about the
         exit status of the task.
     """
     began = console.started(command)
@@ -175,7 +175,7 @@ def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> Call:
 
 
 class Call:
-    """A running command. It has its own session, so Ctrl-C in the terminal does not reach it, only hpcinit."""
+    """A running command. It has its own session, so Ctrl-C in the terminal reaches hpcinit but not the command."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
         self.command = addressed(command)

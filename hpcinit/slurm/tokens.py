@@ -81,7 +81,7 @@ def find(
 
 
 def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
-    """Find a job that has ended and that Slurm has purged. sacct keeps its sbatch command (since Slurm 21.08)."""
+    """Look for an ended job that the controller has purged. sacct keeps its sbatch command (since Slurm 21.08)."""
     try:
         rows = queue.accounting(["--starttime=now-1days", "--format=JobID,State,SubmitLine"], 3, env)
     except Unreachable:
@@ -91,5 +91,8 @@ def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
 
 
 def _by_record(script: Path, job_id: str) -> list[Job]:
-    """Return the job whose id the script recorded. Use it if Slurm has purged the job and has no accounting."""
+    """Return the job with the id that the script recorded.
+
+    Call this only if Slurm has purged the job and has no accounting.
+    """
     return [Job(job_id, "UNKNOWN", "", command=str(script))] if job_id else []

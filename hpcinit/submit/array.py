@@ -19,9 +19,9 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 def block(max_array_size: int | None) -> int:
     """Return how many tasks one array may have: a power of ten, or 1 if the site allows no arrays.
 
-    An array's tasks are called a block. The number of a task is then the number of its block, followed by its index in
-    the array. Indices are smaller than MaxArraySize. If that is 1001, task 2017 has index 17 in the array of block 2,
-    and Slurm writes the path of its folder as '2%3a'.
+    The tasks of one array are called a block. The number of a task is then the number of its block, followed by its
+    index in the array. Indices are smaller than MaxArraySize. If that is 1001, a block has 1000 tasks. Task 2017 then
+    has index 17 in the array of block 2, and Slurm writes the path of its folder as '2%3a'.
     """
     most = SMALLEST if max_array_size is None else max_array_size
     size = 1

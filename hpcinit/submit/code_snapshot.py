@@ -82,7 +82,10 @@ def _pointers(number: int) -> str:
 
 
 def _link(plan: SnapshotPlan, name: str) -> str:
-    """Return the target for a copied link. A link into the checkout points to the file in the snapshot."""
+    """Return the target for the copy of a link.
+
+    If the link points to a file of the checkout, its copy points to that file in the snapshot.
+    """
     source = plan.root / name
     text = os.readlink(source)  # noqa: PTH115 - the unchanged text
     leads = os.path.normpath(source.parent / text)

@@ -15,7 +15,7 @@ PYXIS = "pyxis"
 
 
 def container_options(config: Config, run: RunPath, workdir: Path) -> dict[str, Any]:
-    """Return the srun options that start a container with pyxis, or {} without an image or with another runtime.
+    """Return the srun options that start a container with pyxis. Without an image or with another runtime, return {}.
 
     https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env lists the variables of the job that override those of
     the image.
@@ -32,9 +32,10 @@ def container_options(config: Config, run: RunPath, workdir: Path) -> dict[str, 
 
 
 def container_prefix(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the apptainer command that runs a rank's Python in a container, or [] if there is none.
+    """Return the apptainer command that runs a rank's Python in a container.
 
-    https://apptainer.org/docs/user/latest/cli/apptainer_exec.html. Singularity has the same options.
+    Without an image or with pyxis, return []. Singularity has the same options as apptainer:
+    https://apptainer.org/docs/user/latest/cli/apptainer_exec.html.
     """
     runtime = config.cluster.container.runtime
     if not config.container.image or runtime in (PYXIS, None):

@@ -92,7 +92,8 @@ def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
     """Return the hosts that Slurm does not know. With one of them in --exclude, sbatch would refuse the job.
 
     Such a node was removed, or ranks of torchrun recorded the kernel's host name. Return an empty set without Slurm.
-    clusters: cluster.clusters.
+
+    clusters: the value of the config key cluster.clusters.
     """
     if not hosts:
         return set()
@@ -146,7 +147,10 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
 
 
 def _hosts(text: str) -> list[str]:
-    """Return the hosts in an option's value; none for a file name, or for an invalid value, which sbatch reports."""
+    """Return the hosts in an option's value.
+
+    Return none if the value is the name of a file, or if it is invalid, because sbatch then reports it.
+    """
     from hpcinit.slurm import nodelist  # noqa: PLC0415
 
     try:

@@ -34,7 +34,7 @@ class Container:
 
     options: options for srun.
     prefix: a command to put in front of the command.
-    pythons: the Pythons to try inside an image of pyxis.
+    python: the Python inside an image of pyxis, else ''.
     """
 
     options: tuple[str, ...] = ()
@@ -123,7 +123,10 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
 
 
 def _place(job: RunningJob, rank: int | None, node: str | None) -> tuple[int | None, str]:
-    """Return the rank to join and its node. The rank is None for the first one of a node."""
+    """Return the rank beside which to run the command, and its node.
+
+    If the user named a node, the rank is None: the first rank of that node.
+    """
     if node is None:
         return rank or 0, job.host(rank or 0)
     if node not in job.nodes:

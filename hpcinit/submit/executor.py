@@ -34,7 +34,7 @@ PURGED_S = 60.0  # a job that no command of Slurm has known for so long is over
 class Watcher(slurm.SlurmInfoWatcher):
     """Queries the states of all jobs at once, with squeue, sacct and scontrol.
 
-    submitit only uses sacct. Without accounting, submitit never learns that a job without a result has ended.
+    submitit's own watcher only uses sacct. Without accounting, it never learns that a job without a result has ended.
     """
 
     def __init__(self, delay_s: int = DELAY_S) -> None:
@@ -59,13 +59,19 @@ class Watcher(slurm.SlurmInfoWatcher):
                 self._finished.add(job_id)
 
     def _states(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the state of each job, or '' if Slurm does not know it. Omit jobs if Slurm does not reply."""
+        """Return the state of each job, or '' if Slurm does not know it.
+
+        If Slurm does not reply, omit the jobs whose state is unknown.
+        """
         reply = queue.query([JobQuery([job_id], job_id) for job_id in ids])
         known = {job_id: reply.jobs[job_id].state for job_id in ids if job_id in reply.jobs}
         return known if reply.unreachable else dict.fromkeys(ids, "") | known
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Return whether the job has ended. Only a final state counts: submitit would treat SUSPENDED as an end."""
+        """Return whether the job has a final state, or has been unknown to Slurm for PURGED_S seconds.
+
+        submitit would also treat SUSPENDED as an end.
+        """
         if self.get_state(job_id, mode=mode) in queue.FINAL:
             return True
         since = self._unknown_since.get(job_id)
@@ -110,7 +116,10 @@ class Executor(submitit.SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return the score by which submitit chooses an executor. Even without Slurm, a dry run can render scripts."""
+        """Return the score by which submitit chooses an executor.
+
+        It is at least 1, even without Slurm, because a dry run can render scripts there.
+        """
         return max(1, super().affinity())
 
     def render(self, command: str, **parameters: Any) -> str:
@@ -158,7 +167,10 @@ class Executor(submitit.SlurmExecutor):
         return sbatch.job_id(string if isinstance(string, str) else string.decode(errors="replace"))
 
     def _submit_command(self, command: str) -> core.Job[Any]:
-        """Submit a script with `command`. submitit would call sbatch once, and lose the job if the reply is lost."""
+        """Submit a script with `command` so that there is exactly one job.
+
+        submitit's own method calls sbatch once, and loses the job if sbatch's reply is lost.
+        """
         uid = uuid.uuid4().hex
         script = _folder(self.folder) / f".submission_file_{uid}.sh"
         script.write_text(self._make_submission_file_text(command, uid))
@@ -175,7 +187,10 @@ class Executor(submitit.SlurmExecutor):
         folder.chmod(PRIVATE)
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
-        """Submit one function, or several as an array. submitit would submit arrays with a plain SlurmExecutor."""
+        """Submit one function, or several as an array.
+
+        For an array, submitit's own method would use a plain SlurmExecutor.
+        """
         folder = _folder(self.folder)
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         if folder == self.folder:
@@ -203,7 +218,7 @@ def _require_trusted(pickle: Path) -> None:
 
 
 def _refuse_shared(folder: Path) -> None:
-    """Raise RequestError unless only this user owns and writes to the folder. /tmp is refused."""
+    """Raise RequestError unless only this user owns the folder and can write to it. So /tmp is refused."""
     found = folder.stat()
     shared = found.st_mode & stat.S_ISVTX or safe_files.ownership_problem(folder, found, "")
     if shared or found.st_uid != os.geteuid():
@@ -215,5 +230,5 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def _folder(folder: Path) -> Path:
-    """Return the part of `folder` before submitit's patterns for ids."""
+    """Return the part of `folder` before submitit's placeholders for job ids."""
     return Path(utils.JobPaths.get_first_id_independent_folder(folder))

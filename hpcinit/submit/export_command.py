@@ -124,7 +124,7 @@ def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None
 
 
 def _header(config: Config) -> list[str]:
-    """Return the comments at the top of the script, with what it does not do."""
+    """Return the comments at the top of the script. They list what hpcinit would do but the script does not."""
     kept = Config()
     lacks = {
         f"chain={config.chain}": config.chain > 1,

@@ -94,10 +94,10 @@ def make_component(path: Path, number: int, spec: str) -> None:
 
 
 def _refuse_wrong_owner(path: Path, made: Path) -> None:
-    """Raise SubmitError unless the new file or folder `made` in the run folder `path` is this user's alone.
+    """Raise SubmitError unless the new file or folder `made` in the run folder `path` belongs to this user alone.
 
-    Otherwise the job would refuse it after its time in the queue. Some file systems choose the owner or the mode (NFS
-    all_squash, inherited access lists).
+    Some file systems choose the owner or the mode (NFS all_squash, inherited access lists). Without this check, only
+    the job would refuse the folder, after its time in the queue.
     """
     if problem := safe_files.path_ownership_problems(
         made, "its file system chooses the owner: choose another runs_dir=..."
@@ -142,7 +142,7 @@ def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a run folder that has no job."""
+    """Remove a run folder, unless a job was submitted for it."""
     if not (path / run_folder.SUBMISSION).exists():
         run_numbers.unmark(path)  # first: while the folder exists, no other submission takes its number
         shutil.rmtree(path, ignore_errors=True)
@@ -236,9 +236,9 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 
 
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
-    """Return whether the owner is gone.
+    """Return whether the owner is gone. If that is unknown, return whether the claim has expired.
 
-    The claim's age is measured with the file server's clock, on the new run folder.
+    The age of the claim is measured with the file server's clock: by the time of the new run folder.
     """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended
@@ -250,7 +250,10 @@ def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
 
 
 def _remove(path: Path, text: str) -> None:
-    """Remove a stale claim, unless another process has replaced `text` since."""
+    """Remove a stale claim, unless another process has replaced it since.
+
+    text: the content of the stale claim.
+    """
     aside = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
     with suppress(OSError):
         path.rename(aside)

@@ -131,8 +131,8 @@ class RunJob(Job[core.R]):
     def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
         """Return the error of the first rank that raised one, or else of the first rank without a result.
 
-        If all ranks have a result, return None. If one rank fails, the others are ended and have no result. submitit
-        would wait 15 s for each of those.
+        If all ranks have a result, return None. If one rank fails, the others are ended and have no result. Do not wait
+        15 s for each of those, as submitit would.
         """
         if not self._sub_jobs:
             return super().exception()
@@ -161,7 +161,7 @@ class FunctionExecutor(Executor):
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
         overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. With them, the defaults are those of
             `hpcinit submit`: a rank per GPU, and no signal that requeues.
-        more: as `args`, by name, also with the prefix slurm_ as for submitit.AutoExecutor.
+        more: the same as `args`, but by name. The prefix slurm_ is allowed, as for submitit.AutoExecutor.
     """
 
     def __init__(

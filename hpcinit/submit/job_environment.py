@@ -89,7 +89,9 @@ INSTEAD = {
 class DroppedVariables:
     """The sorted names of the variables that the job does not get.
 
-    instead: overrides that replace some of these variables.
+    foreign: variables of other jobs.
+    secrets: variables that look like secrets.
+    instead: settings for the command line that have the same effect as some of the variables in `foreign`.
     """
 
     foreign: Sequence[str] = ()
@@ -126,8 +128,8 @@ def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[di
 def job_environment(env: Mapping[str, str], config: Config) -> tuple[dict[str, str], DroppedVariables]:
     """Return the environment for sbatch, and which variables the job does not get.
 
-    These are other jobs' variables and secrets. A proxy setting is passed on even if it contains a password, unless
-    config.secret_names lists the variable.
+    The job does not get other jobs' variables and secrets. A proxy setting is passed on even if it contains a password,
+    unless config.secret_names lists the variable.
     """
     secrets, patterns = config.secrets, config.secret_names
     kept, foreign = clean_environment(env, devices=config.engine.other_machines)

@@ -104,7 +104,7 @@ def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
 
 
 def _folders(cluster: Cluster) -> Iterator[str]:
-    """Yield lines that set the cluster's folders. Variables that the user has set win."""
+    """Yield lines that set the variables for the cluster's folders. SCRATCH, HF_HOME and TORCH_HOME are kept if set."""
     if cluster.scratch:
         yield _unless_set("SCRATCH", cluster.scratch)
     if cluster.cache:

@@ -57,7 +57,7 @@ def announce_script(about: str, text: str, files: Mapping[str, str], as_json: bo
 def _announce_dropped(dropped: DroppedVariables) -> None:
     """Print which variables are not passed to the job.
 
-    With -q print only secrets, because programs fail without them.
+    With -q, name only the secrets, because programs fail without them.
     """
     if text := str(DroppedVariables(secrets=dropped.secrets) if console.quiet() else dropped):
         console.always(f"not passed on to the job: {text}")
@@ -122,7 +122,7 @@ def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task
 def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> bool:
     """Print the jobs of a sweep, and the combinations that were not submitted.
 
-    Return whether there are any of the latter.
+    Return whether some combinations were not submitted.
     """
     cluster = requests[0].config.cluster.name
     _announce_dropped(done.dropped)

@@ -71,7 +71,7 @@ def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[
 def interpolated(program: Sequence[str], request: Request, given: Collection[str]) -> list[str]:
     """Return the program and its arguments, with each ${key} replaced by the value of the key, if `given` contains it.
 
-    Any other ${...} stays, because it may be for a shell. Raise RequestError if a key has more than a single value.
+    Any other ${...} stays, because it may be for a shell. Raise RequestError if the value is a list or a dict.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -119,7 +119,10 @@ def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
 
 
 def _passing(key: str, program: Sequence[str]) -> list[str]:
-    """Return the program with ${key} as the value of its option --key, or as one more argument."""
+    """Return the program with ${key} as the value of its option --key.
+
+    If the program has no such option, ${key} becomes its last argument.
+    """
     option, passed = f"--{key.rpartition('.')[2]}", list(program)
     for at, argument in enumerate(passed):
         if argument.replace("_", "-").startswith(f"{option.replace('_', '-')}="):

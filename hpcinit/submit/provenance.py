@@ -49,7 +49,7 @@ class Provenance:
             self._git = None
 
     def to_json(self, snapshot: Mapping[str, Any] | None = None) -> str:
-        """Return the content of provenance.json: {command, workdir, git_commit, versions, host, variables}.
+        """Return the content of provenance.json: command, workdir, git_commit, python, versions, host and variables.
 
         git_commit is null without a repository. It ends in '-dirty' if there are uncommitted changes.
 
@@ -76,7 +76,10 @@ class Provenance:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of installed PACKAGES, from folder names. Parsing metadata would take 5 % of a submission."""
+    """Return the versions of the installed PACKAGES.
+
+    They are read from folder names, because parsing the metadata would take 5 % of a submission's time.
+    """
     found = versions.by_folder(tuple(sys.path))
     return {name: found[name] for name in PACKAGES if name in found}
 

@@ -31,9 +31,9 @@ def policy(config: Config) -> list[str]:
 
 
 def option(config: Config) -> dict[str, bool]:
-    """Return the sbatch option that allows or forbids a requeue.
+    """Return the sbatch options that allow or forbid a requeue, and with spare nodes also --no-kill.
 
-    Without restart.max_restarts, the site's default applies.
+    Without restart.max_restarts, the site's default for requeues applies.
     """
     spares = {"no-kill": True} if config.spare_nodes else {}  # the job continues after it lost a node
     if config.restart.max_restarts is None or not config.engine.has_queue:

@@ -143,7 +143,7 @@ def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: S
 
 
 def _cores_of_tasks(config: Config) -> list[str]:
-    """Return lines that let one task use the cores of all ranks of its node, if it starts them all."""
+    """If one task per node starts all ranks of the node, return lines that let it use the cores of all of them."""
     if STARTS[config.launch.kind].task_per_rank or not config.engine.uses_slurm or not cpus_per_rank(config):
         return []
     why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."
@@ -210,7 +210,7 @@ def slurm_time(minutes: int) -> str:
 
 
 def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]:
-    """Return the lines before the ranks start."""
+    """Return the lines that the script runs before the ranks start."""
     queue, chain = config.engine.has_queue, config.chain > 1
     after = {"hpcinit_pythons": _words(_pythons(config)), "hpcinit_policy": _words(restart.policy(config))}
     blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [
@@ -229,7 +229,10 @@ def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]
 
 
 def _pythons(config: Config) -> list[str]:
-    """Return the Pythons that can run hpcinit.after on the host: the job's, and the one that submits."""
+    """Return the Pythons that can run hpcinit.after on the host.
+
+    These are the job's Python, unless it is in a container, and the Python of this process.
+    """
     own = [] if config.container.image else [environment.python(config)]
     return list(dict.fromkeys([*own, sys.executable]))
 
@@ -266,7 +269,10 @@ def _differences(before: Sequence[str], after: Sequence[str]) -> list[str]:
 
 
 def _end_time(config: Config) -> list[str]:
-    """Return lines that export when the job ends. Slurm 24.11 has a variable for it, 22.05 has none."""
+    """Return lines that export the time when the job will end.
+
+    Slurm 24.11 sets a variable with this time. Slurm 22.05 sets none, so the time is calculated.
+    """
     end = f"$(($(date +%s) + 60 * {config.time_min}))"
     return [
         "# When the job reaches its time limit. No rank waits longer for the others at the start.",

@@ -100,7 +100,10 @@ class Trials:
 
 
 def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitError:
-    """Return the result of a finished run, or an error. end: wait for the result file until this time."""
+    """Return the result of a finished run, or the error to report for it.
+
+    end: wait for the result file until this time of time.monotonic().
+    """
     trial = f"trial {request.number} ({request.combination})"
     if run is None:
         return Failure(f"{trial} was not submitted")

@@ -45,7 +45,8 @@ def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
 def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
     """Return the lines that start the ranks of all components in one step.
 
-    First print the nodes of each component for records/job_log.py, because srun numbers the tasks of each from 0.
+    They first print the nodes of each component, because srun numbers the tasks of each component from 0.
+    records/job_log.py reads what they print.
     """
     lines, first = [], 0
     for at, part in enumerate(hetjob.parts(config)):
@@ -76,15 +77,15 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _own(number: int, config: Config) -> dict[str, Any]:
-    """Return srun's options for a component.
+    """Return srun's options for one component.
 
-    They include --mem: otherwise srun would use that of the first component.
+    They include --mem, because srun would otherwise use the --mem of the first component.
     """
     return {"het-group": number, "mem": memory_option(config), "output": None}
 
 
 def _own_log(run: RunPath) -> list[str]:
-    """Return a command that runs its arguments with output to the rank's log."""
+    """Return a command to put in front of another one. It writes the output of that command to the rank's log."""
     return ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
 
 
@@ -109,7 +110,7 @@ def srun_step_line(
 
 
 def wrapped(arguments: Iterable[str]) -> list[str]:
-    """Join the arguments to lines of at most WIDTH characters. No argument is split."""
+    """Join the arguments into lines of at most WIDTH characters. No argument is split."""
     lines = [""]
     for argument in arguments:
         if lines[-1] and len(lines[-1]) + len(argument) >= WIDTH:
@@ -121,7 +122,7 @@ def wrapped(arguments: Iterable[str]) -> list[str]:
 def options(config: Config, run: RunPath) -> dict[str, Any]:
     """Return the options for srun.
 
-    If there is one task per node, it gets the resources of all ranks and binds the ranks.
+    If one task per node starts all ranks of the node, the task gets the resources of all of them and binds them itself.
     """
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     start = STARTS[launch.kind]

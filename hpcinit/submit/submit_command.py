@@ -151,9 +151,9 @@ def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[st
 def set_program(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
     """Make the job run the program that the user typed: `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
 
-    The program's arguments are added to job.args, which a sweep may set, unless the job config already names a program.
-    ${key} in the arguments is replaced by the value of the key. Raise RequestError if keys of hpcinit are after --.
-    After a second --, they are passed to the program.
+    The program's arguments are added to job.args, which a sweep may set. If the job config already names a program,
+    they replace job.args. ${key} in the arguments is replaced by the value of the key. Raise RequestError if keys of
+    hpcinit are after --. After a second --, such keys are passed to the program.
 
     command: the command line before --.
     """
@@ -259,7 +259,7 @@ def _beside(as_json: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def _others(requests: Sequence[Request], number: int) -> str:
-    """Return a note on the requests of a sweep, from `number` on, that were not submitted, or ''."""
+    """Return a note that the requests of a sweep from `number` on were not submitted, or '' if there are none."""
     if len(requests) == 1 or number == len(requests):
         return ""
     if number == 0:

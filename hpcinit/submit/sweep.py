@@ -202,8 +202,8 @@ def submit_all(
 ) -> Submitted:
     """Create the folder of the sweep and submit its jobs. The requests must have passed their checks.
 
-    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted. In these cases the
-    folder is removed, but not after MaybeSubmitted.
+    Raise RequestError if the same sweep is already queued, and SubmitError if no job was submitted. In both cases the
+    folder is removed. If MaybeSubmitted is raised, the folder is kept.
 
     write_more: a function that writes additional files into the run folder of the request with this number.
     """
@@ -243,7 +243,9 @@ def submit_all(
 def _expected(jobs: Sequence[Job], estimates: Sequence[str]) -> list[str]:
     """Return Slurm's estimates, each once. With several jobs, each estimate names its tasks.
 
-    estimates: one for each job. Return [] if the jobs have dependencies, which Slurm's estimate ignores.
+    Return [] if the jobs have dependencies, because Slurm's estimates ignore them.
+
+    estimates: one for each job.
     """
     config = jobs[0].requests[0].config
     if config.dependency:

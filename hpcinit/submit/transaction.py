@@ -242,7 +242,7 @@ def _cluster_name() -> str:
 
 
 def _started_by(script: Path) -> Callable[[], str]:
-    """Return a function that returns the id of the job that started `script`, from the run folder's record, or ''."""
+    """Return a function that reads from the run folder which job started `script`. It returns the job's id, or ''."""
 
     def started() -> str:
 

@@ -99,9 +99,9 @@ def wait_for_removals(seconds: float) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder that is about to be removed, and return its new name.
+    """Rename a folder that is about to be removed, and return its new path.
 
-    A half-removed folder then has another name.
+    If the folder is then only partly removed, it cannot be mistaken for a complete one.
 
     Raise OSError if the folder cannot be renamed.
     """
@@ -180,7 +180,7 @@ def name(step: int) -> str:
 
 
 def _has_room(folder: Path) -> bool:
-    """Return whether twice the newest step fits on the disk, or False if unknown."""
+    """Return whether the disk has room for twice the size of the newest step, or False if that is unknown."""
     try:
         found = newest(folder, lambda _: None)
         return found is not None and shutil.disk_usage(folder).free > 2 * sum(
@@ -251,7 +251,7 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
 
 
 def sweep(folder: Path, owner: Owner) -> None:
-    """Remove, in the background, renamed folders and this user's unfinished checkpoints if their job has ended.
+    """In the background, remove folders that were set aside, and this user's unfinished checkpoints of ended jobs.
 
     If the job of an unfinished checkpoint may still be running, print a message. Do not call this while this job is
     writing a checkpoint. Raise OSError if `folder` cannot be read.

@@ -43,7 +43,7 @@ def save(engine: Any, folder: Path) -> list[str]:
 def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
     """Load a checkpoint into a new engine.
 
-    Raise RequestError if the ZeRO stages are incompatible, else CheckpointError.
+    Raise RequestError if the ZeRO stages are incompatible, and CheckpointError if loading fails.
     """
     stage = int(engine.zero_optimization_stage())
     tag = UNIVERSAL if _must_convert(saved, stage, dist.get_world_size(), tp) else NATIVE
@@ -60,7 +60,7 @@ def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
 
 
 def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> bool:
-    """Return whether the state is divided differently than in the checkpoint.
+    """Return whether the checkpoint must be converted because it divides the state differently than this run.
 
     Raise RequestError if DeepSpeed cannot convert between the two ZeRO stages.
     """
@@ -146,7 +146,10 @@ def _convert(path: Path, saved: Description) -> None:
 
 
 def _converter(path: Path, saved: Description) -> Iterator[bool]:
-    """Yield False while it runs, then True. Raise OSError, or CheckpointError with the last lines of its output."""
+    """Run ds_to_universal. Yield False while it runs, then True.
+
+    If it fails, raise OSError, or CheckpointError with the last lines of its output.
+    """
     saved_by, loaded_by = counted(saved.world_size, "rank"), counted(dist.get_world_size(), "rank")
     say(f"{path.name} was saved by {saved_by}: converting it once, to load it on {loaded_by}")
     with tempfile.TemporaryDirectory(prefix=".universal-", dir=path) as temporary:

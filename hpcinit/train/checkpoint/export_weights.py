@@ -53,7 +53,7 @@ def export(
     Rank 0 needs memory on the CPU for the whole model in `dtype`. Raise RequestError on every rank if the model or the
     folder cannot be used, and CheckpointError if writing fails. An older export is then unchanged.
 
-    job: World.job.
+    job: the value of World.job.
     """
     if not isinstance(wrapped, Wrapped):
         raise RequestError(
@@ -125,15 +125,15 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Return relative path -> size of all files below `folder`."""
+    """Return the size of each file below `folder`, by its relative path."""
     found = (Path(inner, each) for inner, _, names in os.walk(folder) for each in names)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def _collect(wrapped: Wrapped, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the whole weights on rank 0 (other ranks: nothing). Tensors that the model shares stay shared.
+    """Return the whole weights on rank 0, and {} on the other ranks. Tensors that the model shares stay shared.
 
-    Every rank takes part for each module, whatever goes wrong on rank 0, so that no rank waits for another.
+    Even if rank 0 fails, every rank takes part in gathering each module, so that no rank waits for another forever.
     """
     model = wrapped.model
     # state_dict() first: it lets FSDP put its shards back into the modules. Its tensors are the parameters themselves.
@@ -167,7 +167,10 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _of_adapters(model: Any, named: Mapping[str, Tensor]) -> set[int]:
-    """Return the ids of the tensors that PEFT saves, so that the base model is not gathered. PEFT may rename them."""
+    """Return the ids of the tensors that PEFT saves, so that the base model is not gathered.
+
+    Names would not be enough, because PEFT may rename the tensors.
+    """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - the program has imported it
 
     found = {id(value) for value in named.values() if value.requires_grad}
@@ -200,7 +203,7 @@ def _write(
 def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write a model that is not Transformers' own.
 
-    Shared tensors are written once, as by safetensors.torch.save_model.
+    Write shared tensors only once, as safetensors.torch.save_model does.
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - not every program exports
 
@@ -213,7 +216,7 @@ def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Set the dtype in Transformers' config.json to that of the export. The key in version 4 is torch_dtype."""
+    """Set the dtype in Transformers' config.json to that of the export. Transformers 4 calls the key torch_dtype."""
     with suppress(FileNotFoundError):  # adapters have none
         document = json.loads(path.read_text())
         document |= {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in document}

@@ -147,7 +147,10 @@ def save_native(
 
 
 class _InMemory(FileSystem):
-    """The file system of a FileSystemWriter that writes into memory. names: the files, as in the checkpoint."""
+    """The file system of a FileSystemWriter that writes into memory.
+
+    names: the relative paths that the files have in the checkpoint.
+    """
 
     def __init__(self, staged: StagedFiles) -> None:
         self._staged, self.names = staged, list[str]()

@@ -39,9 +39,9 @@ _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(processes.Process):
-    """A job that may publish checkpoints. It is identified by its rank 0.
+    """A job that can publish checkpoints. It is identified by its rank 0.
 
-    job: World.job.
+    job: the value of World.job.
     cluster: Slurm's name of the cluster that assigned the job id, or '' without Slurm.
     run: the run folder, or '' without one. It is needed because Slurm reuses job ids after it loses its state.
     token: random, unique to this process and job.
@@ -165,10 +165,11 @@ def write(path: Path, owner: Owner) -> None:
 
 
 def has_ended(owner: Owner, mine: Owner) -> bool | None:
-    """Return whether a job can certainly publish nothing more, or None if neither its host nor Slurm shows that.
+    """Return True if `owner` can certainly publish nothing more, and False if it still can.
 
-    Only rank 0 publishes, so the end of its process is enough. If rank 0 ran on another node, it may still be alive
-    (for example suspended), however old its files are. Then only a final state of its Slurm job counts.
+    Return None if neither its host nor Slurm shows that. Only rank 0 publishes, so the end of its process is enough. If
+    rank 0 ran on another node, it may still be alive (for example suspended), however old its files are. Then only a
+    final state of its Slurm job counts.
     """
     if owner.token == mine.token or mine.is_restart_of(owner):
         return True

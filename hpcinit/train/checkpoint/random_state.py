@@ -65,7 +65,7 @@ def is_in(files: Container[str]) -> bool:
 
 
 def save_plain(value: Any, relative: str, write: Write, called: str) -> list[str]:
-    """Write a value that the program passed to a file, and return the file's relative path.
+    """Write one of the program's values to a file, and return the file's relative path.
 
     Raise RequestError if the file could not be read back, OSError if it cannot be written.
     """
