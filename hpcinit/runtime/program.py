@@ -179,7 +179,7 @@ def _command(program: Program) -> int:
 
 
 def _status(error: SystemExit) -> int:
-    """Return the exit status that Python gives to sys.exit(): 0 for None, or 1 for a text, which is also printed."""
+    """Return the status with which Python exits after sys.exit(): 0 for None, or 1 for a text. Print the text."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

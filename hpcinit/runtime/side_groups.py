@@ -157,7 +157,7 @@ def _resolved(address: str) -> str:
 
 
 def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: float, where: str) -> None:
-    """Wait until all ranks have connected. If one fails, raise BringUpError on this rank and the others."""
+    """Wait until all ranks have connected. If that fails, raise BringUpError on this rank and the others."""
     missing = list(range(world_size))
     try:
         _claim(store, rank, world_size, backend)
@@ -228,9 +228,9 @@ def _no_split() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unprefixed(store: Store | None) -> Iterator[None]:
-    """In this block, keep torch from adding the names of group and device to the store's keys, as vLLM does not.
+    """In this block, keep torch from adding the names of group and device to the store's keys.
 
-    Groups that other threads create meanwhile are not affected.
+    vLLM's function does not add them. Groups that other threads create meanwhile are not affected.
     """
     if store is None:
         yield

@@ -207,7 +207,7 @@ def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> 
 def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[str, str]:
     """Return the variable that sets gloo's interface to the one that reaches rank 0.
 
-    If gloo would choose an address that other nodes can reach, return {}.
+    Do so only if gloo would choose an address that other nodes cannot reach. Otherwise, return {}.
     """
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}

@@ -236,7 +236,7 @@ def _misfit(text: str, start: int, at: int) -> NodelistError:
 
 
 def _printable(text: str, most: int = 40) -> str:
-    """Return the text on one line, without characters that would move the caret below it to the wrong column."""
+    """Return the start of the text on one line of printable ASCII, so that the caret points at the right column."""
     return re.sub(r"[^ -~]", "?", text[:most]) + ("..." if len(text) > most else "")
 
 

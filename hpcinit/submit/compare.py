@@ -120,7 +120,7 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def _own(text: Sequence[str], run: Path) -> list[str]:
-    """Return the lines without what differs between any two runs: write RUN for the path, and remove the origin."""
+    """Replace the run's path with RUN and remove the lines on its origin: these differ between any two runs."""
     return [line.replace(str(run), "RUN") for line in text if not line.startswith((script.WRITTEN, script.COMMAND))]
 
 

@@ -218,7 +218,7 @@ def _require_trusted(pickle: Path) -> None:
 
 
 def _refuse_shared(folder: Path) -> None:
-    """Raise RequestError unless only this user owns the folder and can write to it. So /tmp is refused."""
+    """Raise RequestError unless the folder belongs to this user and only this user can write to it. /tmp is refused."""
     found = folder.stat()
     shared = found.st_mode & stat.S_ISVTX or safe_files.ownership_problem(folder, found, "")
     if shared or found.st_uid != os.geteuid():

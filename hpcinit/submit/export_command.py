@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
-    """Return the folder in which the program of a run starts, and its snapshot if it has one."""
+    """Return the folder in which the program of a run starts, and the run's code snapshot or None."""
     recorded = provenance.recorded_provenance(run)
     if config.snapshot != "git":
         return Path(recorded["workdir"]), None

@@ -35,7 +35,7 @@ def next_path(runs_dir: Path, name: str) -> Path:
 
 
 def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
-    """Return runs_dir/NAME-0001, or the next number that no run has had."""
+    """Return runs_dir/NAME-0001 or, if runs have had that number, the path with the next free number."""
     names = {path.name for path in promised if path.parent == runs_dir}
     return runs_dir / f"{name}-{run_numbers.next_number(runs_dir, name, names):04d}"
 
@@ -238,7 +238,8 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
     """Return whether the owner is gone. If that is unknown, return whether the claim has expired.
 
-    The age of the claim is measured with the file server's clock: by the time of the new run folder.
+    The claim's age is the difference between its time and that of the new run folder. The file server's clock sets
+    both.
     """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended

@@ -131,8 +131,8 @@ class RunJob(Job[core.R]):
     def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
         """Return the error of the first rank that raised one, or else of the first rank without a result.
 
-        If all ranks have a result, return None. If one rank fails, the others are ended and have no result. Do not wait
-        15 s for each of those, as submitit would.
+        If all ranks have a result, return None. If one rank fails, the others are ended and have no result. submitit
+        would wait 15 s for each of those, so the ranks with a result are read first.
         """
         if not self._sub_jobs:
             return super().exception()

@@ -128,7 +128,7 @@ def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[di
 def job_environment(env: Mapping[str, str], config: Config) -> tuple[dict[str, str], DroppedVariables]:
     """Return the environment for sbatch, and which variables the job does not get.
 
-    The job does not get other jobs' variables and secrets. A proxy setting is passed on even if it contains a password,
+    The job gets neither other jobs' variables nor secrets. A proxy setting is passed on even if it contains a password,
     unless config.secret_names lists the variable.
     """
     secrets, patterns = config.secrets, config.secret_names

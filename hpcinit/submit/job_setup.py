@@ -89,9 +89,9 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 
 
 def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
-    """Yield lines that set cluster.env and job.env, except the variables `own`.
+    """Yield lines that set the variables in cluster.env and job.env.
 
-    An array task reads those from its file.
+    An array task reads the variables `own` from its file instead.
     """
     read = False
     for name, value in env.items():

@@ -40,7 +40,7 @@ def activation_memory(
     heads: the number of attention heads, or 0 with flash attention, which never stores the scores.
 
     cp divides the sequence. With pp (1F1B), the first stage keeps one micro batch for each stage, so the activations of
-    all layers count. With fp32, everything counts twice, even the masks, which have one byte per value.
+    all layers count. With fp32, the whole result is doubled, even the part for the one-byte masks.
     """
     samples = sequence // layout.cp * micro * hidden  # s*b*h
     layer = samples * (10 + 24 / layout.tp + 5 * heads * sequence / (hidden * layout.tp))

@@ -93,7 +93,7 @@ def _submit_all(requests: Sequence[tuple[Path, Request]], command: Sequence[str]
 
 
 def _given(run: Path, overrides: Sequence[str]) -> list[str]:
-    """Return what the user typed before `--`, for the first submission of `run` and for this one."""
+    """Return what the user typed before `--` when `run` was submitted, with `overrides` in place of the same keys."""
     changed = program_arguments.given_keys(overrides)
     typed = requests_of_runs.read(run).typed
     return [*(word for word in typed if not program_arguments.given_keys([word]) & changed), *overrides]
@@ -143,7 +143,10 @@ def _show_other_variables(run: Path, request: Request) -> None:
 
 
 def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
-    """Change to the folder to which the request's relative paths refer, or to the snapshot's copy of it."""
+    """Change to the folder to which the request's relative paths refer.
+
+    That is the folder in which the run started or, if the run has a snapshot, the copy of that folder in the snapshot.
+    """
     known, job = provenance.recorded_provenance(run), document["job"]
     place = Path(known["workdir"])
     code = known.get("snapshot")

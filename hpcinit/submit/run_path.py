@@ -23,7 +23,7 @@ class RunPath:
     def component(self, number: int) -> RunPath:
         """Return the folder of one component of a heterogeneous job, if each component is a separate world.
 
-        The first component uses the run folder itself.
+        The folder of the first component is the run folder itself.
         """
         return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 

@@ -47,7 +47,7 @@ END_S = 5.0  # a writer without a save ends in milliseconds
 
 
 class BackgroundSaves:
-    """This rank's writer process, and the one save that it may be writing.
+    """This rank's writer process, and the save that it is writing, if any.
 
     staged: the rank's files in memory.
     """
