@@ -19,7 +19,7 @@ class World:
     Raise WorldError if the given values contradict each other.
 
     Attributes:
-        launcher: the launcher whose variables were read, as in 'slurm'.
+        launcher: the launcher whose variables were read, such as 'slurm'.
         rank: 0 to world_size - 1.
         world_size: the number of ranks.
         local_rank: 0 to local_world_size - 1, among the ranks of this node.
@@ -30,8 +30,8 @@ class World:
         master_ports: candidates for rank 0's port, in order of preference.
         job: the unique name of this attempt (job, step, restart). Ports and nonces depend on it.
         warnings: contradicting values of other launchers in the environment, one sentence each.
-        master_known: False if this rank cannot know rank 0's host. Then master_addr and the order of hosts are
-            guesses, and rank 0, whose master_addr is its own host, must publish it.
+        master_known: False if this rank cannot know rank 0's host. Then the order of hosts is a guess, and so is
+            master_addr, except on rank 0. There, master_addr is its own host, which it must publish.
         node_count: the number of nodes if the launcher counts them without naming them; else 0.
         ranks_here: all ranks of this node; empty if the launcher does not name them.
     """
@@ -102,8 +102,8 @@ ENV_WORLD = "HPCINIT_WORLD"
 def exports(world: World) -> dict[str, str]:
     """Return the environment variables that scripts for torch's `env://` and for torchrun read.
 
-    So these scripts run unchanged. Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment
-    variables). HPCINIT_WORLD, which contains the job of this world, shows to which world the other variables belong.
+    With these, such scripts run unchanged. Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment
+    variables). HPCINIT_WORLD contains World.job and shows that the other variables were set for this world.
     """
     return {
         "RANK": str(world.rank),

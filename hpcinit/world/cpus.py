@@ -33,7 +33,7 @@ def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
 
 
 def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
-    """Return the CPUs that a process of this job could use without a binding: online and in the job's control group."""
+    """Return the CPUs that an unbound process of this job could use: those online and in the job's control group."""
     online = numbers((sysfs / "devices/system/cpu/online").read_text())
     for line in read_or_empty(proc / "self/cgroup").splitlines():
         # "0::/system.slice/job_7" is version 2, "4:cpuset:/slurm/job_7" version 1.

@@ -47,9 +47,9 @@ class Found(NamedTuple):
 def rename_host(host: str, template: str) -> str:
     """Return the name of `host` on the network that `template` describes.
 
-    The template is as in '{host}-ib0', or a plain suffix. With the template '', return `host` unchanged. Raise
-    ConfigError unless the template has exactly one {host} and no other placeholder. Raise WorldError if the result is
-    not a host name.
+    The template contains {host}, as in '{host}-ib0', or is a plain suffix. With the template '', return `host`
+    unchanged. Raise ConfigError if the template has more than one {host}, or any other brace. Raise WorldError if the
+    result is not a host name.
     """
     rest = template.replace(PLACEHOLDER, "", 1)
     if "{" in rest or "}" in rest:
@@ -127,9 +127,10 @@ def find_address(
 
 
 def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
-    """Choose one of the addresses of a name: no loopback, IPv4 before IPv6, and otherwise the first.
+    """Choose one of a host's addresses: IPv4 before IPv6, and otherwise the first. Skip loopback addresses.
 
-    Raise WorldError if other nodes cannot connect to any of them.
+    A loopback address is only chosen for a single node without other addresses. Raise WorldError if other nodes cannot
+    connect to any of the addresses.
     """
     parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in addresses]
     usable = [ip for ip in parsed if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
@@ -150,9 +151,9 @@ def in_url(host: str, port: int) -> str:
 
 
 def node_aliases(text: str) -> dict[str, str]:
-    """Return the address of each node in SLURM_NODE_ALIASES. Slurm sets this variable if nodes' names may not resolve.
+    """Return the address of each node in SLURM_NODE_ALIASES. Slurm sets this variable if DNS may lack the nodes' names.
 
-    '(null)' means that there is none. Raise WorldError if Slurm would not have written such a text.
+    '(null)' means that there are no aliases. Raise WorldError if the text is not in the form that Slurm writes.
     """
     if text in {"", "(null)"}:
         return {}
@@ -213,8 +214,8 @@ def towards(address: str) -> str:
 def default_address() -> str:
     """Return this node's address on its default route. Without one, return its first usable address.
 
-    Loopback and link-local addresses are not usable. If there is no usable address, return ''. Nothing is sent to the
-    addresses below; they are reserved for documentation.
+    Loopback and link-local addresses are not usable. If there is no usable address, return ''. The route is looked up
+    with addresses that are reserved for documentation, and nothing is sent to them.
     """
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):

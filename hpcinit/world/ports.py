@@ -38,8 +38,8 @@ _SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
 def candidate_ports(job: str) -> tuple[int, ...]:
     """Return the ports that one attempt of a job may use, equal on every rank.
 
-    There are PORT_COUNT + LOW_PORT_COUNT different ones. A hash determines them, because jobs with consecutive ids
-    share nodes. If the ports were consecutive too, jobs that need two ports each would collide.
+    A hash of the name chooses PORT_COUNT + LOW_PORT_COUNT different ports. Jobs with consecutive ids share nodes: if
+    their ports were consecutive too, jobs that need two ports each would collide.
 
     job: the name of the attempt: job, step and restart.
     """
@@ -52,9 +52,9 @@ def candidate_ports(job: str) -> tuple[int, ...]:
 
 
 def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Sort the ports so that those that this node does not assign to outgoing connections are first.
+    """Sort the ports: first those that this node does not assign to outgoing connections, then the others.
 
-    Also return a warning if there are fewer of these than the two that rank 0 needs, else ''.
+    Also return a warning if there are fewer than two of the former, because rank 0 needs two; else ''.
     """
     try:
         first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())

@@ -52,7 +52,6 @@ def addresses(world: World, template: str) -> list[network.Found]:
 
 
 def _resolve_or_nothing(name: str) -> Sequence[str]:
-    """Return the addresses of `name`, or none if it does not resolve."""
     try:
         return network.resolve(name)
     except OSError:
@@ -64,7 +63,7 @@ NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
 
 @functools.cache
 def _slurm_address(host: str) -> str | None:
-    """Return Slurm's address of the node, for names that do not resolve, or None if Slurm has none."""
+    """Return the address that Slurm has for a node, or None. It is needed if the node's name does not resolve."""
     if alias := network.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
         return alias
     try:
@@ -94,9 +93,9 @@ def _rank_0_file(world: World) -> Path | None:
 def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
     """Write rank 0's host into the run folder, for ranks that cannot compute it.
 
-    This is the case with --distribution=arbitrary if there is no host file. With `address`, also write the address at
-    which rank 0 listens, for nodes that cannot resolve the host's name. If the file shows that a second process acts as
-    rank 0 on another node, raise BringUpError that names both.
+    One example is --distribution=arbitrary without a host file. With `address`, also write the address at which rank 0
+    listens, for nodes that cannot resolve the host's name. If the file shows that a second process acts as rank 0 on
+    another node, raise a BringUpError that names both processes.
 
     me: the host and the process id of rank 0.
     """
@@ -126,7 +125,7 @@ def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
 
 
 def _read_published(world: World) -> tuple[str, str]:
-    """Return the host and the address that rank 0 has published, '' for each if it has not."""
+    """Return the host and the address that rank 0 has published. Each is '' if rank 0 has not published it."""
     path = _rank_0_file(world)
     try:
         host, _, _, address, *_ = [*(path.read_text().split("\n") if path is not None else []), *[""] * 4]

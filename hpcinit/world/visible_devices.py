@@ -63,8 +63,8 @@ def read(env: Mapping[str, str], kind: str, is_task: bool = False) -> Visible:
     """Return which devices the environment `env` lets this process see.
 
     kind: cuda, rocm or xpu. For other kinds, nothing is restricted.
-    is_task: whether Slurm started this rank as a task. A rank under torchrun or mpirun is none: the devices of the task
-        belong to all ranks that the task started.
+    is_task: whether Slurm started this rank as a task. It is False under torchrun or mpirun: the devices of the task
+        then belong to all ranks that the task started.
     """
     names = _READERS[kind](env) if kind in _READERS else None
     bound = _PER_TASK.search(next((env[name] for name in BINDINGS if name in env), "")) if is_task else None
@@ -107,7 +107,7 @@ def given(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tuple[str, ...] | None:
-    """Return the devices in the variable in the way in which torch and the driver read it, or None if it is not set."""
+    """Return the devices that torch and the driver read from the variable, or None if it is not set."""
     text = env.get(variable)
     if text is None:
         return None
@@ -159,7 +159,7 @@ _READERS = {"cuda": cuda, "rocm": rocm, "xpu": xpu}
 
 
 def _rocr(env: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the list, which may mix indices and UUIDs, unlike CUDA's: "0,GPU-4b2c1a9f"."""
+    """Return the entries of ROCR_VISIBLE_DEVICES. They may mix indices and UUIDs, unlike CUDA's: "0,GPU-4b2c1a9f"."""
     text = env.get("ROCR_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -175,9 +175,9 @@ def _number(word: str) -> str:
 
 
 def _on_node(env: Mapping[str, str]) -> int | None:
-    """Return SLURM_GPUS_ON_NODE, the step's devices on this node.
+    """Return how many ranks on this node have a device from Slurm, or None if unknown.
 
-    --ntasks-per-gpu multiplies it, as tasks share them.
+    It is SLURM_GPUS_ON_NODE, multiplied by --ntasks-per-gpu, because that many tasks share a device.
     """
     devices, sharing = env.get("SLURM_GPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_GPU", "1")
     return int(devices) * int(sharing) if devices.isdigit() and sharing.isdigit() else None

@@ -40,12 +40,13 @@ class Loaded:
 
     Attributes:
         step: the saved step.
-        samples: number of samples that all ranks had processed by then.
-        extra: the saved `extra`.
-        loader: whether the loader's position was restored. It is False if none was saved or passed, or if the data is
-            now divided into another number of shares. Skip `samples` samples of the whole data set then.
-        random: whether the states of the random generators were restored. It is False if the layout has changed: they
-            are then seeded again, see random_state.
+        samples: how many samples all ranks together had processed by that step.
+        extra: the value of `extra` that was passed to save().
+        loader: whether the loader's position was restored. It is False if no position was saved, if load() got no
+            loader, or if the data is now divided into another number of shares. Then skip `samples` samples of the
+            whole data set.
+        random: whether the states of the random generators were restored. It is False if the layout has changed. The
+            generators are then seeded again, see random_state.
     """
 
     step: int
@@ -70,7 +71,7 @@ def save(
     job: str = "",
     wait: bool = True,
 ) -> Path:
-    """Save a checkpoint after `step` steps of the optimizer, and return its folder. Every rank must call it.
+    """Save the state after `step` optimizer steps as a checkpoint, and return its folder. Every rank must call it.
 
     Args:
         wrapped: the model and optimizer, as run.wrap() returned them.
@@ -80,8 +81,8 @@ def save(
         samples: number of samples processed so far; None: step x global batch.
         keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
         timeout: how long ranks wait for each other.
-        job: World.job, which orders the attempts of a job. Only rank 0's value is used.
-        wait: False: return when the state is copied into memory. See Runtime.save.
+        job: World.job. It shows which of a job's attempts is the latest. Only rank 0's value is used.
+        wait: if False, return as soon as the state is copied into memory. See Runtime.save.
 
     Raises RequestError if something cannot be saved or if another job is now using the folder. Raises CheckpointError
     if writing fails. In both cases, existing checkpoints are unchanged.
@@ -170,7 +171,7 @@ def _start_saving(
     saves: BackgroundSaves,
     keep: int | None,
 ) -> bool:
-    """Copy the state into memory and have the writer processes save it. Return False if a rank cannot."""
+    """Copy the state into memory, and make the writer processes save it. Return False if this fails on any rank."""
     problem = saves.start()
     names = _write(wrapped, unfinished.path, layout, loader, extra, saves.staged)
     problems = native_checkpoint.everywhere(lambda: problem or saves.staged.problem())
@@ -195,11 +196,11 @@ def load(
 ) -> Loaded | None:
     """Load the newest complete checkpoint into a model that run.wrap() returned. Return None if there is none.
 
-    Every rank must call it. First the ranks read all files and compare their checksums. Each file is read by one rank.
-    If a checkpoint is damaged, print a message and use the one before it. The number of ranks and the layout may differ
-    from those that saved it. The wrapper may differ only between ddp and fsdp. Random numbers continue as without an
-    interruption, unless a DataLoader draws from torch's default generator at its start. To avoid that, pass it
-    run.loader_options().
+    Every rank must call it. First, the ranks check the checksums of all files. Each file is read by one rank. If a
+    checkpoint is damaged, print a message and use the one before it. The number of ranks and the layout may differ from
+    those of the saving run. A checkpoint of ddp can be loaded with fsdp, and the reverse; no other change of the
+    wrapper is possible. Random numbers continue as without an interruption, unless a DataLoader draws from torch's
+    default generator at its start. To avoid that, create it with the options from run.loader_options().
 
     Args:
         wrapped: the model and optimizer, as run.wrap() returned them.
@@ -224,7 +225,7 @@ def load(
 
 
 def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Description] | None:
-    """Return the newest step whose files are undamaged, the same on every rank."""
+    """Return the newest step whose files are undamaged. The result is the same on every rank."""
     say_once = cache(say)
 
     def newest() -> tuple[Path, Description] | None:
@@ -292,7 +293,7 @@ def _write(
 ) -> list[str]:
     """Write this rank's files into `folder` or `staged`, and return their names.
 
-    Write the program's own values first: they are small, and most likely to fail.
+    Write the program's own values first, because they are small, and saving them is most likely to fail.
     """
     rank = dist.get_rank()
 
@@ -337,7 +338,7 @@ def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
 
 
 def _place(loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description) -> bool:
-    """Restore the loader's position and return whether that worked. Otherwise rank 0 prints the reason."""
+    """Restore the loader's position and return True. If that is impossible, return False; rank 0 prints the reason."""
     there = of_data.is_in(saved.files)
     if loader is not None and there and saved.data_parallel == layout.data_parallel:
         of_data.load_loader_state(loader, layout, dist.get_rank(), path)

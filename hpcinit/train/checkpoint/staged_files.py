@@ -48,7 +48,7 @@ class StagedFile(io.RawIOBase):
         return len(view)
 
     def close(self) -> None:
-        """Do nothing: torch closes a file that it has written."""
+        """Do nothing. torch calls this after it has written the file, but the content is still needed."""
 
     def free(self) -> None:
         """Return the file's memory to the system."""
@@ -83,11 +83,14 @@ class StagedFiles:
         self._known: dict[str, StagedFile] = {}
 
     def problem(self) -> str:
-        """Return why one of the files is not complete, or ''."""
+        """Return why a file is incomplete, or '' if all files are complete."""
         return next((file.problem for file in self._known.values() if file.problem), "")
 
     def open(self, name: str) -> StagedFile:
-        """Return the file with this name, emptied. Raise OSError if this process has too many open files."""
+        """Return an empty file with this name. If the file exists, empty it.
+
+        Raise OSError if this process has too many open files.
+        """
         if name not in self._known:
             self._known[name] = StagedFile(self._ranks_here)
         self._known[name].size = 0

@@ -91,7 +91,10 @@ def _publish(asked: Mapping[str, Any], path: Path, mine: Mapping[str, File]) -> 
 
 
 def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
-    """Wait until the other ranks have written their parts. Raise FileNotFoundError if one gives the step up."""
+    """Wait until the other ranks have written their parts, and return the files in these parts.
+
+    Raise FileNotFoundError if a rank has given up this step.
+    """
     awaited = {WRITTEN.format(rank=rank) for rank in range(1, world_size)}
     while not awaited <= set(os.listdir(path)):  # noqa: PTH208 - names only
         time.sleep(POLL_S)
@@ -103,7 +106,10 @@ def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
 
 
 def _copy(descriptor: int, size: int, unfinished: Path, path: Path) -> None:
-    """Write the file and sync it. Create its folder, but not the unfinished step, which may have been removed."""
+    """Copy the file to `path` and sync it.
+
+    If the folder of `path` is missing, create it, unless it is `unfinished`: another job may have removed that.
+    """
     if path.parent != unfinished:
         path.parent.mkdir(exist_ok=True)
     with path.open("wb") as stream:

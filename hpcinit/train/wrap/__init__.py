@@ -50,11 +50,11 @@ def wrap(
 
     Args:
         model: the whole model, on any device; it is changed in place.
-        mesh, layout: those of the run, with every degree computed.
+        mesh, layout: those of the run. No degree of the layout may be -1.
         optimizer: a function that creates an optimizer for the parameters, such as
             `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or if DeepSpeed creates
             the optimizer.
-        tp_plan: maps module names, in which * matches one part, to torch's ParallelStyle.
+        tp_plan: torch's ParallelStyle for each name of a module. In a name, * matches one part between dots.
         blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
             each outermost ModuleList or Sequential whose children are all of one class.
         mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.

@@ -18,10 +18,10 @@ from hpcinit.train.wrap.sequence import Context
 def prepare(
     model: nn.Module, chosen: Sequence[nn.Module] | None, training: Training, again: Context
 ) -> list[nn.Module]:
-    """Return the model's blocks. If configured, activation checkpointing and torch.compile are applied to them.
+    """Apply activation checkpointing and torch.compile, if configured, to the model's blocks. Return the blocks.
 
-    Raise RequestError if that is configured but the model has no blocks, or if a module in `chosen` is not part of the
-    model.
+    Raise RequestError if one of the two is configured but the model has no blocks, or if a module in `chosen` is not
+    part of the model.
 
     chosen: the blocks that the user selected, or None.
     again: a context manager that is active while a checkpointed block runs a second time.
@@ -48,10 +48,10 @@ def prepare(
 
 
 def _compile(block: nn.Module) -> None:
-    """Compile the block's forward function.
+    """Compile the block.
 
-    block.compile() would silently skip the code of torch's own modules. Of a block that consists only of those, such as
-    a bare nn.TransformerEncoderLayer, it would compile nothing.
+    block.compile() silently skips the code of torch's own modules. If a block has only such modules, as a bare
+    nn.TransformerEncoderLayer does, compile its forward function instead.
     """
     if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):
         block.forward = torch.compile(block.forward)
@@ -60,9 +60,10 @@ def _compile(block: nn.Module) -> None:
 
 
 def found(model: nn.Module) -> list[str]:
-    """Return the names of the model's blocks: the children of ModuleLists and Sequentials that have one class.
+    """Return the names of the model's blocks.
 
-    Only the outermost ModuleLists and Sequentials count.
+    They are the children of each ModuleList or Sequential whose children are all of one class. Children without
+    parameters are left out, and so are ModuleLists and Sequentials inside a block.
     """
     names: list[str] = []
     for name, module in model.named_modules():

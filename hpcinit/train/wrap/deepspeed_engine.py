@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def undo_first_step(engine: Any) -> None:
-    """Reset the engine's optimizer to the state before its first step. With other ZeRO stages and fp32, do nothing.
+    """Undo the step that DeepSpeed's optimizer makes at its start with ZeRO 0 in 16 bits. Otherwise, do nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes a step with zero gradients. Without the reset, Adam's count would start at 2, so its bias correction would be
+    makes this step with zero gradients. If it were kept, Adam's count would start at 2, so its bias correction would be
     wrong and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many. After
-    the reset, the first step creates the states, as in stages 1 to 3.
+    this function, the first real step creates the states, as in stages 1 to 3.
     """
     wrapper = engine.optimizer
     if type(wrapper).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
@@ -106,7 +106,7 @@ def check_movable(engine: Any, chosen: frozenset[State]) -> None:
 def offload_zero_states(
     engine: Any, chosen: frozenset[State], pin_memory: bool, non_blocking: bool
 ) -> frozenset[State]:
-    """Move the states to the CPU. Return the names of those that this engine has."""
+    """Move the chosen states to the CPU. Return the names of those that DeepSpeed has moved."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - takes a second to import
 
     wanted = [OffloadStateTypeEnum(name) for name in sorted(chosen)]
@@ -136,9 +136,11 @@ _OF_TORCH = {*_UNSUPPORTED, "foreach", "fused", "decoupled_weight_decay"}  # key
 def _with_cpu_adam(
     optimizer: Optimizer, config: Mapping[str, Any], chosen: Mapping[str, Any], device: torch.device
 ) -> Optimizer:
-    """Return CPUAdam instead of torch's Adam or AdamW if its states are offloaded and every node has built the op.
+    """Return DeepSpeed's CPUAdam if it can replace the optimizer, else the optimizer itself. Every rank must call it.
 
-    Otherwise return the optimizer unchanged. Rank 0 prints one line. Every rank must call it.
+    It can if the optimizer is torch's Adam or AdamW, its states are offloaded, and every node has built CPUAdam's op.
+    Then, or if only the op is missing, rank 0 prints which optimizer is used.
+
     config: the config of DeepSpeed's engine.
     chosen: the part of the config that the user has set.
     """
@@ -239,7 +241,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
 
 
 def _deepcompile(engine: Any) -> None:
-    """Compile the engine. Without this call DeepSpeed's key has no effect. DeepCompile's op exists only for GPUs."""
+    """Compile the engine with DeepCompile, which needs a GPU. Without this call, DeepSpeed ignores its key."""
     from deepspeed.compile import util  # noqa: PLC0415 - as above
 
     if util.is_deepcompile_supported():
@@ -274,7 +276,7 @@ class Engine(Wrapped):
 
     engine: DeepSpeed's engine.
     grad_norm: the norm of the gradients. None in ZeRO 0, which does not compute it.
-    divided: among how many ranks the program itself has divided the model.
+    divided: the number of ranks among which the program itself has divided the model.
     """
 
     checkpoint_format = wrappers.DEEPSPEED_FORMAT
@@ -358,11 +360,11 @@ def _divided_by(mpu: Any) -> int:
 
 
 def _summed(engine: Any) -> int:
-    """Return the number of ranks of a sequence over which DeepSpeed sums gradients instead of averaging them.
+    """Return over how many ranks of a sequence DeepSpeed sums gradients instead of averaging them.
 
-    Stages 0 to 2 sum over all of them (stage_1_and_2.py: world size / sequence_parallel_size). Stage 3 sums over none,
-    because reduce_scatter_coalesced divides by the world size (both in 0.18.5 and 0.19.8). Raise RequestError if stage
-    3 treats parameters differently.
+    In stages 0 to 2, it sums over all ranks of a sequence (stage_1_and_2.py: world size / sequence_parallel_size). In
+    stage 3, the result is 1, because reduce_scatter_coalesced divides by the world size (both in 0.18.5 and 0.19.8).
+    Raise RequestError if stage 3 has reduce_scatter=false, because the scale then depends on a parameter's size.
     """
     size: int = engine.sequence_parallel_size
     if engine.zero_optimization_stage() < 3 or size == 1:

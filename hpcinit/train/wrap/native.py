@@ -54,7 +54,7 @@ def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Param
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     """Scale the gradients so that their 2-norm is at most `most`.
 
-    Return the norm before that, the same on every rank.
+    Return the norm before scaling. It is the same on every rank.
     """
     groups = [[p for p in group if p.grad is not None] for group in parameters_by_mesh(parameters)]
     norms = [
@@ -105,9 +105,9 @@ def fsdp_meshes(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh over which fully_shard shards and replicates parameters, and the tensor parallel mesh or None.
 
-    Both are parts of the same mesh. Ranks with different parts of a sequence count as data parallel. Without sharding,
-    each data parallel rank has whole parameters, and fully_shard gets a mesh whose last dimension is 1. (DDP itself
-    would convert DTensors in each forward pass.)
+    Both are parts of the same mesh. Ranks with different parts of a sequence count as data parallel. If `sharded` is
+    False, each data parallel rank has whole parameters: fully_shard gets a mesh whose last dimension is 1. DDP is not
+    used then, because it would convert DTensors in each forward pass.
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
     if found is not None:
@@ -165,9 +165,8 @@ def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Divide the model among the tensor parallel ranks, in place.
 
-    Raise RequestError if a name in `plan` matches no module.
-
-    For such a name, torch itself only prints a warning and trains the layer undivided.
+    Raise RequestError if a name in `plan` matches no module. torch itself would only print a warning and train the
+    layer undivided.
 
     mesh: the tensor parallel mesh.
     """
@@ -258,7 +257,7 @@ def _ignore(synchronize: bool) -> None:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Return the parameters, in groups if they are on different meshes."""
+    """Return the parameters to train, in one group per mesh if they are on different meshes."""
     groups = parameters_by_mesh(p for p in model.parameters() if p.requires_grad)
     return groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
 

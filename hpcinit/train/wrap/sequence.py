@@ -26,7 +26,7 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  #
 
 
 def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-    """Return this rank's part of each tensor along `dim`, for tokens, targets, and the positions that the model needs.
+    """Return this rank's part of each tensor along `dim`. Use it for tokens, targets and positions.
 
     All ranks of a group must pass equal tensors. Raise RequestError if the length is not a multiple of cp (for ring
     attention: 2 x cp). In ring attention, each rank gets one piece from the front of the sequence and one from the
@@ -52,8 +52,8 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
 class Attention:
     """Context managers for a forward pass, a backward pass, and the second forward pass of a checkpointed block.
 
-    They make F.scaled_dot_product_attention use whole sequences, although the queries, keys and values that it gets are
-    only of one part.
+    With them, F.scaled_dot_product_attention works on whole sequences, although each rank passes it the queries, keys
+    and values of only a part.
     """
 
     forward: Context = nullcontext
@@ -96,9 +96,10 @@ def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 
 
 class Ulysses(TorchFunctionMode):
-    """Exchanges data before and after attention: from all heads of a part of the sequence to some heads of all of it.
+    """Makes attention work on whole sequences. Ranks exchange data before each call, and exchange the result back.
 
-    This is DeepSpeed-Ulysses (arXiv:2309.14509). It affects only calls of F.scaled_dot_product_attention.
+    A rank that has all heads of a part of the sequence gets some heads of the whole sequence. This is DeepSpeed-Ulysses
+    (arXiv:2309.14509). It affects only calls of F.scaled_dot_product_attention.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -123,7 +124,7 @@ class Ulysses(TorchFunctionMode):
         return self._back(func(*map(self._whole, parts), **given))
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Exchange (..., heads, part, width) for (..., heads / cp, whole, width)."""
+        """Exchange data between the ranks: (..., heads, part, width) becomes (..., heads / cp, whole, width)."""
         ranks = self._mesh.size()
         if x.shape[-3] % ranks:
             raise RequestError(

@@ -39,15 +39,15 @@ class Wrapped(abc.ABC):
     """A model that all ranks train together, and its optimizer.
 
     Attributes:
-        model: the model itself, with its parameters and state. With FSDP and tensor parallelism it has only this
-            rank's shards.
+        model: the model itself, with its parameters and state. With FSDP and tensor parallelism it has only this rank's
+            shards.
         optimizer: the optimizer, or None.
         grad_norm: 2-norm of all gradients of the last step before clipping; None before the first step and without
             gradient_clip.
         offloaded: names of the states that are not on the device now.
         checkpoint_format: see records/wrappers.py.
         zero_stage: stage of DeepSpeed's ZeRO, or None without DeepSpeed.
-        scaler: the gradient scaler for fp16, or None if DeepSpeed scales them.
+        scaler: the gradient scaler for fp16, or None if DeepSpeed scales the gradients.
     """
 
     checkpoint_format: ClassVar[str] = wrappers.TORCH_FORMAT
@@ -99,9 +99,7 @@ class Wrapped(abc.ABC):
         self._to_step = True
 
     def step(self) -> bool:
-        """Take an optimizer step if the accumulation is complete.
-
-        Then zero the gradients and return True, else return False.
+        """Take an optimizer step, zero the gradients and return True. During an accumulation, only return False.
 
         Raise RequestError if backward() was not called since the last step(), or if there is no optimizer.
         """
@@ -121,7 +119,7 @@ class Wrapped(abc.ABC):
 
     @property
     def between_steps(self) -> bool:
-        """Return whether no accumulation is in progress. Only then does a checkpoint lose no gradients."""
+        """Return True if no accumulation is in progress. During an accumulation, a checkpoint would lose gradients."""
         return not (self._behind or self._to_step)
 
     def offload_states(
@@ -138,10 +136,10 @@ class Wrapped(abc.ABC):
         pass is not possible either. Raise RequestError if a state cannot be moved.
 
         Args:
-            include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. DDP and FSDP can
-                move only optim_states, ZeRO all. Stage 3 needs deepspeed.optimizer=adamw for optim_states and
-                hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a line reports
-                that.
+            include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. DDP and FSDP can move
+                only optim_states, ZeRO can move all. Stage 3 needs deepspeed.optimizer=adamw for optim_states and
+                hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a message
+                reports that.
             device: 'cpu' is the only choice.
             pin_memory: move to pinned memory, which is faster to copy.
             non_blocking: return before the copies are done.
@@ -180,12 +178,10 @@ class Wrapped(abc.ABC):
             )
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Return the loss to pass to backward(): the mean over the tokens of all ranks.
+        """Return this rank's loss for backward(). Its average over the ranks is the mean over all tokens.
 
-        Ranks may have different numbers of tokens.
-
-        If T is the sum of all counts and n the number of ranks, the result is total * n / T. Its average over the ranks
-        is the mean over all tokens. All passes of an accumulation have equal weights. Every rank must call it.
+        Ranks may have different numbers of tokens. If T is the sum of all counts and n the number of ranks, the result
+        is total * n / T. All passes of an accumulation have equal weights. Every rank must call it.
 
         Args:
             total: the sum of this rank's token losses.
@@ -223,9 +219,8 @@ class Wrapped(abc.ABC):
     def whole_weights(self, wanted: Collection[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter and buffer together with its complete tensor.
 
-        The tensor is only valid until the next one.
-
-        Every rank must iterate to the end, because the ranks communicate.
+        Each complete tensor is valid only until the next one is yielded. Every rank must iterate to the end, because
+        the ranks communicate.
 
         Args:
             wanted: ids of the parameters and buffers to yield. Others in the same module may be yielded too.
@@ -251,9 +246,9 @@ class Wrapped(abc.ABC):
 
 
 def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yield each module that directly contains a wanted parameter or buffer.
+    """Yield each module that directly contains a wanted parameter or buffer, and all tensors that it directly contains.
 
-    Also yield all that the module contains directly.
+    wanted: the ids of the parameters and buffers.
     """
     for module in model.modules():
         mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -60,7 +60,7 @@ def _differing(
 
 
 def _rendezvous(env: Mapping[str, str], world: World, chosen: Mapping[str, str]) -> list[str]:
-    """Return the contradictions of MASTER_ADDR and MASTER_PORT, unless the launcher or hpcinit has set them."""
+    """Return how MASTER_ADDR and MASTER_PORT contradict the world, or [] if the launcher or hpcinit has set them."""
     if world.world_size == 1 or "RANK" in chosen.values() or env.get(ENV_WORLD) == world.job:
         return []
     found = []
@@ -147,10 +147,7 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
 
 
 def display_name(world: World, env: Mapping[str, str]) -> str:
-    """Return the launcher's name to show to the user.
-
-    cluster=local sets Slurm's variables, although there is no Slurm.
-    """
+    """Return the launcher's name to show to the user. With cluster=local, it is 'local' instead of 'slurm'."""
     return from_environment(env).name if world.launcher == slurm_step.NAME else world.launcher
 
 
@@ -169,7 +166,10 @@ def _present(env: Mapping[str, str], process: Process) -> Launcher:
 
 
 def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
-    """Raise WorldError if two MPI launchers, or one and Horovod, claim this process: their nesting order is unknown."""
+    """Raise WorldError if two of Open MPI, MPICH and Horovod claim this process with different ranks or world sizes.
+
+    It is unknown which of them started the other.
+    """
     if chosen not in (horovod, openmpi, mpich):
         return
     for other in (openmpi, mpich):
@@ -211,8 +211,8 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
 def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
     """Raise WorldError if Slurm's variables describe one of several ranks, but no job.
 
-    Each rank would otherwise be a world of one, and the job would succeed. Containers and wrappers that filter the
-    environment cause this.
+    Without this check, each rank would be a world of its own, and the job would succeed. Containers and wrappers that
+    filter the environment can remove the job's variables.
     """
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     tasks = env.get("SLURM_NTASKS", "")

@@ -42,10 +42,14 @@ class Rank0Unnamed:
         node_rank: str = "",
         node_count: int = 0,
     ) -> World:
-        """Return the world. names: the variable for each value.
+        """Return the world.
 
-        job: the name of this start. own: this node's name. guess: an address that may be rank 0's. node_rank: the
-        variable with the node's number, or '' if nodes are filled in order. node_count: 0 if unknown.
+        names: the variable for each value.
+        job: the name of this start.
+        own: this node's name.
+        guess: an address that may be rank 0's.
+        node_rank: the variable with the node's number, or '' if nodes are filled in order.
+        node_count: the number of nodes, or 0 if unknown.
 
         Raise WorldError if a value is missing, or if there is no address for the rendezvous.
         """
@@ -81,8 +85,9 @@ class Rank0Unnamed:
 class OpenMpi(Rank0Unnamed):
     """Open MPI's launcher, mpirun.
 
-    Variables: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html Recorded from Open MPI 4.1.4 (Debian
-    12), including the undocumented OMPI_MCA_orte_*.
+    Variables: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
+
+    The undocumented OMPI_MCA_orte_* are known from recordings of Open MPI 4.1.4 (Debian 12).
     """
 
     NAME = "openmpi"
@@ -122,7 +127,7 @@ class Mpich(Rank0Unnamed):
     """Hydra, which is the launcher of MPICH, Intel MPI and MVAPICH, or another launcher that uses PMI.
 
     PMI_RANK and PMI_SIZE are from PMI. MPI_LOCALRANKID and MPI_LOCALNRANKS are from Hydra (recorded from 4.0.2, Debian
-    12). Cray's launcher calls them PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
+    12). Cray's launcher calls the latter two PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
     """
 
     NAME = "mpich"
@@ -172,8 +177,8 @@ class Mpich(Rank0Unnamed):
 def control_port(pid: int, proc: Path = PROC) -> str:
     """Return the host and port, such as 'n1:35417', at which the mpiexec that started process `pid` listens.
 
-    This identifies the mpiexec on every node, because Hydra (4.0.2) gives its ranks no job id. Return '' if there is
-    none (another launcher, a container). The parent of each rank is the proxy that started it:
+    This identifies the mpiexec on every node, because Hydra (4.0.2) gives its ranks no job id. Return '' if no such
+    mpiexec is visible (another launcher, a container). The parent of each rank is the proxy that started it:
 
         /usr/bin/hydra_pmi_proxy --control-port n1:35417 --rmk user --launcher ssh ... --proxy-id 1
     """

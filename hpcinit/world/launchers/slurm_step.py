@@ -46,7 +46,7 @@ class Process:
 
     pid: its process id, or 0 if unknown.
     step: the Slurm step to which it belongs, such as '43.0' or '43.batch', according to the slurmstepd process above
-        it. '' if no slurmstepd is visible. That proves nothing (containers, hidepid).
+        it. '' if no slurmstepd is visible. That proves nothing, because a container or hidepid can hide it.
     """
 
     pid: int = 0
@@ -155,14 +155,17 @@ def _repeated(word: str) -> list[str]:
 
 
 def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) -> Placement:
-    """Return what is certain without the order: whether rank 0 is here or, with two hosts, on which one it is."""
+    """Return the placement for a step whose order of hosts is unknown.
+
+    Rank 0's host is right if rank 0 is on this node or if there are at most two hosts, and otherwise a guess.
+    """
     others = [host for host in hosts if host != own]
     master = own if 0 in ranks_here else (others or hosts)[0]
     return Placement(hosts, master, known=len(hosts) <= 2)
 
 
 def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
-    """Return the hosts with this rank's host moved to index SLURM_NODEID, so that at least that one is right."""
+    """Return the hosts with `own` swapped to the index `to`, so that at least this node's host has the right place."""
     swapped = list(hosts)
     at = swapped.index(own)
     swapped[at], swapped[to] = swapped[to], swapped[at]
@@ -199,7 +202,7 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Return why this process may not be a task of a Slurm step, as a clause for a message, or '' if it is one.
+    """Return a reason to doubt that this process is a task of a Slurm step, as a clause for a message, or '' if none.
 
     Raise WorldError if the variables may be inherited from another process, and the parents of this process are not
     visible.
@@ -283,7 +286,7 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
 def present(env: Mapping[str, str]) -> bool:
     """Return whether this process is in a Slurm task, a batch script or a salloc shell.
 
-    read() reports what is missing there.
+    This does not check that all Slurm variables are set: read() reports those that are missing.
     """
     return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
 
@@ -324,9 +327,9 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 def identity(env: Mapping[str, str]) -> str:
     """Return the unique name of this attempt in Slurm: 'JOB.STEP.RESTART'.
 
-    For a step without the first component of a heterogeneous job, it is 'JOB+COMPONENT.STEP.RESTART'. A requeued job
-    keeps its id, so the name includes the restart count. Each component counts its own steps. After a warm restart, the
-    name is 'JOB.STEPe1.RESTART'.
+    In a heterogeneous job, each component counts its own steps. So for a step without the first component, the name is
+    'JOB+COMPONENT.STEP.RESTART'. A requeued job keeps its id, so the name includes the restart count. After a warm
+    restart, the name is 'JOB.STEPe1.RESTART'.
     """
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID", "0")
     step = set(nodelist.expand(env["SLURM_STEP_NODELIST"])) if env.get("SLURM_STEP_NODELIST") else set()
@@ -356,9 +359,9 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]
 
 
 def _without_step(env: Mapping[str, str], doubt: str) -> World:
-    """Return the world of a batch script or salloc shell with one task.
+    """Return the world of a batch script or salloc shell whose job has one task.
 
-    With more tasks, raise WorldError: it would hang.
+    Raise WorldError if the job has more tasks, because this process would wait for them and hang.
     """
     tasks = _tasks_of_job(env)
     if tasks != "1 task":
@@ -372,7 +375,10 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
 
 
 def _tasks_of_job(env: Mapping[str, str]) -> str:
-    """Return '8 tasks' over all components, or '2 nodes' without SLURM_NTASKS, if only nodes were requested."""
+    """Return the size of the job as text: '8 tasks', or '2 nodes' if only nodes were requested.
+
+    In a heterogeneous job, count the tasks of all components.
+    """
     for kind in ("HET", "PACK"):
         counts = [env.get(f"SLURM_NTASKS_{kind}_GROUP_{i}", "1") for i in range(len(components(env)))]
         if counts and all(count.isdigit() for count in counts):
@@ -395,7 +401,7 @@ class ForkNode:
 
     rank: the number of the node, 0 to nodes - 1, from SLURM_NODEID.
     host: Slurm's name of the node.
-    hosts: the nodes of the ranks, in the order of the ranks, if the step has spare nodes; else (). A spare node has
+    hosts: if the step has spare nodes, the nodes with ranks, in the order of the ranks; else (). A spare node has
         ranks_per_node 0.
     """
 

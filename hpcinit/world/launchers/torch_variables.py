@@ -34,16 +34,16 @@ class Torchrun:
     def present(self, env: Mapping[str, str]) -> bool:
         """Return whether torchrun started this process.
 
-        A stale RANK is not enough, because torchrun always sets its run id, too.
+        RANK alone does not show it, because it may be stale. torchrun always sets its run id, too.
         """
         return "TORCHELASTIC_RUN_ID" in env
 
     def by_our_agent(self, env: Mapping[str, str]) -> bool:
-        """Return whether hpcinit.elastic started this rank, and not a torchrun that such a rank started."""
+        """Return True if hpcinit.elastic itself started this rank. A torchrun inside such a rank does not count."""
         return self.present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
-        """Return the world from torchrun's own variables. They count the hosts but do not name them."""
+        """Return the world. torchrun's own variables count the hosts but do not name them."""
         if self.by_our_agent(env):
             # The agents' step names the hosts and rank 0's host; each restart round has its own ports.
             agents = slurm_step.read(env, process)
@@ -104,7 +104,7 @@ class TorchVariables:
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
         """Return the world from torch's five variables and LOCAL_WORLD_SIZE.
 
-        If the latter is not set, all ranks are on this node.
+        If LOCAL_WORLD_SIZE is not set, all ranks are on this node.
         """
         address = env.get("MASTER_ADDR")
         if not address:
