@@ -63,7 +63,7 @@ def found(model: nn.Module) -> list[str]:
     """Return the names of the model's blocks.
 
     They are the children of each ModuleList or Sequential whose children are all of one class. Children without
-    parameters are left out, and so are ModuleLists and Sequentials inside a block.
+    parameters do not count, nor do ModuleLists and Sequentials inside a block.
     """
     names: list[str] = []
     for name, module in model.named_modules():

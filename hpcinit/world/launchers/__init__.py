@@ -211,8 +211,8 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
 def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
     """Raise WorldError if Slurm's variables describe one of several ranks, but no job.
 
-    Without this check, each rank would be a world of its own, and the job would succeed. Containers and wrappers that
-    filter the environment can remove the job's variables.
+    Without this check, each rank would train alone, and the job would succeed. Containers and wrappers that filter the
+    environment can remove the job's variables.
     """
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     tasks = env.get("SLURM_NTASKS", "")

@@ -87,7 +87,7 @@ class OpenMpi(Rank0Unnamed):
 
     Variables: https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
 
-    The undocumented OMPI_MCA_orte_* are known from recordings of Open MPI 4.1.4 (Debian 12).
+    Recordings of Open MPI 4.1.4 (Debian 12) show the undocumented OMPI_MCA_orte_*.
     """
 
     NAME = "openmpi"
