@@ -51,8 +51,8 @@ def diagnose(evidence: Evidence) -> Verdict:
 def has_only_secondary_errors(evidence: Evidence) -> bool:
     """Return whether every error of a rank is secondary, that is, caused by another rank's failure.
 
-    In that case, the first error is missing. The rank that fails first writes its record first, but on another machine
-    the file may not be visible yet.
+    Then the first error is missing. Its record was written before the others, but on another machine, it may not be
+    visible yet.
     """
     if any(read_records.is_cause(one, evidence) for one in evidence.found):
         return False
@@ -61,7 +61,7 @@ def has_only_secondary_errors(evidence: Evidence) -> bool:
 
 
 def _with_secondary(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Add to the verdict how many other ranks failed because of it, by kind of error."""
+    """Add to the verdict how many other ranks failed as a consequence, by kind of error."""
     groups: dict[str, list[Found]] = {}
     for one in evidence.ordered:
         if one.record.rank != verdict.rank and causes.is_secondary(one.record):

@@ -50,7 +50,7 @@ class ReadLimits:
         self.entries = min(MOST_ENTRIES, max(FEWEST_ENTRIES, ALL_ENTRIES // max(files, 1)))
 
     def checker(self) -> Callable[[], None]:
-        """Return a function that raises ValueError when the time or the memory for the next file is used up."""
+        """Return a function that raises ValueError if reading the next file uses too much time or memory."""
         most = _memory() + MOST_MEMORY
 
         def check() -> None:
@@ -132,7 +132,10 @@ def _load_pickle(data: bytes, limits: ReadLimits) -> dict[str, Any]:
 def _document(
     fields: Mapping[Any, Any], entries: Sequence[dict[str, Any] | None] | None, before: int, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return the document of a dump. before: the number of entries older than `entries`."""
+    """Return the part of a dump that the verdict needs. Raise ValueError if `fields` is not the content of a dump.
+
+    before: the number of entries older than `entries`.
+    """
     if entries is None and not {"version", "pg_config", "pg_status"} <= fields.keys():
         raise ValueError("it has no entries")
     kept = []
@@ -202,7 +205,10 @@ _shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes are one obje
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text that is not too large, or a tuple of these, or None for anything else."""
+    """Return a number, a text (at most MOST_TEXT characters of it), or a tuple for a list.
+
+    Return None for any other value, and for a number that is too large.
+    """
     kind = value.__class__
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else None
@@ -219,7 +225,10 @@ def _plain(value: Any) -> Any:
 
 
 def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
-    """Return nested lists as tuples. left: how many values they may contain, and how deep they may be."""
+    """Return nested lists as tuples. Raise ValueError if they are too large.
+
+    left: a list with one number, from which each list and each value subtracts 1.
+    """
     left[0] -= len(values) + 1
     if left[0] < 0:
         raise ValueError(f"a call has sizes of more than {MOST_VALUES} values")
@@ -242,7 +251,7 @@ class _Text:
         return bool(part)
 
     def next(self) -> str:
-        """Return the next character that is not whitespace, and move behind it. Raise Incomplete at the end."""
+        """Return the next character that is not whitespace, and move past it. Raise Incomplete at the end."""
         while True:
             space = _SPACE.match(self.text, self.at)
             self.at = space.end() if space else self.at
@@ -259,7 +268,7 @@ class _Text:
         return found
 
     def value(self) -> Any:
-        """Return the next value. Raise ValueError, or Incomplete at the end."""
+        """Return the next value. Raise ValueError if it is not JSON, and Incomplete if it is cut off."""
         self.next()
         self.at -= 1
         while True:

@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def oom(self) -> str:
-        """Return the line in which Slurm reports that the kernel killed a process for its memory, or ''."""
+        """Return the line in which Slurm reports that the kernel killed a process for lack of memory, or ''."""
         return self.log.oom or "Slurm: OUT_OF_MEMORY" * (self.state == "OUT_OF_MEMORY")
 
     @functools.cached_property
@@ -170,7 +170,8 @@ class Verdict:
     flight: which ranks cause a hang, according to torch's flight recorder.
     resubmit: whether the advice is to submit the run again. If the run is continued anyway, `hpcinit why` replaces this
         advice (observe/continuation.py).
-    error: the program's error without rank and time, which groups the tasks of a sweep. '' if the kind is enough.
+    error: the program's error without rank and time, or '' if the kind is enough. Failed tasks of a sweep are grouped
+        by it.
     """
 
     headline: str
@@ -193,8 +194,8 @@ def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
 
     A delayed write makes a difference larger, never smaller. So the smallest difference of each host counts.
 
-    differences: for a file that a node wrote, the host, and the file's time by the server's clock minus the time that
-        the node wrote into the file.
+    differences: for each file, the host that wrote it, and a difference. This is the file's time by the server's clock
+        minus the time that the host wrote into the file.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

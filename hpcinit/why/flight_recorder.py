@@ -94,11 +94,11 @@ Operation = tuple[Group, "int | Message"]  # a collective by its number in the g
 class Call:
     """One rank's call of a collective, a send or a receive, or of a batch of these.
 
-    kinds, input_sizes, output_sizes, input_dtypes, output_dtypes: one item for each part of the batch. kinds are such
-        as 'all_reduce' or 'send'.
+    kinds, input_sizes, output_sizes, input_dtypes, output_dtypes: one item for each part of the batch. A kind is, for
+        example, 'all_reduce' or 'send'.
     order: the number of the call among all calls of the rank. All parts of a batch have the same number.
     created_ns: when it was called, in nanoseconds since 1970, by the rank's own clock.
-    failed_ns: when the call would have timed out, if torch gave up the call before it finished, else 0.
+    failed_ns: if torch gave up the call before it finished, when its timeout would have been over; else 0.
     """
 
     kinds: tuple[str, ...]
@@ -132,11 +132,12 @@ class Recording:
     complete: whether it has kept every call since the start. Only then can messages to a peer be counted.
     backends: such as 'nccl' and 'gloo'.
     pending: the oldest unfinished call in each group and to each peer, in the order of the calls.
-    places: for each group, the pairs of ranks in the group (the rank's own and its peer's) in the rank's messages.
+    places: for each group, a pair for each of the rank's messages: this rank and its peer, as ranks of the group.
     written_ns: when the dump was written, or 0 if unknown.
-    only_active: whether finished calls are not listed (TORCH_INCLUDE_ONLY_ACTIVE), and no unfinished one is missing.
+    only_active: whether the dump lists every unfinished call and no finished one (TORCH_INCLUDE_ONLY_ACTIVE).
     counted: for each group, the newest call according to pg_status. It may be a message.
-    maybe_pending: sends and receives that are unfinished, or whose batch has finished.
+    maybe_pending: sends and receives that are either unfinished or parts of a finished batch: which of the two is
+        unknown.
     kept: the number of entries in the dump.
     """
 
@@ -174,10 +175,10 @@ class Recording:
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Return whether the recorder may have overwritten an unfinished call, or the other end of a peer's message.
+        """Return whether the recorder may have overwritten an unfinished call, or this rank's end of a peer's message.
 
-        Such a call is older than all calls that the recorder kept. Calls on other streams of the device may have
-        finished since.
+        Such a call is older than all recorded calls. Even if recorded calls have finished, it may be unfinished,
+        because they may have run on other streams of the device.
         """
         older = self._batches[self.pending[0]][0][0] if self.pending else self.kept
         return not self.complete and not self.only_active and older < FEW
@@ -224,10 +225,9 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
 
 
 def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries of a dump.
+    """Return the entries of a dump. Mark the end of each batch of sends and receives as a message, like its parts.
 
-    torch marks the end of a batch of sends and receives neither as send nor as receive, but with the numbers of the
-    batch. So it belongs to the parts before it.
+    torch marks this end neither as a send nor as a receive, but gives it the numbers of the batch.
     """
     entries: list[Mapping[str, Any]] = []
     parts: dict[str, tuple[int, int]] = {}
@@ -251,7 +251,7 @@ def _batches_are_counted(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
 
 
 def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-    """Yield for each batch of messages by how much its collective number exceeds that of the group's previous call."""
+    """Yield, for each batch of messages, its collective number minus that of the group's previous call."""
     calls: dict[str, list[tuple[int, int]]] = {}  # the last two of each group
     for entry in entries:
         group, numbers = str(entry.get("process_group")), _numbers(entry)
@@ -263,7 +263,10 @@ def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
 
 
 def _without_batches(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Number the collectives of each group without its batches of sends and receives, and number the latter."""
+    """Return the entries with new numbers for collectives, as if batches of messages were not counted as collectives.
+
+    The messages get new numbers too.
+    """
     batches: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     before: dict[str, tuple[int, int]] = {}
@@ -286,7 +289,8 @@ def _numbers(entry: Mapping[str, Any]) -> tuple[int, int]:
 def _with_batches_alone(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
     """Return the names of the groups whose sends and receives are all in batches.
 
-    Dumps of unfinished calls show it: the end of a batch follows its parts, and its parts never start.
+    The dumps list only unfinished calls. Messages with the same number are a batch. A message is not in a batch if it
+    has started, or if the next call directly follows it.
     """
     batched: set[str] = set()
     single: set[str] = set()
@@ -311,9 +315,9 @@ def _is_message(entry: Mapping[str, Any]) -> bool:
 
 
 def _list_only_active_calls(dumps: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether the dumps list no finished calls, although there were some.
+    """Return whether the dumps list no finished calls, although there were some (TORCH_INCLUDE_ONLY_ACTIVE).
 
-    A recorder that overwrites old calls keeps consecutive ones, as many on each rank as fit.
+    A recorder that only overwrites old calls differs: it keeps consecutive calls, and the same number on each rank.
     """
     if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
         return False
@@ -368,8 +372,9 @@ def _recording(
 ) -> Recording:
     """Return the recording of a rank.
 
-    Dumps have thousands of calls, so a Call is made only for those that the search needs. batched: the names of the
-    groups with batches of messages, if finished calls are not listed.
+    A dump has thousands of calls, so Call objects are created later, and only for calls that the search needs.
+
+    batched: the names of the groups whose messages are all in batches, or None if the dumps list finished calls.
     """
     only_active = batched is not None
     groups: dict[tuple[str, str], Group] = {}
@@ -475,7 +480,7 @@ def _order(place: int, entry: Mapping[str, Any]) -> int:
 
 
 def _state(batch: Batch) -> str:
-    """Return the state of a call. gloo's recorder never changes it, and only marks finished calls as retired."""
+    """Return the state of a call. gloo's recorder never changes the state, but marks finished calls as retired."""
     entry = batch[0][1] if len(batch) == 1 else _end(batch)
     state = entry.get("state")
     if state == DONE or entry.get("time_discovered_completed_ns"):
@@ -500,7 +505,7 @@ def _end(batch: Batch) -> Mapping[str, Any]:
 
 
 def _call(batch: Batch) -> Call:
-    """Return the call whose entries share a number: a single entry, or the parts of a coalesced batch and its end."""
+    """Return the call that these entries describe: a single entry, or the parts of a coalesced batch and its end."""
     parts = [entry for _, entry in batch if not _is_end(entry)] or [batch[-1][1]]
     end, state = _end(batch), _state(batch)
     given_up = end.get("retired") is True and state != DONE
@@ -544,10 +549,12 @@ def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
 
 
 def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: Iterable[Group]) -> dict[Group, int]:
-    """Return the newest collective of each group from pg_status, which also counts overwritten calls.
+    """Return the number of the newest collective of each group, from pg_status, which also counts overwritten calls.
 
-    Its keys are pg_id, the numbers of the rank's own groups in the order of creation. torch's names of groups contain a
-    number that grows in the same order. unused: the groups without an entry.
+    The keys of pg_status are pg_ids, which number the rank's own groups in the order of creation. The pg_id of a group
+    without an entry is unknown. But torch's names of groups contain a number that grows in the same order.
+
+    unused: the groups without an entry.
     """
     status = dump.get("pg_status")
     if not isinstance(status, dict):
@@ -581,11 +588,12 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
 def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
     """Return the dumps in a folder and below it, by rank. The number at the end of a file's name is the rank.
 
-    If files have different prefixes but all ranks differ, they belong together: there is one prefix or folder per node.
-    Otherwise they are from several attempts, and the newest ones count. If a file next to readable dumps is not a dump
-    itself, for example because it is truncated, it counts as an unreadable dump of its rank.
+    Files with different prefixes belong together if no rank has two of them: then each node has its own prefix or
+    folder. Otherwise they are from several attempts, and the newest ones count. A file next to readable dumps may not
+    be a dump itself, for example because it is truncated. Then it counts as an unreadable dump of its rank.
 
-    unreadable: if no dump can be read, return the files that have 'rank' in their names.
+    unreadable: if no dump can be read, whether to return the files that have 'rank' in their names, as unreadable
+        dumps.
     """
     sets: dict[tuple[Path, str], dict[int, Path]] = {}
     for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
@@ -625,9 +633,9 @@ _newest: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}  # the files r
 
 
 def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int, Mapping[str, Any]]:
-    """Return the document of each dump, or one with the reason why the file cannot be read.
+    """Return the content of each dump. If a file cannot be read, return a dict with the reason instead.
 
-    Small files are first, so that a large one does not use up their time.
+    Small files are read first, so that a large file does not use up their time.
     """
     states: dict[int, os.stat_result] = {}
     for rank, path in paths.items():

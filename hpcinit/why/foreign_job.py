@@ -68,7 +68,7 @@ class Foreign:
     """What the logs show about a job that hpcinit did not start.
 
     evidence: the facts in the logs.
-    unknown: what the logs do not show, with the log line that would show it.
+    unknown: what the logs do not show, and what would show it.
     """
 
     evidence: Evidence
@@ -158,9 +158,10 @@ def gather(
 
 
 def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[Error]:
-    """Return the errors in order.
+    """Return the errors in the order in which they occurred.
 
-    Errors from several logs are ordered by the times in or above their lines, if all have one.
+    If there are several logs, and each error has a time in its line or above it, sort the errors by these times.
+    Otherwise, keep the order of the lines.
     """
     found = sorted(errors, key=lambda one: one.number)
     clocks: list[str] = []
@@ -176,7 +177,10 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
-    """Return the hang report from files with faulthandler's stacks, one per rank, or None without such files."""
+    """Return the hang report from files with stacks of faulthandler or py-spy, one file per rank.
+
+    Return None if there are no such files.
+    """
     stacks = {}
     for log in logs:
         text = _FRAME.sub(r'  File "\2", line \3 in \1', _PY_SPY.sub(f"Thread 0x1 {_STACK}", log.text))
@@ -197,12 +201,12 @@ def _last_attempt(lines: list[Line]) -> list[Line]:
 
 
 def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
-    """Return the lines that may show a failure, with their ranks. lines: those after the last of a training rank."""
+    """Return the lines that may show a failure, with their ranks. lines: those after the last training step."""
     return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
 
 
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
-    """Return the errors. If one was printed without its rank and only one failed rank is left, add that rank."""
+    """Return the errors. If one was printed without its rank and only one failed rank has no error, add that rank."""
     with_rank = {one.rank for one in errors}
     nameless = [one for one in errors if one.rank == NO_RANK and not causes.is_secondary_text(one.text)]
     ends = [end for end in slurm.ends if not end.after_abort and not end.succeeded]
@@ -214,7 +218,10 @@ def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
 
 
 def _without_caught(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors. If another process's traceback is a cause, omit messages that a program printed alone."""
+    """Return the errors. If some ranks printed a traceback of a cause, omit the messages that others printed alone.
+
+    A message is alone if it has no traceback, because the program caught the exception.
+    """
     traced = {one.rank for one in errors if not one.alone and not causes.is_secondary_text(one.text, one.traceback)}
     return [one for one in errors if not one.alone or not traced or one.rank in traced]
 
@@ -359,7 +366,7 @@ def _accounted(job_id: str) -> dict[str, str]:
 
 
 def _kilobytes(text: str) -> float:
-    """Return the size of '1234K' or '2.5G'."""
+    """Return the number of kilobytes in a text such as '1234K' or '2.5G'."""
     found = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
     return float(found[1]) * 1024.0 ** ("KMGT".find(found[2] or "K")) if found else 0.0
 
@@ -379,5 +386,8 @@ def _output(*command: str) -> str:
 
 
 def _with_cause(error: Error) -> str:
-    """Return the message and that of its cause. A launcher's error counts even if its cause is a lost connection."""
+    """Return the message of the error and of its direct cause. For a launcher's error, omit the cause.
+
+    A launcher's error counts even if its cause is a lost connection, which would make another error secondary.
+    """
     return error.text if error.rank == LAUNCHER else error.whole

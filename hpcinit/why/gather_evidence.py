@@ -135,7 +135,8 @@ def _flight(
 ) -> hang_verdict.HangVerdict:  # fmt: skip
     """Return the verdict on the flight recorder's dumps.
 
-    There is none while ranks may still write theirs, or for a program that only prints nothing.
+    It is empty while ranks may still be writing dumps. It is also empty if the ranks have stopped printing but do not
+    certainly hang.
     """
     if silence and not silence.certain:
         return hang_verdict.HangVerdict()
@@ -156,7 +157,7 @@ def _spec(path: Path) -> spec.Spec | None:
 def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[Found]) -> HangReport | None:
     """Return the report of a hang that a collective timeout ended before a rank reported it.
 
-    Return None if there was no such hang, or if no rank wrote its stack before.
+    Return None if there was no such hang, or if no rank had written its stack.
     """
     timeouts = [one.record.time for one in found if causes.is_timeout(one.record)]
     if not timeouts or not all(causes.is_secondary(one.record) for one in found):
@@ -172,7 +173,10 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
 
 
 def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:
-    """Return what the ranks do while none prints. If they run a command instead of Python, only the logs show it."""
+    """Return what the ranks are doing if all have stopped printing, else None.
+
+    If they run a command instead of Python, they write no stacks, and only their logs show that they are silent.
+    """
     runs = now.name == "RUNNING"
     if found := hang_report.without_output(path, job_id, restart, time.time() if runs else None):
         return found
@@ -221,7 +225,7 @@ class LogEnd(NamedTuple):
     """The end of a rank's log.
 
     last: the last line that the program printed.
-    oom: the line in which Slurm reports that the kernel killed a process for its memory, or ''.
+    oom: the line in which Slurm reports that the kernel killed a process for lack of memory, or ''.
     watched, ended: the messages of torch's watchdog after the last step, and the errors with which it ended the rank.
     written: when the log last changed.
     """
@@ -239,7 +243,7 @@ class LogEnd(NamedTuple):
 
 
 def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:
-    """Return the end of each rank's log. since: when the attempt started; earlier messages are of another one."""
+    """Return the end of each rank's log. since: when the attempt started; older messages are from another attempt."""
     found = {}
     for rank in logs.ranks(path)[:MOST_LOGS]:
         text, written = _end(logs.of_rank(path, rank))
@@ -264,7 +268,7 @@ def _end(path: Path) -> tuple[str, float]:
 
 
 def _hosts(path: Path, job_id: str, restart: object) -> list[str]:
-    """Return the nodes where ranks of that attempt wrote heartbeats."""
+    """Return the nodes where ranks of an attempt wrote heartbeats."""
     return sorted(set(_hosts_by_rank(path, job_id, restart).values()))
 
 
@@ -276,7 +280,7 @@ def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
 
 
 def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
-    """Return the ranks of an attempt that wrote a timeline, from the last start inside the job."""
+    """Return the ranks that wrote a timeline in an attempt. If it started several times, only the last start counts."""
     folders = sorted(
         (path / run_folder.TIMELINE).glob(f"{_step_of(job_id)}.*.{restart}"), key=lambda one: one.stat().st_mtime
     )
@@ -305,7 +309,10 @@ def _down(nodelist: str) -> dict[str, str]:
 
 
 def _record(what: str, name: str, key: str) -> dict[str, str]:
-    """Return the fields of `scontrol show job 5`; {} if the controller does not answer or has purged the job."""
+    """Return the fields that scontrol shows, as in `scontrol show job 5`.
+
+    Return {} if the controller does not answer or has purged the job.
+    """
     return next(iter(scontrol.records(_shown(what, name), key)), {})
 
 

@@ -69,7 +69,7 @@ class Culprit:
         group. number is None for a send or receive.
     waiting_ranks: the ranks that wait in this call.
     since_ns: when the first of them made the call, in nanoseconds since 1970, or 0 if no dump shows it.
-    shared: the evidence as a clause that fits several ranks.
+    shared: the evidence, worded as a clause about several ranks.
     """
 
     rank: int
@@ -95,9 +95,9 @@ class HangVerdict:
 
     culprits: the root causes, the first one first.
     victims: the ranks that wait because of them.
-    unknown: what the dumps do not show, with the log line that would show it.
+    unknown: what the dumps do not show, and what would show it.
     differ: whether ranks made different calls and it is unknown which call is wrong.
-    shown: whether the dumps show a hang. False if no rank waits, and there is nothing but lines about unreadable dumps.
+    shown: whether the dumps show a hang. False if no rank waits, and `unknown` only reports unreadable dumps.
     """
 
     culprits: tuple[Culprit, ...] = ()
@@ -206,7 +206,7 @@ class Search:
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ, shown)
 
     def _drop_unproven(self) -> None:
-        """Drop a rank without a dump if another culprit explains why the others wait in this call: it may wait too."""
+        """Drop a culprit that left no dump if the same call has a proven culprit: the former may wait, too."""
         proven = {(one.group, one.collective, one.number) for one in self.found.values() if one.kind not in UNPROVEN}
         for one in list(self.found.values()):
             if one.kind == NO_DUMP and (one.group, one.collective, one.number) in proven:
@@ -216,7 +216,10 @@ class Search:
     # Who is in a group
 
     def _all_members(self) -> dict[Group, frozenset[int]]:
-        """Return the members of each group. If no dump lists them, return the ranks that used it, or all ranks."""
+        """Return the members of each group.
+
+        If no dump lists them, return the ranks that used the group, or all ranks for the default group.
+        """
         users: dict[Group, set[int]] = {}
         for rank, one in self.ranks.items():
             for group in one.groups:
@@ -234,10 +237,10 @@ class Search:
         return frozenset(self.ranks).union(*listed)
 
     def _order(self, group: Group) -> tuple[int, ...]:
-        """Return the global ranks of a group by their rank in it, as messages name them.
+        """Return the global ranks of a group, ordered by the ranks that messages use.
 
-        Normally that is the listed order. If a recorder lists the ranks in another order, or names global ranks in
-        messages, each rank's own messages reveal it, because they name that rank.
+        Normally that is the listed order. But a recorder may list the ranks in another order, or use global ranks in
+        messages. Each rank's own messages reveal this, because they name that rank.
         """
         named = {rank: one.places[group] for rank, one in self.ranks.items() if group in one.places}
         in_order = tuple(sorted(self.members[group]))
@@ -279,7 +282,7 @@ class Search:
         return FORGOTTEN if one.may_have_forgotten else DONE
 
     def _is_first(self, rank: int, operation: Operation) -> bool:
-        """Return whether the rank's device has nothing older to finish, as far as the recorder shows."""
+        """Return whether this is the oldest call that the rank's device must finish, as far as the recorder shows."""
         one = self.ranks[rank]
         call, oldest = one.call(operation), one.call(self.pending[rank][0])
         return bool(call and oldest and call.order == oldest.order and not one.may_have_forgotten)
@@ -287,7 +290,7 @@ class Search:
     def _starts_are_recorded(self) -> bool:
         """Return whether 'scheduled' means that the device has not reached a call.
 
-        That is certain only where some call has started although a peer has not called it.
+        That is certain only if some rank has started a call that another rank has not made.
         """
         for operation in self.open:
             states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]
@@ -335,7 +338,7 @@ class Search:
     def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
         """Return whether a message that no rank has started may be part of a finished batch.
 
-        Dumps of unfinished calls list only the parts of such a batch.
+        Dumps of unfinished calls still list the parts of such a batch, but not its end.
         """
         return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
 
@@ -364,7 +367,7 @@ class Search:
                 self._blame(rank, NO_DUMP, operation, waiting, clause)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
-        """Blame a rank that has not called the operation, unless it waits itself or its dump does not prove this."""
+        """Blame a rank that has not made the call, unless it waits itself or its dump does not prove it."""
         whether = f"whether rank {rank} called {self.called(operation)}"
         if self._is_older(rank, operation, waiting):
             self.unknown.append(f"{whether}: its dump is older than that call")
@@ -384,7 +387,7 @@ class Search:
         return f"whether rank {rank} waits in {called}: {why}"
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
-        """Return what is unknown if all members have called and no device is behind the others."""
+        """Return what is unknown about a call that all members have made while no device is behind the others."""
         called = f"{_ranks(concerned)} {_have(concerned)} called {self.called(operation)}"
         sent, received = self._elements(operation, concerned)
         if sent != received:
@@ -403,7 +406,8 @@ class Search:
     ) -> list[int]:  # fmt: skip
         """Return the ranks whose device or link does not advance.
 
-        everybody: all members have called. one_way: the root or the sender may finish before the others.
+        everybody: whether all members have called.
+        one_way: whether the root or the sender may finish before the others.
         """
         started = [rank for rank in waiting if states[rank] == STARTED]
         late = [rank for rank in first if states[rank] == SCHEDULED]
@@ -422,7 +426,8 @@ class Search:
     def _shows_starts(self, rank: int) -> bool:
         """Return whether the rank's recorder shows when a call starts.
 
-        It does if it has seen one start, or if it has seen none finish while other ranks' recorders show starts.
+        It does if it has seen a call start. If another rank's recorder has, it does unless it has seen a call finish
+        but not start.
         """
         own = self.ranks[rank]
         return own.timed or (self._any_timed() and not own.untimed)
@@ -431,7 +436,7 @@ class Search:
         return any(one.timed for one in self.ranks.values())
 
     def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
-        """Add a root cause, with the operation in which another rank has waited longest."""
+        """Add a rank to the root causes, with the operation in which another rank has waited longest for it."""
         calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
         since = min((call.created_ns for call in calls), default=0)
         before = self.found.get(rank)
@@ -450,9 +455,9 @@ class Search:
         )
 
     def _compared(self, operation: Operation, ranks: Iterable[int]) -> tuple[dict[int, Call], bool, bool]:
-        """Return the calls of the ranks, and whether all list their sizes and types.
+        """Return the calls of the ranks, whether all list their sizes, and whether all list their types.
 
-        A recorder without sizes and types agrees with any.
+        If a recorder lists no sizes or types, those of the others are not compared either.
         """
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
@@ -505,10 +510,10 @@ class Search:
     def _like_similar_groups(
         self, operation: Operation, keys: Mapping[int, tuple[Any, ...]], *, sized: bool, typed: bool
     ) -> tuple[Any, ...] | None:
-        """Return which of two different calls other groups of the same kind and size made at this point.
+        """Of several different calls, return the one that similar groups made at this point.
 
-        Tensor-parallel groups, for example, make the same calls. Return None if the groups made both or neither, or
-        different calls before.
+        Similar groups have the same kind and size, such as tensor-parallel groups, which make the same calls. Return
+        None if they made several of these calls or none, or if their earlier calls differ.
         """
         group, what = operation
         if not group.description or group.description in (DEFAULT, "undefined"):
@@ -545,9 +550,10 @@ class Search:
         return sum(sent for sent, _ in known), sum(received for _, received in known)
 
     def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
-        """Return whether a rank's dump was certainly written before its peers called.
+        """Return whether a rank's dump was certainly written before the waiting ranks made the call.
 
-        Return False if the clocks or file times cannot be right, that is, if a peer's call is later than its own dump.
+        Return False if the clocks or file times cannot be right, that is, if a waiting rank called after it wrote its
+        dump.
         """
         calls = [
             (self.ranks[other].written_ns, call.created_ns)
@@ -576,10 +582,11 @@ class Search:
         return self.state(rank, operation) in (SCHEDULED, STARTED)
 
     def _drop_guesses(self) -> None:
-        """Drop culprits that only a guess shows.
+        """Drop culprits that are only a guess.
 
-        Where the recorder has overwritten calls, messages are counted from the oldest pending one. Then a wait of a
-        rank whose device is stuck does not show that its peer has not sent.
+        If a recorder has overwritten calls, messages are counted from the oldest pending one, so the numbers may be
+        wrong. If all ranks that wait for a culprit have a stuck device, that explains their wait: the culprit may have
+        sent its message.
         """
         stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
         for one in list(self.found.values()):
@@ -588,10 +595,10 @@ class Search:
                 del self.found[one.rank]
 
     def _look_at_idle_ranks(self) -> None:
-        """Blame the only rank that does not wait.
+        """If all ranks but one wait, blame that one.
 
-        gloo's dumps list no members, so a rank that never used a group is missing there. But gloo has no device: if all
-        ranks but one wait, they wait for that one.
+        gloo's dumps list no members, so they do not show that a rank has never used a group. But gloo has no device, so
+        all ranks that wait must wait for that one.
         """
         waiting = {rank for rank, operations in self.pending.items() if operations}
         if not waiting or any(self.is_listed(operation[0]) for operation in self.open):
@@ -613,7 +620,7 @@ class Search:
             )
 
     def _sequence(self, rank: int) -> list[str]:
-        """Return the kinds of groups of a rank's collectives, in call order."""
+        """Return the kind of the group of each collective that a rank called, in call order."""
         calls = self.ranks[rank].collectives()
         return [group.description or group.name for _, group in sorted(calls, key=lambda one: one[0])]
 
@@ -625,7 +632,7 @@ class Search:
         return frozenset().union(*(one.backends for one in self.ranks.values())) == {"gloo"}
 
     def _look_for_a_cycle(self) -> None:
-        """Find ranks that wait for each other although each has called something: they call in different orders."""
+        """Blame ranks that wait for each other although each has called something: they call in different orders."""
         if not all(one.complete for one in self.ranks.values()):
             return
         waits_for: dict[int, set[int]] = {rank: set() for rank in self.ranks}
@@ -753,16 +760,16 @@ def _types(values: Sequence[Any], place: int) -> frozenset[Any]:
 
 
 def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
-    """Return what must agree in a message: a send's input is its receive's output."""
+    """Return the values that must be equal for a send and its receive: the send's input and the receive's output."""
     send = call.kinds == ("send",)
     sizes, types = (call.input_sizes, call.input_dtypes) if send else (call.output_sizes, call.output_dtypes)
     return sizes, types if typed else ()
 
 
 def _described(calls: Sequence[Call]) -> list[str]:
-    """Return 'all_reduce of [1024, 8]' for each of different calls.
+    """Return each of several different calls as text, such as 'all_reduce of [1024, 8]'.
 
-    Show their inputs, or their outputs if only these differ.
+    The text shows the input. If all of these texts are equal, add the output.
     """
     shown = [f"{call.name}{_shape(call.input_sizes)}{_type(call.input_dtypes)}" for call in calls]
     if len(set(shown)) > 1:

@@ -101,7 +101,7 @@ class Line(NamedTuple):
     """A log line without its prefixes.
 
     rank: the rank that printed it, or NO_RANK if unknown.
-    stream: equal for all lines of the same process.
+    stream: a name that all lines of the same process have in common.
     clock: the time of day at the start of the line, or ''.
     """
 
@@ -139,7 +139,10 @@ def _rank_of(path: Path, numbers: Collection[int]) -> int | None:
 
 
 def _numbers(names: Sequence[str]) -> set[int]:
-    """Return the numbers at the ends of the names if they are the ranks 0 to N - 1: run-77-0.out and run-77-1.out."""
+    """Return the numbers at the ends of the names if they are the ranks 0 to N - 1, else an empty set.
+
+    For example, return {0, 1} for run-77-0.out and run-77-1.out.
+    """
     found = [match for name in names if (match := _NUMBERED.search(name))]
     numbers = {int(match[1]) for match in found}
     same = len({name[: match.start(1)] for name, match in zip(names, found, strict=False)}) == 1
@@ -180,16 +183,19 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
 
 
 def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
-    """Return whether the pattern `label` is the label of a log's lines.
+    """Return whether the lines of a log are labeled with the pattern `label`.
 
-    It is if more than half of `most` lines start with it, or if it precedes a message that starts a line.
+    They are if more than half of the lines start with it. One line is enough if the label precedes a message that
+    otherwise starts a line.
+
+    most: the number of lines that may have a label.
     """
     found = [(match, line) for line in printed if (match := label.match(line))]
     return 2 * len(found) > most or any(_STARTS.match(line, match.end()) for match, line in found)
 
 
 def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, others: _Prefixes) -> Line:
-    """Return a line without its prefixes, in whatever order they are. task: the pattern of a task's lines."""
+    """Return a line without its prefixes, whose order does not matter. task: the pattern of a task's label, or None."""
     stream, rest, before = "", line, ""
     while rest != before:
         before, rest = rest, _TIME.sub("", rest, count=1)
@@ -213,7 +219,10 @@ def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, oth
 
 
 class _Prefixes:
-    """The unknown prefixes of lines of tracebacks or of Slurm. Numbers in them match any number."""
+    """Prefixes of lines that hpcinit does not know, found in tracebacks and in messages of Slurm.
+
+    A number in a prefix matches any number.
+    """
 
     def __init__(self, every: Sequence[str]) -> None:
         shapes: dict[str, None] = {}
@@ -243,7 +252,7 @@ def _shape(prefix: str) -> str:
 
 
 def _unpacked(line: str) -> Iterator[str]:
-    """Yield a line, or the lines in the texts of a JSON object, as log frameworks and containers write them."""
+    """Yield the line. If it is a JSON object of a log framework or container, yield the lines of its texts instead."""
     document = None
     if (rest := _TIME.sub("", line, count=1)).startswith('{"'):
         with contextlib.suppress(ValueError, RecursionError):

@@ -72,7 +72,10 @@ def _failures(run: Path, submission: Mapping[str, Any], found: Evidence) -> Iter
 
 
 def _recent(runs_dir: Path, since: float) -> Iterator[Path]:
-    """Return the runs and sweep tasks whose folder changed since then. An attempt adds exit.json when it ends."""
+    """Yield the runs and sweep tasks whose folder changed after `since`.
+
+    When an attempt ends, its folder changes, because exit.json is added.
+    """
     by_name: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(runs_dir):  # noqa: PTH208 - no stat for each of thousands
@@ -154,8 +157,8 @@ class NodeFault(NamedTuple):
 def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
     """Return each faulty node, once per kind of fault.
 
-    If the kernel killed a process for its memory, Slurm's messages do not prove that the node is faulty, because a lack
-    of memory can take a node down.
+    If the kernel killed a process for lack of memory, ignore lost and silent nodes: a lack of memory can take a healthy
+    node down.
     """
     found = [*_of_errors(evidence)]
     if not evidence.oom:

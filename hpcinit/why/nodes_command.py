@@ -35,7 +35,7 @@ class Limits:
 def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
     """Run the command and return its exit status.
 
-    configured: a function that returns the limits that a submission with these overrides has.
+    configured: a function that returns the limits of a submission with the given overrides.
     """
     options = console.parse_arguments(nodes_parser(), list(argv))
     if odd := [one for one in options.overrides if "=" not in one]:
@@ -54,7 +54,7 @@ def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits
 
 
 def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], Limits]) -> Limits:
-    """Return the limits; their cluster is '' for all clusters. Raise RequestError for a wrong value or override."""
+    """Return the limits, with the cluster '' for all clusters. Raise RequestError for a wrong value or override."""
     one_cluster = any(one.startswith("cluster=") for one in options.overrides)
     if one_cluster or not (options.add or options.forget):
         limits = configured(options.overrides)
@@ -87,7 +87,7 @@ def nodes_parser() -> argparse.ArgumentParser:
 
 
 def _tables(cluster: str) -> dict[str, Path]:
-    """Return the existing tables by cluster, or the one of `cluster`, which may not exist yet."""
+    """Return the existing tables by cluster. If `cluster` is given, return only its table, which may not exist yet."""
     if cluster:
         return {cluster: node_records.file(os.environ, cluster)}
     return {path.stem: path for path in sorted(node_records.folder(os.environ).glob("*.jsonl"))}
@@ -120,7 +120,7 @@ def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path], as_json
 
 
 def _print_change(nodes: Sequence[tuple[str, str]], excluded: bool, line: str, as_json: bool) -> None:
-    """Print the change of one or more nodes. nodes: (cluster, host)."""
+    """Print that nodes are excluded now, or no longer. nodes: pairs (cluster, host)."""
     if as_json:
         for cluster, host in nodes:
             print(_json(cluster, host, excluded))

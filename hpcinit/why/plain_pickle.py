@@ -68,9 +68,9 @@ class Reader:
 
         take: a function that is called with each complete item. It returns what to keep of the item.
         check: a function that is called regularly. It raises ValueError to stop reading.
-        skip: whether to skip all other items of the list. If a later value refers to part of a skipped item, it
-            contains FORGOTTEN.
-        unneeded: a key of items whose value may be FORGOTTEN too.
+        skip: whether to skip all other items of the list. If a later value refers to part of a skipped item, that part
+            becomes FORGOTTEN.
+        unneeded: a key whose value is not needed in any item, so that it may become FORGOTTEN too.
         """
         self.data, self.key, self.take, self.check = data, key, take, check
         self.unneeded, self.skip = unneeded, skip
@@ -84,7 +84,8 @@ class Reader:
     def read(self) -> tuple[dict[Any, Any], list[Any], int]:
         """Return the dict, the last items of its list `key`, and the number of earlier items.
 
-        In the dict, the list is empty. Raise ValueError for other values, and Incomplete if the pickle is cut off.
+        In the dict, the list is empty. Raise ValueError if the pickle is not such a dict, and Incomplete if it is cut
+        off.
         """
         document = self._run(0)
         if not isinstance(document, dict):
@@ -229,7 +230,7 @@ class Reader:
     def _end_of_item(self, at: int) -> int:
         """Return where the dict at `at` ends, or 0 for a large or broken dict.
 
-        Memoize its texts, to which later items refer. Create no other value.
+        Memoize only its texts, because later items refer to them. Create no other value.
         """
         data, depth, most = self.data, 0, min(at + MOST_OF_ITEM, len(self.data) - 1)
         while at < most:
@@ -273,7 +274,10 @@ class Reader:
 
 
 def _set(target: Any, values: list[Any]) -> None:
-    """Add the keys and values to a dict. Keys are texts and numbers, because hashing a nested tuple can take years."""
+    """Add keys and values to a dict. Raise ValueError if a key is neither a text nor a number.
+
+    Hashing a nested tuple can take years.
+    """
     keys = values[::2]
     kinds = set(map(type, keys))
     if not isinstance(target, dict) or kinds - {str, int}:

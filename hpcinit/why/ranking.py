@@ -42,7 +42,7 @@ from hpcinit.why.evidence import Verdict
 
 
 class Grade(IntEnum):
-    """The grades in the table above, highest first."""
+    """The grades of findings, highest first. The module's docstring explains them."""
 
     PROVEN = auto()
     WAITING = auto()
@@ -78,7 +78,7 @@ class Finding:
     verdict: the answer to the user if this is the first cause.
     ranks: the ranks at fault, or () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
-    shown: False if the failure only follows from a missing line. Such a finding explains no other.
+    shown: False if only a missing line suggests the failure. Such a finding does not explain another one.
     """
 
     grade: Grade
@@ -115,7 +115,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
-    """Return a failure of an unknown rank with the rank for which the others waited."""
+    """Return the failure, whose rank is unknown, with the rank for which others waited according to `hang`."""
     (rank,), known = hang.ranks, failure.verdict
     head, lines = f"{known.headline} (probably rank {rank})", (*known.evidence, hang.verdict.headline)
     verdict = replace(known, headline=head, rank=rank, host=known.host or hang.verdict.host, evidence=lines)

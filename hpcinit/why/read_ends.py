@@ -162,7 +162,7 @@ def _early(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _unlisted(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a rank that is missing in a list of failed ranks. Its number is unknown."""
+    """Yield the finding that a rank outside the list of failed ranks probably ended first. Its number is unknown."""
     timed_out = any(causes.is_timeout(one.record) for one in evidence.found)
     if evidence.lists_failed_ranks and evidence.found and not _without_error(evidence) and not timed_out:
         lost = named(one.record.rank for one in evidence.found)
@@ -204,7 +204,10 @@ def _of_ranks(head: str, kind: str, do: str, ranks: tuple[int, ...], evidence: E
 
 
 def _calls(evidence: Evidence) -> list[Waiting]:
-    """Return the collectives in which ranks failed with secondary errors, from their tracebacks, most ranks first."""
+    """Return the collectives in which ranks failed with secondary errors. The one with most ranks is first.
+
+    Tracebacks show these collectives.
+    """
     together: dict[tuple[str, str], list[int]] = {}
     for one in evidence.found:
         place = hang_report.place_of_error(one.record.traceback)

@@ -81,7 +81,7 @@ def is_report(error: Error) -> bool:
 
 
 def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
-    """Yield an error for each host that pdsh could not reach. ssh prints its own message before that."""
+    """Yield an error for each host that pdsh could not reach, with the message that ssh printed before."""
     for number, line in enumerate(lines):
         if found := _SSH.match(line.text):
             own = [one.text for one in lines[:number] if one.stream.startswith(f"{found[1]}:")]
@@ -121,7 +121,7 @@ def about_ends(lines: Sequence[Line]) -> list[Line]:
 
 
 def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
-    """Return how ranks ended, according to the messages of other launchers than torchrun.
+    """Return how ranks ended, according to the messages of launchers other than torchrun.
 
     lines: what about_ends() returned.
     with_error: the ranks that printed an error.
@@ -159,9 +159,10 @@ def _received_sigterm(lines: Sequence[Line]) -> list[End]:
 
 
 def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[End]:
-    """Return the ends in the messages of DeepSpeed's launcher on one node.
+    """Return how ranks ended, according to DeepSpeed's launcher on one node.
 
-    The rank that failed is the only one without an error. If there are several, the end has no rank.
+    It does not name the rank that failed. If only one rank neither succeeded nor printed an error, it is that one.
+    Otherwise, the end has no rank.
     """
     several = any(_NODES.search(line.text) for line in lines)  # local ranks are then no ranks
     spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line.text))}

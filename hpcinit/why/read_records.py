@@ -45,7 +45,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first message without a traceback that causes.py lists."""
+    """Yield the first message that is listed in causes.py and has no traceback."""
     if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
         return  # a program may print such a line after it has finished
     for rank, text in evidence.alarms:
@@ -65,7 +65,7 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
 
 
 def is_cause(one: Found, evidence: Evidence) -> bool:
-    """Return whether neither another rank's failure nor the end of the job caused this error."""
+    """Return True if neither another rank's failure nor the end of the job caused this error."""
     if causes.is_secondary(one.record) or is_interrupt(one.record):
         return False
     ended = evidence.log.cancelled
@@ -118,10 +118,7 @@ def _stated(
 
 
 def who(record: ErrorRecord) -> str:
-    """Return the rank with its host, such as 'rank 3 on n2'.
-
-    A part that the log of another launcher lacks is omitted.
-    """
+    """Return the rank with its host, such as 'rank 3 on n2'. If one of the two is unknown, omit it."""
     subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{subject} on {record.host}" if record.host else subject
 
@@ -131,7 +128,7 @@ def _clock(at: float, evidence: Evidence) -> str:
 
 
 def _place(record: ErrorRecord) -> str:
-    """Return ' (saving, step 40)': the last reported step, and the phase unless that is training."""
+    """Return the phase, unless it is training, and the last reported step, as in ' (saving, step 40)'."""
     phase = [record.phase] if record.phase not in ("", "training") else []
     step = [f"step {record.step}"] if record.step >= 0 else []
     return f" ({', '.join(phase + step)})" if phase or step else ""

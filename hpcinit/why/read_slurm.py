@@ -94,9 +94,10 @@ def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
 
 
 def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a SIGTERM to the whole job step.
+    """Yield a finding if SIGTERM was sent to the whole job step.
 
-    It ended a DataLoader worker, a handler of the program exited with 143, or most ranks died of it.
+    These are the signs: it ended a DataLoader worker, a handler of the program exited with 143, or most ranks died of
+    it.
     """
     ended = [one.record for one in evidence.found if causes.STOPPED_BY_SIGTERM.search(one.record.foreign)]
     died = {rank for one in evidence.log.ends if not one.after_abort and one.how == "Terminated" for rank in one.ranks}

@@ -125,7 +125,10 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _without_sources(at: Mapping[int, Position]) -> dict[int, Position]:
-    """Return the calls without those of ranks that finished the majority's call and wait in a later one."""
+    """Return the calls without those of ranks that wait in a later call than the majority.
+
+    Do this only for one-way collectives, such as a broadcast: their source can finish before the others.
+    """
     (usual, _), *_ = Counter(at.values()).most_common() or [((0, "", ()), 0)]
     one_way = usual[1].startswith(ONE_WAY) and usual[1] != "REDUCE_SCATTER"
     return {rank: position for rank, position in at.items() if not one_way or position[0] <= usual[0]}
@@ -143,8 +146,8 @@ def _finding(
 def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bool) -> Finding:
     """Return the finding on ranks that wait in a different call than the majority.
 
-    same_group: whether all calls certainly belong to one group; otherwise other numbers and types may be of another
-    group.
+    same_group: whether all calls certainly belong to one group. If not, a call with another number may belong to
+        another group, so no rank is blamed for it.
     """
     (usual, most), *_ = Counter(at.values()).most_common()
     odd = sorted(rank for rank, position in at.items() if position != usual)
@@ -172,7 +175,7 @@ def _call(at: Mapping[int, Position]) -> str:
 def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
     """Return the ranks that did not time out, if they are the minority.
 
-    If the world size is unknown, return those missing between the others.
+    If the world size is unknown, the highest rank that timed out counts as the last.
     """
     size = evidence.size or max(at, default=-1) + 1
     missing = tuple(sorted(set(range(size)) - at.keys()))
@@ -181,7 +184,10 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
 
 
 def _between(at: Mapping[int, object], known: Sequence[Watched]) -> tuple[int, ...]:
-    """Return a group's ranks between those that timed out, if its ranks show their global numbers."""
+    """Return the ranks of a group that did not time out although ranks before and after them did.
+
+    Their global numbers follow from those of the other ranks. If these are unknown or not evenly spaced, return ().
+    """
     places = {one.place: one.rank for one in known if one.place >= 0}
     (first, low), (last, high) = min(places.items()), max(places.items())
     step, rest = divmod(high - low, max(last - first, 1))

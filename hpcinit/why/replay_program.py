@@ -30,7 +30,7 @@ class Step(NamedTuple):
     """A call that one rank makes in the replay.
 
     variant: which call it is if ranks made different calls, or 0 for the usual one.
-    after: which of the rank's steps, by index, must have finished before.
+    after: the indices of the rank's steps that must finish before this one.
     """
 
     operation: Operation
@@ -65,9 +65,9 @@ class Program:
         self.gates = {operation: self._gates(operation) for operation in self.states}
 
     def _near(self) -> frozenset[int]:
-        """Return the ranks of the calls that the ranks at fault did not make, if one replay cannot have all ranks.
+        """Return the ranks to which the replay is limited, or an empty set if it can have all ranks.
 
-        Else return the empty set.
+        They are the ranks that take part in the calls that the ranks at fault did not make.
         """
         size = len(self.search.world)
         if size <= MOST_RANKS:
@@ -118,7 +118,8 @@ class Program:
     def _of_members(self, operation: Operation, members: Collection[int]) -> dict[int, str | None]:
         """Return the state of the call on each member.
 
-        A rank without a dump has called what the others did if it is not at fault, else what the others finished.
+        A rank without a dump counts as having made the call if it is not at fault, or if the others have finished the
+        call.
         """
         states = {rank: self.search.state(rank, operation) for rank in members if rank in self.search.ranks}
         known = [states[rank] for rank in states if rank in self.search.members[operation[0]]]
@@ -131,7 +132,10 @@ class Program:
         return {rank: DONE if state == FORGOTTEN else state for rank, state in states.items()}
 
     def _variants(self, operation: Operation) -> dict[int, int]:
-        """Return which of different calls each rank made, 0 for the usual one; {} if all are equal or finished."""
+        """Return, for each rank, the number of its variant of the call; 0 is the usual one.
+
+        Return {} if all ranks made the same call, or if it has finished.
+        """
         states = self.states[operation]
         if not is_open(states):
             return {}
@@ -173,14 +177,14 @@ class Program:
         return sorted(found, key=lambda operation: self._order(rank, operation))
 
     def is_queued(self, operation: Operation) -> bool:
-        """Return whether all ranks made the same call and it waits on a device for an older unfinished call."""
+        """Return True if all ranks made the same call, which waits on a device for an older unfinished call."""
         states = self.states[operation]
         return is_open(states) and None not in states.values() and operation not in self.variants
 
     def _gates(self, operation: Operation) -> dict[int, list[Operation]]:
-        """Return the older unfinished calls of each rank after which its device executes this one.
+        """Return, for each rank, the older unfinished calls that its device must finish before this one.
 
-        Sends and receives have separate streams, and count only if there is no other reason to wait.
+        Sends and receives have separate streams, so they count only if no rank has an older unfinished collective.
         """
         if not self.is_queued(operation):
             return {}

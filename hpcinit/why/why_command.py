@@ -261,7 +261,10 @@ def _explain(path: Path, now: state.State) -> Verdict:
 
 
 def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
-    """Return the verdict on a chain whose last job exited with 143, as a program that handles Slurm's signal does."""
+    """Return the verdict on a chain if its last job exited with 143, as a program that handles SIGTERM does.
+
+    Otherwise, return None.
+    """
     early = now.exit_status == run_folder.ENDED_EARLY and bool(now.link) and not now.others
     ends = {end.how for end in found.log.ends if not end.after_abort} - {
         "Terminated",
@@ -285,9 +288,9 @@ def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
-    """Gather the evidence. Repeat if it has only secondary errors, because the first record may not be visible yet.
+    """Gather the evidence. If it has only secondary errors, repeat this: the first record may not be visible yet.
 
-    While these errors are recent, repeat it a second time.
+    If there are still only secondary errors, and they are recent, wait a moment and repeat it a second time.
     """
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):
@@ -331,7 +334,7 @@ def _meanwhile(verdict: Verdict) -> str:
 
 
 def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict from the run folder alone: the controller is unreachable, and the job may still run."""
+    """Return the verdict from the run folder alone: the controller is unreachable, and the job may still be running."""
     if found.found or found.hang or found.log.ends or found.log.cancelled:
         verdict = diagnosis.diagnose(found)
         return replace(verdict, headline=f"{verdict.headline}  ({UNREACHABLE}: {now.reason})")
@@ -355,7 +358,10 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _with_states(found: Evidence, live: Sequence[stacks.Group]) -> Evidence:
-    """Return the evidence with the current states of ranks that wrote no stack: stopped, or C code holds the GIL."""
+    """Return the evidence with the current states of ranks that wrote no stack.
+
+    These ranks are stopped, or C code holds the GIL.
+    """
     states = stacks.blocked_ranks(live)
     hang = found.hang and hang_report.with_states(found.hang, states)
     return replace(found, hang=hang, silence=found.silence and hang_report.with_states(found.silence, states))

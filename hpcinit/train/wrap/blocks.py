@@ -20,8 +20,8 @@ def prepare(
 ) -> list[nn.Module]:
     """Apply activation checkpointing and torch.compile, if configured, to the model's blocks. Return the blocks.
 
-    Raise RequestError if one of the two is configured but the model has no blocks, or if a module in `chosen` is not
-    part of the model.
+    Raise RequestError if one of the two is configured but the model has no blocks. Also raise it if a module in
+    `chosen` is not part of the model.
 
     chosen: the blocks that the user selected, or None.
     again: a context manager that is active while a checkpointed block runs a second time.

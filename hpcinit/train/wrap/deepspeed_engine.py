@@ -43,9 +43,9 @@ def undo_first_step(engine: Any) -> None:
     """Undo the step that DeepSpeed's optimizer makes at its start with ZeRO 0 in 16 bits. Otherwise, do nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes this step with zero gradients. If it were kept, Adam's count would start at 2, so its bias correction would be
-    wrong and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many. After
-    this function, the first real step creates the states, as in stages 1 to 3.
+    makes this step with zero gradients. If it were kept, Adam's count would start at 2. Then the bias correction would
+    be wrong, and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many.
+    After this function, the first real step creates the states, as in stages 1 to 3.
     """
     wrapper = engine.optimizer
     if type(wrapper).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
