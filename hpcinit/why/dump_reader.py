@@ -63,7 +63,7 @@ class ReadLimits:
 
 
 def _memory() -> int:
-    """Return the bytes of memory that this process uses."""
+    """Return how many bytes of memory this process uses."""
     with Path("/proc/self/statm").open("rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

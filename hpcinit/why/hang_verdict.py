@@ -206,7 +206,7 @@ class Search:
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ, shown)
 
     def _drop_unproven(self) -> None:
-        """Drop a culprit that left no dump if the same call has a proven culprit: the former may wait, too."""
+        """Drop a culprit that left no dump if the same call has a proven culprit, because the rank may wait, too."""
         proven = {(one.group, one.collective, one.number) for one in self.found.values() if one.kind not in UNPROVEN}
         for one in list(self.found.values()):
             if one.kind == NO_DUMP and (one.group, one.collective, one.number) in proven:
@@ -736,7 +736,10 @@ def _clause(text: str, **values: str) -> Clause:
 
 
 def _must_agree(call: Call, *, sized: bool, typed: bool) -> tuple[Any, ...]:
-    """Return the values that must be equal on every rank of a collective. sized, typed: whether all ranks list them."""
+    """Return the values that must be equal on every rank of a collective.
+
+    sized, typed: whether all ranks list the sizes, and the types.
+    """
     found: list[Any] = []
     for place, kind in enumerate(call.kinds):
         input_types = None if kind in ANY_INPUT_TYPE or not typed else _types(call.input_dtypes, place)

@@ -41,9 +41,10 @@ def record_faulty_nodes(run: Path, found: Evidence) -> None:
 
 
 def look(runs_dir: Path, cluster: str, now: float, expiry_h: float) -> list[NodeFailure]:
-    """Return the node failures in those runs of `runs_dir` on this cluster that changed in the last `expiry_h` hours.
+    """Return the node failures of recent runs in `runs_dir` on this cluster.
 
-    Every submission calls this, so it neither queries Slurm nor reads the logs of ranks.
+    A run is recent if it changed in the last `expiry_h` hours. Every submission calls this function, so it neither
+    queries Slurm nor reads the logs of ranks.
     """
     found: list[NodeFailure] = []
     for run in _recent(runs_dir, now - expiry_h * 3600):

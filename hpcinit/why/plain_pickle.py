@@ -276,7 +276,7 @@ class Reader:
 def _set(target: Any, values: list[Any]) -> None:
     """Add keys and values to a dict. Raise ValueError if a key is neither a text nor a number.
 
-    Hashing a nested tuple can take years.
+    Other keys are refused, because hashing a nested tuple can take years.
     """
     keys = values[::2]
     kinds = set(map(type, keys))

@@ -67,7 +67,7 @@ def _signals(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _sigterm(evidence: Evidence) -> Iterator[Finding]:
-    """Yield ranks that SIGTERM ended before Slurm ended the step."""
+    """Yield a finding on ranks that were ended by SIGTERM before Slurm ended the step."""
     recorded = {one.record.rank for one in evidence.found}
     for end in evidence.log.ends:
         if not (end.succeeded or end.how.startswith("Terminated")):

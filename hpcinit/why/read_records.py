@@ -20,7 +20,7 @@ INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the errors that no other rank's failure caused, in the order of time.
+    """Yield, in the order of time, the errors that no other rank's failure caused.
 
     If a rank was interrupted, yield that last.
     """
@@ -118,7 +118,7 @@ def _stated(
 
 
 def who(record: ErrorRecord) -> str:
-    """Return the rank with its host, such as 'rank 3 on n2'. If one of the two is unknown, omit it."""
+    """Return the rank with its host, such as 'rank 3 on n2'. Omit the number or the host if it is unknown."""
     subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{subject} on {record.host}" if record.host else subject
 

@@ -261,7 +261,7 @@ def _explain(path: Path, now: state.State) -> Verdict:
 
 
 def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
-    """Return the verdict on a chain if its last job exited with 143, as a program that handles SIGTERM does.
+    """Return the verdict on a chain if its last job exited with 143, as a program that handles Slurm's signal does.
 
     Otherwise, return None.
     """
@@ -348,7 +348,7 @@ def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict on a job that is still in the queue. Its ranks may have failed already, or hang."""
+    """Return the verdict on a job that is still in the queue. Some of its ranks may already have failed or hang."""
     live: Sequence[stacks.Group] = ()
     if now.name == "RUNNING" and (found.hang or found.silence or found.flight) and not found.log.ends:
         live = stacks.groups_now(path)

@@ -23,9 +23,9 @@ from hpcinit.world import World, network, ports
 
 
 def addresses(world: World, template: str) -> list[network.Found]:
-    """Return the addresses under which this node may reach rank 0, likeliest first.
+    """Return the addresses at which this node may be able to reach rank 0, likeliest first.
 
-    If there is none, raise WorldError that shows what to fix.
+    If there is none, raise a WorldError that shows what to fix.
 
     template: comm.host_template, or ''.
     """

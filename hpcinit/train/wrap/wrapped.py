@@ -207,7 +207,7 @@ class Wrapped(abc.ABC):
     def _offload(
         self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
     ) -> frozenset[states.State]:
-        """Move the states and return them. named: the user named `chosen`, so each of them must be moved."""
+        """Move the states and return them. named: whether the user named `chosen`, so that each must be moved."""
 
     @abc.abstractmethod
     def _reload(self, non_blocking: bool) -> None: ...

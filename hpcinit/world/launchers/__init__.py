@@ -127,7 +127,7 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
 
     env: the environment. If it is os.environ, the parents of this process are checked too.
     started_by: the name of the launcher, one of LAUNCHERS. None: detect it. Users can set HPCINIT_STARTED_BY instead.
-    process: for tests.
+    process: how Slurm started this process. Only tests pass it.
     """
     if process is None:
         process = slurm_step_of_this_process() if env is os.environ else UNKNOWN

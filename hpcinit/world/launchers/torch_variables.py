@@ -71,9 +71,10 @@ class Torchrun:
         return {**found, "ranks_here": tuple(range(first, first + found["local_world_size"]))}
 
     def _job(self, env: Mapping[str, str], address: str) -> str:
-        """Return 'RUN.RESTART'. Without --rdzv-id, all runs are called 'none'; then use the store's address and port.
+        """Return 'RUN.RESTART'.
 
-        The agents agree on both and pass them to all workers. Two torchruns on a node have different ports.
+        RUN is torchrun's run id. Without --rdzv-id, all runs have the id 'none', so RUN contains the store's address
+        and port. The agents agree on both and pass them to all workers. Two torchruns on a node have different ports.
         """
         run = env.get("TORCHELASTIC_RUN_ID", "")
         if run in {"", "none"}:
