@@ -21,6 +21,7 @@ from hpcinit.records.drill_records import Step
 LEAST_S = 0.25  # a program that continues to its own end for at least this long ignores the signal
 SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this many bytes
 MOST_NAMES = 3
+NO_STEP = "read a batch that no step of the undisturbed run read"
 # What torch, pickle, safetensors and json print about an incomplete file.
 DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|Ran out of input|UnpicklingError|data was truncated"
@@ -164,7 +165,11 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
     if lost:
         yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
         return
-    causes = [*_of_optimizer(alone, record, both, from_step), *_of_data(alone, record, both, from_step, found)]
+    causes = [*_of_optimizer(alone, record, both, from_step)]
+    # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer.
+    causes += [
+        one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
+    ]
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
@@ -247,7 +252,7 @@ def _of_data(
                 RANDOM_STATE, f"the random state is not that of step {from_step}, and the data order depends on it"
             )
         else:
-            yield Finding(DATA, f"step {number + 1} read a batch that no step of the undisturbed run read")
+            yield Finding(DATA, f"step {number + 1} {NO_STEP}")
         return
     if other is not None:
         yield Finding(EPOCH, f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}")
