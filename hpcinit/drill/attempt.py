@@ -40,6 +40,7 @@ class Record:
 
     steps: for each rank, its optimizer steps as the rank recorded them.
     points: the steps that the program reported.
+    reporter: the rank whose log has the points.
     done: how many steps rank 0 made.
     status: the exit status, or None if the drill killed the attempt.
     read: the files that the program read.
@@ -58,6 +59,7 @@ class Record:
     begin_s: float = 0.0
     seconds: float = 0.0
     left_in_tmp: Mapping[str, int] = field(default_factory=dict)
+    reporter: int = 0
 
 
 class Attempt:
@@ -72,6 +74,7 @@ class Attempt:
         self.began, self._at, self.first_step = time.monotonic(), time.time(), 0.0
         self.times: list[float] = []  # of rank 0's steps
         self.reader: Reader | None = None
+        self.reporter = 0
         self._log_from, self._records_at, self._points_seen = log_from, 0, 0
 
     @classmethod
@@ -106,10 +109,10 @@ class Attempt:
             self.first_step = time.monotonic()
         return done
 
-    def log(self) -> bytes:
-        """Return what rank 0 has printed in this attempt."""
-        with contextlib.suppress(OSError), _log(self.run, 0).open("rb") as file:
-            file.seek(self._log_from.get(0, 0))
+    def log(self, rank: int = 0) -> bytes:
+        """Return what a rank has printed in this attempt."""
+        with contextlib.suppress(OSError), _log(self.run, rank).open("rb") as file:
+            file.seek(self._log_from.get(rank, 0))
             return file.read()
         return b""
 
@@ -120,12 +123,16 @@ class Attempt:
         return b""
 
     def points(self) -> list[Point]:
-        """Return the steps that the program has reported in this attempt."""
+        """Return the steps that the program has reported in this attempt: with run.progress(), or in a rank's log."""
         if found := drill_records.read_lines(self.folder / drill_records.PROGRESS)[0]:
             return progress_lines.reported(found)
-        text = self.log()
-        reader = self.reader or progress_lines.best_reader(text)
-        return progress_lines.points(text, self._log_from.get(0, 0), reader) if reader else []
+        for rank in sorted(_logs(self.run)):  # Megatron prints on the last rank
+            text = self.log(rank)
+            reader = self.reader or progress_lines.best_reader(text)
+            if reader and (points := progress_lines.points(text, self._log_from.get(rank, 0), reader)):
+                self.reporter = rank
+                return points
+        return []
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in the order of the ranks."""
@@ -181,9 +188,13 @@ class Attempt:
         status = None if killed else int(local_job.read_state(self.run).get("exit_status", 1))
         errors = [one.record for one in error_records.read(self.run / run_folder.ERRORS) if one.record.time > self._at]
         first = min(errors, key=lambda one: one.time, default=None)
+        points = self.points()
+        if killed and len(points) > 1:
+            points.pop()  # it may lack a later line with the same step, such as nanoGPT's after an evaluation
         return Record(
             steps=[drill_records.steps(self.folder, int(path.stem[5:])) for path in ranks],
-            points=self.points(),
+            points=points,
+            reporter=self.reporter,
             done=self.steps(),
             status=status,
             read=read,

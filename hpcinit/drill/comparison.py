@@ -99,7 +99,10 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 compared = True
                 # Use the second step after the restart: the first step's record may contain further inputs.
                 other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
-                if other_inputs or not close(step.weights, expected.weights, 1e-4):
+                same = close(step.weights, expected.weights, 1e-4) and not other_averages(
+                    alone, rank, from_step + number, step
+                )
+                if other_inputs or not same:
                     differs = from_step + number if differs is None else min(differs, from_step + number)
                     break
     return Resumed(from_step, weighed, differs, largest, compared)
@@ -112,6 +115,17 @@ def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
     """
     one, other = at(alone.first, rank, number), at(alone.second, rank, number)
     return bool(one and other and step.batch and one.batch == other.batch != step.batch)
+
+
+def other_averages(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
+    """Return whether a resumed step has other averaged weights than step `number` of the undisturbed runs.
+
+    Return False if a run has not evaluated them before this step, or if the two undisturbed runs differ.
+    """
+    one, other = at(alone.first, rank, number), at(alone.second, rank, number)
+    if not one or not other or not step.averages or not one.averages:
+        return False
+    return close(one.averages, other.averages) and not close(step.averages, one.averages, 1e-4)
 
 
 def losses(record: Record) -> dict[int, float]:
@@ -147,13 +161,15 @@ def _from_step(first: Record, record: Record) -> int | None:
             continue
         if not (record.steps and first.steps):
             return same
-        return _before(first, first.points[same]) - _before(record, point)
+        from_step = _before(first, first.points[same]) - _before(record, point)
+        return from_step if from_step >= 0 else None  # a number that counts something else than steps
     return None
 
 
 def _before(record: Record, point: Point) -> int:
-    """Return how many steps rank 0 had made when it reported `point`."""
-    return sum(step.time < point.time if point.time else step.at < point.at for step in record.steps[0])
+    """Return how many steps the rank that reported `point` had made by then."""
+    steps = record.steps[min(record.reporter, len(record.steps) - 1)]
+    return sum(step.time < point.time if point.time else step.at < point.at for step in steps)
 
 
 def _by_weights(alone: Undisturbed, record: Record) -> int | None:

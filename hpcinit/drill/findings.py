@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from hpcinit.base.text import counted
 from hpcinit.drill import faults
 from hpcinit.drill.attempt import Record, Save
-from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, reads_other, values
+from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, other_averages, reads_other, values
 from hpcinit.drill.faults import Interruption
 from hpcinit.records.drill_records import Step
 
@@ -30,6 +30,7 @@ DAMAGED = re.compile(
 
 LOADS_NOTHING, WRONG_FILE, WEIGHTS = "loads_nothing", "wrong_file", "weights"
 OPTIMIZER, SCHEDULER, RANDOM_STATE = "no_optimizer", "no_scheduler", "no_random_state"
+AVERAGES = "no_averages"
 DATA, EPOCH, TORN, LATEST = "data_from_start", "epoch_counter", "torn_checkpoint", "latest_before_data"
 IGNORES_SIGNAL, SHARDED, NODE_LOCAL = "ignores_signal", "sharded_rank_0_only", "node_local"
 CRASH, UNKNOWN, SAVES_NOTHING = "resume_fails", "unknown", "saves_nothing"
@@ -40,6 +41,7 @@ ADVICE = {
     WEIGHTS: "load the model's state_dict() into the model that is trained, after it was created",
     OPTIMIZER: "save optimizer.state_dict(), and load it after the model",
     SCHEDULER: "save scheduler.state_dict() and load it, or compute the learning rate from the step number",
+    AVERAGES: "save the averaged weights (EMA), and load them",
     RANDOM_STATE: "save and restore the random states of torch, numpy and random on each rank",
     DATA: "set the sampler's epoch and position, or save the loader's state: docs/long-runs",
     EPOCH: "save the epoch (or compute it from the step), and call sampler.set_epoch() with it",
@@ -118,7 +120,8 @@ def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
     elsewhere = [str(one["path"]) for one in cut.record.outside if not one["refused"]]
     elsewhere += [f"$TMPDIR/{name}" for name, size in cut.record.left_in_tmp.items() if size > 0]
     if elsewhere and not cut.saves:
-        yield Finding(NODE_LOCAL, f"the program saves to {_names(elsewhere)}, which the next attempt does not share")
+        places = ", ".join(elsewhere[:MOST_NAMES])
+        yield Finding(NODE_LOCAL, f"the program saves to {places}, which the next attempt does not share")
     elif not alone.saves:
         yield Finding(SAVES_NOTHING, "the program wrote no checkpoint")
 
@@ -166,10 +169,13 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
         return
     causes = [*_of_optimizer(alone, record, both, from_step)]
+    causes += _of_reported_rate(alone, record) if not causes else []
     # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer.
     causes += [
         one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
     ]
+    if not causes and (number := _other_averages(alone, record, from_step)) is not None:
+        causes = [Finding(AVERAGES, f"the averaged weights at step {number + 1} are not those of the undisturbed run")]
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
@@ -197,8 +203,10 @@ def _of_optimizer(
         if own.states < expected.states:
             # The learning rate is in the optimizer's state, and a scheduler may continue from it.
             had = f"had {own.states} of {expected.states} tensors" if own.states else "was empty"
+            which = f"the optimizer's state of rank {rank}" if rank else "the optimizer's state"
             yield Finding(
-                OPTIMIZER, f"the optimizer's state {had} at the first step, so the loss jumps, then returns slowly"
+                SHARDED if rank else OPTIMIZER,
+                f"{which} {had} at the first step, so the loss jumps, then returns slowly",
             )
         elif rate:
             yield Finding(SCHEDULER, f"the learning rate at step {rate[0]} is {rate[1]:.4g} instead of {rate[2]:.4g}")
@@ -208,6 +216,27 @@ def _of_optimizer(
         else:
             continue
         return
+
+
+def _other_averages(alone: Undisturbed, record: Record, from_step: int) -> int | None:
+    """Return the first step with equal weights but other averaged weights, or None if there is none."""
+    for rank, steps in enumerate(record.steps):
+        for number, own in enumerate(steps, from_step):
+            expected = at(alone.first, rank, number)
+            if expected is None or not close(own.weights, expected.weights, 1e-4):
+                break
+            if other_averages(alone, rank, number, own):
+                return number
+    return None
+
+
+def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:
+    """Return a finding if the first rate that the program reports differs from the undisturbed run's at that step."""
+    own, expected = values(record, "lr"), values(alone.first, "lr")
+    step = next((step for step in own if step in expected), None)
+    if step is None or close(own[step], expected[step], 1e-3):
+        return []
+    return [Finding(SCHEDULER, f"the learning rate at step {step} is {own[step]:.4g} instead of {expected[step]:.4g}")]
 
 
 def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:

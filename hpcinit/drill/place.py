@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +79,12 @@ class Place:
     def restore(self, state: Path | None = None) -> None:
         """Restore the folders from `state`, which copy_state() returned; None: as they were before the first start."""
         shutil.rmtree(self.now)
-        shutil.copytree(state or self.before, self.now, symlinks=True)
+        _copy(state or self.before, self.now)
 
     def copy_state(self, name: str) -> Path:
         """Return a copy of all folders as they are now."""
         target = self.root / name
-        shutil.copytree(self.now, target, symlinks=True)
+        _copy(self.now, target)
         return target
 
     def next_attempt(self) -> Path:
@@ -108,9 +108,7 @@ class Place:
 
     def forget_reads(self) -> None:
         """Set the access times of all files to 1970."""
-        for name, seen in self.written().items():
-            with contextlib.suppress(OSError):
-                os.utime(self.now / name, ns=(0, seen.changed_ns), follow_symlinks=False)
+        _touch(((self.now / name, self.now / name) for name in self.written()), atime_ns=0)
 
     def read_since(self) -> list[str]:
         """Return the files that were read since forget_reads(), in the order in which they were read."""
@@ -146,6 +144,33 @@ class Place:
         os.utime(probe, ns=(0, probe.stat().st_mtime_ns))
         probe.read_text()
         return probe.stat().st_atime_ns > 0
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder with its times. A program may look for its newest checkpoint by the change time (ctime)."""
+    shutil.copytree(source, target, symlinks=True)
+    _touch((path, target / path.relative_to(source)) for path in source.rglob("*"))
+
+
+def _touch(paths: Iterable[tuple[Path, Path]], atime_ns: int | None = None) -> None:
+    """Give files the times of others. Their change times, which cannot be set, get the same order.
+
+    paths: files with those that get their times.
+    atime_ns: the access time to set; None: that of the other file.
+    """
+    found = []
+    for path, target in paths:
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            found.append((path.lstat(), target))
+    was = now = 0
+    for seen, target in sorted(found, key=lambda one: one[0].st_ctime_ns):
+        times = seen.st_atime_ns if atime_ns is None else atime_ns, seen.st_mtime_ns
+        with contextlib.suppress(OSError):
+            os.utime(target, ns=times, follow_symlinks=False)
+            while seen.st_ctime_ns > was and target.lstat().st_ctime_ns <= now:  # the clock has not ticked yet
+                time.sleep(0.001)
+                os.utime(target, ns=times, follow_symlinks=False)
+            was, now = seen.st_ctime_ns, target.lstat().st_ctime_ns
 
 
 def _is_own(name: str) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 from hpcinit.base.errors import RequestError
 
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
-# step 12, step=12, "step": 12, iter 12:, iteration 12/ 60, it 12, global_step 12
+# step 12, step=12, "step": 12, iter 12:, iteration 12/ 60, global_step 12, "num_updates": "12"; but not update: 1.25
 _STEP = re.compile(
-    r"(?i)(?<![a-z])(?:global[_ ]?|train[_ ]?)?(?:step|iter(?:ation)?|update)s?['\"]?\s*[:=#\[]?\s*(\d+)\b"
+    r"(?i)(?<![a-z])(?:global[_ ]?|train[_ ]?)?(?:step|iter(?:ation)?|update)s?"
+    r"['\"]?\s*[:=#\[]?\s*['\"]?(\d+)\b(?!\.\d)"
 )
 # loss 2.31, loss=2.31, 'loss': '2.31', lm loss: 2.31E+00, train_loss 2.31
 _LOSS = re.compile(

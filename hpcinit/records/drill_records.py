@@ -32,6 +32,7 @@ class Step:
     states: the number of tensors in the optimizer's state.
     rng: a checksum of the random state of each library.
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
+    averages: the sum of the absolute values of weights that are only evaluated, such as an average (EMA), or 0.
     """
 
     at: int
@@ -42,6 +43,7 @@ class Step:
     states: int
     rng: dict[str, int]
     batch: int
+    averages: float = 0.0
 
 
 def append(path: Path, document: dict[str, Any]) -> None:

@@ -109,6 +109,7 @@ def _guard_torch_save(torch: Any) -> None:
 
 def _record_steps(torch: Any, path: Path) -> None:
     batch, first, known = [0], list[Any](), list[weakref.ref[Any]]()
+    evaluated = weakref.WeakSet[Any]()
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
 
@@ -124,6 +125,8 @@ def _record_steps(torch: Any, path: Path) -> None:
                     batch[0] = zlib.crc32(
                         _sample(tensor).cpu().contiguous().view(torch.uint8).numpy().tobytes(), batch[0]
                     )
+        elif len(evaluated) < MOST_TENSORS:
+            evaluated.add(module)
 
     def on_step(optimizer: Any, *_: Any) -> None:
         if not first:
@@ -133,6 +136,8 @@ def _record_steps(torch: Any, path: Path) -> None:
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
             parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
+            trained = {id(p) for p in parameters}
+            averages = {id(p): p for module in evaluated for p in module.parameters() if id(p) not in trained}
             drill_records.append(
                 path,
                 {
@@ -144,6 +149,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "states": len(states),
                     "rng": _random_states(torch),
                     "batch": inputs,
+                    "averages": _sum(list(averages.values())[:MOST_TENSORS]),
                 },
             )
 

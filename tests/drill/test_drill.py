@@ -121,6 +121,7 @@ BUGS = {
     "data_from_start": ("data[order[batch * 32 : batch * 32 + 32]]", "data[order[step0 * 32 : step0 * 32 + 32]]"),
     "wrong_file": ("found[-1]", "found[0]"),
     "node_local": ('"checkpoints"', "tempfile.gettempdir()"),
+    "no_averages": ("", ""),  # AVERAGES
 }
 QUICK = {"no_optimizer", "node_local"}
 
@@ -132,6 +133,9 @@ def test_a_planted_bug_is_named(tmp_path: Path, cause: str) -> None:
     old, new = BUGS[cause]
     assert old in PROGRAM
     program = PROGRAM.replace(old, new)
+    if cause == "no_averages":
+        program = program.replace("scheduler =", "average = torch.optim.swa_utils.AveragedModel(model)\nscheduler =")
+        program = program.replace("    step += 1\n", f"    step += 1\n{AVERAGES}")
     if cause == "no_scheduler":  # a schedule that counts; the optimizer's state contains the rate as well
         program = program.replace("ExponentialLR(optimizer, 0.95)", "LambdaLR(optimizer, lambda step: 0.95**step)")
     if cause == "data_from_start":
@@ -148,6 +152,11 @@ def test_a_planted_bug_is_named(tmp_path: Path, cause: str) -> None:
     assert document(out)["findings"][0]["cause"] == cause, out
 
 
+AVERAGES = """    average.update_parameters(model)
+    if step % 2 == 0:
+        with torch.no_grad():
+            print("of the average:", average(inputs).sum().item())
+"""
 SLOW = """def write(state, path):
     import io
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -106,3 +107,18 @@ def test_another_process_has_the_number_of_a_job_that_ended(place: Place, tmp_pa
     assert other.poll() is None and psutil.Process(other.pid).status() != psutil.STATUS_STOPPED
     other.kill()
     other.wait()
+
+
+def test_copies_keep_the_order_of_change_times(place: Place) -> None:
+    """A program may look for its newest checkpoint by ctime, which a copy cannot keep. Names and sizes differ from it."""
+    for name in ("step_8", "step_32", "step_16"):
+        (place.work / name).mkdir()
+        (place.work / name / "data").write_text(name)
+        time.sleep(0.03)
+    run = place.now / "runs/train-0001"
+    run.mkdir(parents=True)
+    place.restore(place.copy_state("killed"))
+    place.forget_reads()
+    for order in ("step_*", "step_*/data"):
+        found = sorted(place.work.glob(order), key=lambda path: path.stat().st_ctime_ns)
+        assert [path.relative_to(place.work).parts[0] for path in found] == ["step_8", "step_32", "step_16"]

@@ -63,6 +63,13 @@ LINES = {
         3,
         6.25,
     ),
+    "fairseq": (
+        b'{"epoch": 1, "update": 0.5, "loss": "4.2", "num_updates": "2", "lr": "0.1"}\n'
+        b'{"epoch": 1, "update": 1.0, "loss": "4.1", "num_updates": "4"}\n'
+        b'{"epoch": 2, "update": 1.5, "loss": "4.0", "num_updates": "6"}\n',
+        3,
+        4.0,
+    ),
     "VAE": (
         b"Train Epoch: 1 [0/160 (0%)]\tLoss: 0.90\nTrain Epoch: 1 [32/160 (20%)]\tLoss: 0.85\n"
         b"Train Epoch: 2 [0/160 (0%)]\tLoss: 0.80\n====> Epoch: 2 Average loss: 0.8100\n",
@@ -103,7 +110,7 @@ def test_a_pattern_of_the_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"), [("it=(", "no regular expression"), ("it=(\\d+)", "has no group 'step'")]
+    ("pattern", "message"), [("it=(", "is not a regular expression"), ("it=(\\d+)", "has no group 'step'")]
 )
 def test_a_wrong_pattern_is_refused(pattern: str, message: str) -> None:
     """An invalid pattern, or one without a step, is an error that shows a correct one or the position."""
