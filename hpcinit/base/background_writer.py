@@ -136,7 +136,7 @@ def later(what: str, write: Callable[[], object], *, keep_first: bool = False, e
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Write all waiting reports now. Return whether all of them were written within `timeout_s` seconds."""
+    """Write all pending reports now. Return whether all of them were written within `timeout_s` seconds."""
     return _writer.flush(timeout_s)
 
 

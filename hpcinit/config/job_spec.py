@@ -90,8 +90,8 @@ def _flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 def _copied(kind: type[T], keys: object, **computed: Any) -> T:
     """Return an object of type `kind`.
 
-    keys: the object from which its fields are copied.
-    computed: the fields that are not copied.
+    keys: the object from which the new object's fields are copied.
+    computed: the values of the fields that are not copied.
     """
     names = [each.name for each in fields(kind) if each.name not in computed]  # type: ignore[arg-type]
     return kind(**{name: getattr(keys, name) for name in names}, **computed)

@@ -54,7 +54,7 @@ class Place:
         size = sum(path.lstat().st_size for path in files)
         if size > MOST_GB * 1e9:
             raise RequestError(
-                f"{source} has {size / 1e9:.1f} GB, expected at most {MOST_GB:g} GB, because it is copied: "
+                f"{source} is {size / 1e9:.1f} GB, expected at most {MOST_GB:g} GB, because the drill copies it: "
                 "omit the data with --without NAME, and give the program the absolute path of the data"
             )
         self.root = Path(tempfile.mkdtemp(prefix="hpcinit-drill-")).resolve()

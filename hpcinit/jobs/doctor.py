@@ -137,7 +137,7 @@ def _matmul(device: torch.device) -> tuple[float, ...]:
 
 
 def _copies(device: torch.device) -> Copies | None:
-    """Return the best speed of several copies to the device, from the device and inside it. Return None on CPUs."""
+    """Copy data to, from and within the device, several times each. Return the best speed of each, or None on CPUs."""
     if device.type == "cpu":
         return None
     host = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)

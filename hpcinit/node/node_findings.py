@@ -232,7 +232,7 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
 
 
 def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
-    """Yield the problems that one node alone is enough to show: NCCL's error, or an address that others can't reach."""
+    """Yield the problems that already show on one node: NCCL's error, or an address that other nodes can't reach."""
     if one.error:
         yield _nccl_error(one)
     elif nodes > 1 and (check := _local_only(one)):

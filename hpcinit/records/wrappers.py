@@ -138,7 +138,7 @@ def get(name: str) -> Wrapper:
 
 
 def of_format(checkpoint_format: str) -> str:
-    """Return the names of the wrappers for several ranks that use this checkpoint format, such as 'ddp or fsdp'."""
+    """Return the names of the multi-rank wrappers that use this checkpoint format, such as 'ddp or fsdp'."""
     found = [each for each in WRAPPERS.values() if each.checkpoint_format == checkpoint_format and each.for_many_ranks]
     return " or ".join(each.name for each in found)
 

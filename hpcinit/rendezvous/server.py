@@ -267,7 +267,7 @@ class Connections:
     def _accept(self) -> None:
         """Accept up to 64 connections.
 
-        The rest waits for the next round, so that connected peers are served in between.
+        The rest wait for the next round, so that connected peers are served in between.
         """
         for _ in range(64):
             try:

@@ -33,9 +33,9 @@ def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None
             newest = max(each.stat(follow_symlinks=False).st_mtime for each in (path, *path.parent.iterdir()))
             if (age_s := time.time() - newest) > QUIET_S:
                 say(
-                    f"warning: {path.parent} contains a lock, and has not changed for {age_s / 60:.0f} min. A program "
-                    "that loads this extension waits for it forever if its builder was killed. If nothing compiles "
-                    f"there, remove it: rm {path}"
+                    f"warning: {path.parent} contains a lock and has not changed for {age_s / 60:.0f} min. If the "
+                    "process that compiled this extension was killed, every program that loads the extension waits "
+                    f"forever for the lock. If nothing is being compiled there, remove the lock: rm {path}"
                 )
 
 

@@ -79,7 +79,7 @@ def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is not a regular file")
         if state.st_size > MOST_BYTES:
-            raise ValueError(f"it has {state.st_size >> 20} MB, at most {MOST_BYTES >> 20} are read")
+            raise ValueError(f"it is {state.st_size >> 20} MB, expected at most {MOST_BYTES >> 20} MB")
         limits.checker()()
         data = file.read(state.st_size)
         if not data:

@@ -280,7 +280,7 @@ def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
 
 
 def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
-    """Return the ranks that wrote a timeline in an attempt. If it started several times, only the last start counts."""
+    """Return the ranks that wrote a timeline in an attempt. If the ranks were restarted in it, use their last start."""
     folders = sorted(
         (path / run_folder.TIMELINE).glob(f"{_step_of(job_id)}.*.{restart}"), key=lambda one: one.stat().st_mtime
     )

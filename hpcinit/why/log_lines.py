@@ -88,7 +88,7 @@ class Log:
     text: the content of the file.
     rank: the rank that writes this log, or None if several ranks do.
     written: when the file last changed.
-    skipped: how many bytes are missing in the text.
+    skipped: how many bytes are missing from the text.
     """
 
     text: str

@@ -208,7 +208,7 @@ def test_why_a_dump_cannot_be_read(tmp_path: Path) -> None:
     assert read[0]["entries"] and list(read) == list(range(8))
     expected = [
         "it is empty", "it ends after 500 bytes", "it is not a dump", "it is not a regular file", "it is not a regular file",
-        "No such file", "it has 257 MB, at most 256 are read",
+        "No such file", "it is 257 MB, expected at most 256 MB",
     ]  # fmt: skip
     for rank, reason in enumerate(expected, 1):
         assert reasons[rank].startswith(f"5.0.0.rank_{rank}: ") and reason in reasons[rank]

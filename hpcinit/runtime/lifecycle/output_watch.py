@@ -133,7 +133,7 @@ class OutputWatch:
 def _newest_change(logs: Path, known: float) -> float:
     """Return when a log last changed, in seconds since 1970.
 
-    If rank 0's log has changed after `known`, which is usual, return its time without a look at the others.
+    If rank 0's log has changed since `known`, as is usual, return its time without looking at the others.
     """
     with contextlib.suppress(OSError):
         own = (logs / "rank-0.log").stat().st_mtime
