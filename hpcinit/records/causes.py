@@ -117,10 +117,15 @@ KINDS = (
     Message(failure_kinds.START_UP, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\]",
      "that rank has the store, and its process had ended: its own log shows why"),
     Message(failure_kinds.HANG, r"not received the Notify record from remote rank \[(?P<ranks>\d+)\]"  # Ascend's HCCL
-     r"|[Mm]issing ranks: \{?(?P<missing>[\d, ]+)|timed out task names: .*?task:(?P<task>\d+)",  # torchfrtrace, JAX
+     r"|[Mm]issing ranks: \{?(?P<missing>[\d, ]+)|timed out task names: .*?task:(?P<task>\d+)"  # torchfrtrace, JAX
+     r"|/task:(?P<lost>\d+) (?:recorded )?(?:heartbeat timeout|has been set to ERROR)"
+     r"|stopped sending heartbeats.*?/task:(?P<silent>\d+)",
      "that rank did not reach the collective or barrier: its own log shows what it did instead"),
+    # The last ones are of NCCL, MPI, gloo and Horovod: a message of another size than the receiver expects.
     Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
-     r"|op\.preamble\.length <= op\.nbytes|Culprit rank (?P<ranks>\d+); Error type: \w*MISMATCH",  # torchfrtrace
+     r"|op\.preamble\.length <= op\.nbytes|Culprit rank (?P<ranks>\d+); Error type: \w*MISMATCH"  # torchfrtrace
+     r"|[Mm]essage truncated ?[:;,]|MPI_ERR_TRUNCATE|distributed collective mismatch|Mismatched MPI operations"
+     r"|Mismatched data types|Mismatched \w+ tensor shapes|Mismatched \w+ root ranks",
      DIFFERENT_CALLS),
     # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
     Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined|store[ _]based[ _]barrier"
@@ -128,6 +133,8 @@ KINDS = (
      "start as many processes as the world size, and read the log of the node that did not connect"),
     Message(failure_kinds.HANG, r"wait timeout after \d+ ?ms, keys",
      "the ranks waited in the store for another one: its log and its stack show what it did instead"),
+    Message(failure_kinds.HOST_MEMORY, r"(?:exceptions|lang)\.OutOfMemoryError|OOM when allocating .*CPU:\d",
+     HOST_MEMORY),
     Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|(HIP|XPU|NPU) out of memory|CUDA error: out of memory"
      r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
      r"|NCCL WARN .*out of memory|OOM when allocating tensor|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
@@ -137,12 +144,22 @@ KINDS = (
      "if not, run once with CUDA_LAUNCH_BLOCKING=1"),
     # torch.multiprocessing shares tensors in files in /dev/shm
     Message(failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error"
-     r"|(?:file|object) </torch_|/dev/shm/nccl-|Error while creating shared memory segment",
+     r"|to (?:write|mmap|resize|allocate).* </torch_|/dev/shm/nccl-"
+     r"|Error while creating shared memory segment",
      "the node's /dev/shm is full: fewer data loader workers, "
      "or torch.multiprocessing.set_sharing_strategy('file_system')"),
+    # NCCL registers memory, which 'ulimit -l' limits
+    Message(failure_kinds.NETWORK, r"ibv_reg_mr.*Cannot allocate memory",
+     "the limit of locked memory is too low on that node: ulimit -l in the job must be unlimited"),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed"
      r"|^MemoryError|_ArrayMemoryError|Cannot allocate memory|DefaultCPUAllocator: |^std::bad_alloc"
-     r"|node running low on memory", HOST_MEMORY),
+     r"|node running low on memory|low on resource: memory|\bOOMKilling\b|SystemOOM|memory pressure \(OOM\)",
+     HOST_MEMORY),
+    Message(failure_kinds.SIGNAL, r"DataLoader worker .* killed by signal: ",
+     "a worker of the data loader crashed, often in a library that decodes its data: run it with num_workers=0 and "
+     "python -X faulthandler"),
+    Message(failure_kinds.PROGRAM, r"DataLoader worker .* exited unexpectedly with exit code",
+     "the code of the data set ended its worker: with num_workers=0 the rank's log shows the traceback"),
     Message(failure_kinds.CUDA_MEMORY, r"\bOutOfMemoryError\b", _CUDA),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
      "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
@@ -184,11 +201,12 @@ KINDS = (
      "another process uses the port: hpcinit chooses another one at the next start"),
     Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      _DIVERGED),
-    Message(failure_kinds.NOT_A_NUMBER, r"Loss is inf|loss: inf\b|non-finite", _DIVERGED),
+    Message(failure_kinds.NOT_A_NUMBER, r"Loss is inf|loss: inf\b|[Nn]on-?finite|\bNaNs\b", _DIVERGED),
     # fairseq; DeepSpeed
     Message(failure_kinds.NOT_A_NUMBER, r"Minimum loss scale reached|loss scale already at minimum", _DIVERGED),
     Message(failure_kinds.FILE, r"^(?:\w+: )?(FileNotFoundError|PermissionError|IsADirectoryError)"
-     r"|: can't open file |[Ss]tale (?:NFS )?file handle|transport endpoint|error: execve\(\): "
+     r"|: can't open file |[Ss]tale (?:NFS )?file handle|[Tt]ransport endpoint is not connected: "
+     r"|: Transport endpoint|error: execve\(\): "
      r"|(?i:\b(?:fatal|error|failed)\b.*: (?:no such file or directory|permission denied)$)",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
     Message(failure_kinds.NETWORK, r"^ssh (?:probably )?could not connect|not reachable via ssh|^ssh: "
@@ -200,7 +218,9 @@ KINDS = (
     Message(failure_kinds.NETWORK, r"HTTPS?ConnectionPool|Max retries exceeded|Failed to resolve|urlopen error"
      r"|[Cc]ould(?:n't| not) connect to",
      "the program could not download: compute nodes often have no access to the Internet; download before the job"),
-    Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error|has no attribute 'is_failed'"
+    Message(failure_kinds.UNKNOWN, r"RendezvousClosedError|has no attribute 'is_failed'",
+     "the agent left because another one had closed the rendezvous: after a failure, or at the end of the training"),
+    Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error"
      r"|client socket has timed out|connectFullMesh failed|Name or service not known|name resolution",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
      "the store (--rdzv-endpoint or MASTER_ADDR)"),
@@ -310,9 +330,21 @@ def of_record(record: ErrorRecord) -> tuple[str, str]:
     return found
 
 
-WITHOUT_REASON = re.compile(r"unhandled (?:cuda|system) error")  # of NCCL, without its 'Last error'
+# Messages that several causes have. NCCL's have a reason only below 'Last error'.
+SEVERAL_CAUSES = re.compile(
+    r"unhandled (?:cuda|system) error(?!(?s:.*)Last error:\s*\S)|(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED"
+    r"|CUDA error: (?:unspecified launch failure|unknown error|invalid argument|invalid resource handle)"
+    r"|DataLoader worker .* exited unexpectedly(?! with)|unexpected pos|PytorchStreamWriter failed"
+    r"|[Mm]essage truncated|heartbeat timeout|has been set to ERROR|Rendezvous\w+Error|'is_failed'"
+)
 _LAST = re.compile(r"Last error:\s*(\S.*)")  # NCCL's message below torch's
 _OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in further lines
+
+
+def has_several_causes(error: str) -> bool:
+    """Return whether the message alone does not show the cause, such as 'unhandled system error' of NCCL."""
+    found = SEVERAL_CAUSES.search(error)
+    return found is not None and not (found[0].startswith("DataLoader") and "killed by signal" in error)
 
 
 def short(error: str) -> str:

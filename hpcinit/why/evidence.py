@@ -85,6 +85,7 @@ class Evidence:
     alarms: log lines that may show a failure but that no reader recognizes, with their ranks.
     trains: whether a log shows training steps.
     finished: whether a log shows that the program or the job completed.
+    over: whether a line after the last training step reports that the training finished.
     """
 
     state: str
@@ -116,6 +117,7 @@ class Evidence:
     alarms: Sequence[tuple[int, str]] = ()
     trains: bool = False
     finished: bool = False
+    over: bool = False
 
     @property
     def at_step(self) -> str:

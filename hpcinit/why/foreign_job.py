@@ -5,6 +5,7 @@ The logs may be from srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,11 @@ _ALARM = re.compile(
     r"(?i)\b(?:\w*error|\w*exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
     r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable|"
     r"no module named|signal \d+|lost communication|times out|can't|low on resource|not enough|insufficient|invalid|"
-    r"missing ranks|no such file|closing signal)\b"
+    r"missing ranks|no such file|closing signal|truncated|non-?finite|heartbeats?"
+    r"|(?:is|are|was|became|found|detected) (?:nan|inf)s?)\b"
+)
+_EVENT = re.compile(
+    r"\bWarning +(?:Evicted|OOMKilling|SystemOOM|FailedMount|FailedScheduling|NodeNotReady|Preempt\w*)\b"
 )
 # The ends of jobs as PBS, LSF and submitit print them
 _OTHER_ENDS = (
@@ -53,6 +58,15 @@ _RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* wi
 _REQUEUED = re.compile(r"CANCELLED AT \S+ DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)")
 _STARTED = re.compile(f"{read_tracebacks.TRAINS.pattern}|{re.escape(read_tracebacks.HEADER)}|exitcode")
 _FINISHED = re.compile(r"(?i)\b(?:finished|completed|done|success\w*)\b")
+# After this, an error of an agent is no failure of the training.
+_OVER = re.compile(
+    r"(?i)worker group successfully finished|\b(?:training|fit(?:ting)?|run|job)\b\W{0,3}(?:is |was |has |has been )?"
+    r"(?:done|finished|completed?|successful\w*|ended successfully)\b|\b(?:finished|completed) (?:the )?training\b"
+    r"|`Trainer\.fit` stopped: `max_"
+)
+MOST_OF_NODE = 8  # ranks; with more, a local rank may not be the rank
+_HIGH_RANK = re.compile(r"(?i)rank[^\w\n]{0,12}(?:[89]|\d{2,6})\b|num processes: (?:9|\d{2})")
+_ABORTED = ("code 134", "code 137", "code 143")  # SIGABRT, SIGKILL and SIGTERM, as a shell reports them
 MOST_LAST = 20  # lines in which a program reports that it is finished
 _STACK = "(most recent call first):"  # of faulthandler
 _PY_SPY = re.compile(r'^Thread \S+ \(\w+\): "MainThread"$', re.MULTILINE)
@@ -90,6 +104,8 @@ def gather(
     known = log_lines.labels(logs)
     by_log = [_last_attempt([*log_lines.lines(log, known)]) for log in logs]
     lines = [line for found in by_log for line in found]
+    processes = log_lines.ranks_of_processes(lines)
+    lines = [_with_rank(line, processes) for line in lines]
     size = max([0, *(int(found[1]) for log in logs for found in _SIZE.finditer(log.text))])
     state = state or next((found[1] or found[2] for log in logs if (found := _STATE.search(log.text))), "")
     state = state or next((end for end, text in _OTHER_ENDS for log in logs if text.search(log.text)), "")
@@ -100,12 +116,15 @@ def gather(
     every_end = of_ranks and bool(slurm.ends)
     slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
     watched, errors = read_watchdog.read(lines)
-    every = _in_order(
-        [*read_tracebacks.read(lines), *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log
-    )
+    traced = [_of_process(one, processes) for one in read_tracebacks.read(lines)]
+    every = _in_order([*traced, *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log)
     ended = bool(slurm.cancelled or preempted_at or state in ENDED_BY_SLURM)
     about = read_launchers.about_ends(lines)
-    failed = any(not end.succeeded for end in (*slurm.ends, *read_launchers.ends(about, (), listed=bool(slurm.ends))))
+    one_node = known.local and size <= MOST_OF_NODE and not any(_HIGH_RANK.search(log.text) for log in logs)
+    ends_of = functools.partial(
+        read_launchers.ends, about, listed=bool(slurm.ends), processes=processes, one_node=one_node
+    )
+    failed = any(not end.succeeded for end in (*slurm.ends, *ends_of(())))
     # Of several processes that print without a rank, one may fail while others train on.
     handled = [one for one in every if one.handled and not (failed and one.rank == NO_RANK)]
     cut = [one.rank for one in every if one.text == read_tracebacks.CUT]
@@ -115,7 +134,7 @@ def gather(
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
     with_error = {one.rank for one in errors if one.rank != NO_RANK}
-    by_others = read_launchers.ends(about, with_error, listed=bool(slurm.ends))
+    by_others = ends_of(with_error)
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
     errors = _assigned(errors, slurm)
     if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists
@@ -147,14 +166,31 @@ def gather(
         watched=watched,
         cut=cut,
         handled=[causes.short(one.text) for one in handled],
-        alarms=_alarms(lines[trained + 1 :]),
+        alarms=[*_events(by_log), *_alarms(lines[trained + 1 :])],
         trains=trained >= 0,
         finished=state == "COMPLETED" or any(_FINISHED.search(line.text) for line in lines[-MOST_LAST:]),
+        over=any(_OVER.search(line.text) for line in lines[trained + 1 :]),
         hang=_of_stacks(logs),
     )
     skipped = sum(log.skipped for log in logs) >> 20
     unread = f"what {skipped} MB of the logs contain: hpcinit only searched them for messages of failures"
     return Foreign(evidence, (*_unknown(evidence, size), *([unread] if skipped else [])))
+
+
+def _with_rank(line: Line, processes: Mapping[str, int]) -> Line:
+    """Return a line with the rank of the process in its prefix. processes: the ranks of process IDs."""
+    rank = processes.get(log_lines.process(line.stream), NO_RANK) if line.rank == NO_RANK else NO_RANK
+    return line if rank == NO_RANK else line._replace(rank=rank, stream=str(rank))
+
+
+def _of_process(error: Error, processes: Mapping[str, int]) -> Error:
+    """Return an error with the rank of the process that its message names."""
+    rank = (
+        error.rank
+        if error.rank != NO_RANK
+        else processes.get(log_lines.process(f"{error.text}\n{error.traceback}"), NO_RANK)
+    )
+    return error if rank == error.rank else replace(error, rank=rank)
 
 
 def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[Error]:
@@ -205,12 +241,18 @@ def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
     return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
 
 
+def _events(logs: Sequence[Sequence[Line]]) -> list[tuple[int, str]]:
+    """Return the warnings in the events of Kubernetes (kubectl get events), which are in a file without steps."""
+    return [(NO_RANK, line.text.strip()) for log in logs for line in log if _EVENT.search(line.text)]
+
+
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
     """Return the errors. If one was printed without its rank and only one failed rank has no error, add that rank."""
     with_rank = {one.rank for one in errors}
     nameless = [one for one in errors if one.rank == NO_RANK and not causes.is_secondary_text(one.text)]
     ends = [end for end in slurm.ends if not end.after_abort and not end.succeeded]
-    own = [end for end in ends if end.how.startswith("Exited with")]  # the others were aborted after it
+    # The others were aborted after it.
+    own = [end for end in ends if end.how.startswith("Exited with") and not end.how.endswith(_ABORTED)]
     failed = {rank for end in own or ends for rank in end.ranks} - with_rank
     if len({one.text for one in nameless}) == 1 and len(failed) == 1:
         return [replace(one, rank=next(iter(failed))) if one in nameless else one for one in errors]

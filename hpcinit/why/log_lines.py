@@ -30,6 +30,7 @@ _BRACKETS = re.compile(r"^\[(\d{1,6})\](?: |$)")  # mpirun -l of MPICH and Intel
 _PREFIXES = (  # the group is a rank
     re.compile(r"^\[rank(\d{1,6})\]: ?"),  # torch
     re.compile(r"^\[?(?i:rank)[ =:_-]?(\d{1,6})(?:\]:?|:| \|) (?!.*(?:[Ww]atchdog|NCCL))"),  # programs
+    re.compile(r"^[\[(](?:proc(?:ess)?|task|R)[ =:#]?(\d{1,6})[\])]:? "),  # JAX and its programs
     re.compile(
         r"^\[[^\]\s,]{1,80},(?:mpirank:)?(\d{1,6})(?:,[^\]\s]{1,80})?\]<std(?:out|err)>: ?"
     ),  # mpirun --tag-output
@@ -40,7 +41,7 @@ _TIME = re.compile(
     rf"^(?:\[?{_DAY}?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d)| \d{{4}})?\]?|\d{{10}}\.\d+)[ :]"
     r"(?:std(?:out|err) [FP] )?"
 )
-_RAY = re.compile(r"^\((\w+ pid=\d{1,9}(?:, ip=\S+)?)\) ")
+_RAY = re.compile(r"^\(((?:\w+ )?pid=\d{1,9}(?:, ip=\S+)?|\w+, ip=\S+)\) ")
 _LIGHTNING = re.compile(r"^\[rank: (\d{1,6})\] ?")  # the local rank under srun
 _LOCAL = re.compile(r"^\[default(\d{1,6})\]:")  # torchrun --tee
 _TEE = re.compile(r"\[default\d+\]:")
@@ -65,7 +66,15 @@ _STARTS = re.compile(
 _FIRST_WORD = re.compile(
     r"(?!srun|slurm|hpcinit|\[rank|\[default|Traceback|\w*Error)\S{0,40}[A-Za-z]\S{0,40}(?:[\]:] (?:\| )?| {1,40}\| )"
 )
-_NAMED = re.compile(r"(?i)\brank[\"']?[ =:_-]{0,2}(\d{1,6})\b")
+# How programs name a rank inside a line: 'Rank 0, size 4', RankID:3, [RANK:0], world_rank=3, "rank": 3, PMI_RANK=3,
+# SLURM_PROCID=3, JAX's process_index=3 and /task:3. Not a local rank, that of a node or a stage, or another process's.
+_OTHERS = "local node machine group stage tensor pipeline expert tp pp dp ep cp mp lora low from to peer remote with by"
+NAMED = re.compile(
+    rf"(?i)(?<![a-z0-9_-]){''.join(f'(?<!{word} )' for word in _OTHERS.split())}"
+    r"(?:(?:global|world|dist|distributed|data_parallel|mpi|pmix?|ompi_comm_world|my)[ _])?"
+    r"(?:rank(?:[ _]?id)?|slurm_procid|process[ _](?:id|index|rank))[\"']?[ =:_#(\[-]{0,2}(\d{1,6})\b|/task:(\d{1,6})\b"
+)
+_PID = re.compile(r"(?i)\bp(?:id|roc)[=: ]{1,2}(\d{2,9})\b")
 # What follows a progress bar in its line: a message of Slurm, or a line of a rank
 _WITHOUT_LINE_END = re.compile(r"(?<=[^\s:>])(?=(?:slurmstepd|srun): error: |\[rank\d{1,6}\]: ?\S)")
 _CLOCK = re.compile(r"[\d:.,/-]*\d:\d\d[\d:.,]*")
@@ -204,8 +213,7 @@ def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, oth
             task = None  # the text may start with a number
         prefix, rest = others.split(rest)
         if prefix:
-            named = _NAMED.search(prefix)
-            rank, stream = int(named[1]) if named and rank == NO_RANK else rank, stream + _CLOCK.sub("", prefix)
+            rank, stream = named(prefix) if rank == NO_RANK else rank, stream + _CLOCK.sub("", prefix)
         if found := _RAY.match(rest):
             stream, rest = found[1], rest[found.end() :]
         if found := _LOCAL.match(rest):
@@ -216,6 +224,28 @@ def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, oth
             rank, rest = int(found[1]) if rank == NO_RANK else rank, rest[found.end() :]
     clock = _DAYTIME.search(line, 0, CLOCK_BEFORE)
     return Line(rank, rest, str(rank) if rank != NO_RANK else stream, clock[0].replace(",", ".") if clock else "")
+
+
+def named(text: str) -> int:
+    """Return the first rank that a text names, or NO_RANK."""
+    found = NAMED.search(text)
+    return int(found[1] or found[2]) if found else NO_RANK
+
+
+def ranks_of_processes(lines: Sequence[Line]) -> dict[str, int]:
+    """Return the ranks of process IDs, from the lines that have one of each: 'pid 70118, using GPU 0. Rank 0'."""
+    found: dict[str, set[int]] = {}
+    for line in lines:
+        pids = set(_PID.findall(f"{line.stream} {line.text}"))
+        if len(pids) == 1 and (rank := max(named(line.text), line.rank)) != NO_RANK:
+            found.setdefault(pids.pop(), set()).add(rank)
+    return {pid: ranks.pop() for pid, ranks in found.items() if len(ranks) == 1}
+
+
+def process(text: str) -> str:
+    """Return the process ID in a text, or ''."""
+    found = _PID.search(text)
+    return found[1] if found else ""
 
 
 class _Prefixes:

@@ -28,7 +28,7 @@ highest grade.
 | NOTHING    | no failure is in the evidence                                               |                       |
 
 "A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain
-every hang.
+every hang. MEMORY and NOTED explain an abort, too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Finding:
 def explains(cause: Finding, effect: Finding) -> bool:
     """Return whether `cause` is the reason why `effect` happened."""
     if effect.abort:
-        return cause.grade in (*HANGS, Grade.RAISED, Grade.NODE)
+        return cause.grade in (*HANGS, Grade.RAISED, Grade.NODE, Grade.MEMORY, Grade.NOTED)
     if effect.grade not in HANGS or cause.abort or not cause.shown:
         return False
     if effect.verdict.kind == failure_kinds.START_UP and cause.grade in (Grade.KILLED, Grade.RAISED):

@@ -25,6 +25,7 @@ UNSEEN = (
     "collectives (comm.collective_timeout_s, or the program's own)"
 )
 _INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
+_PEER = re.compile(r"(?i)\b(?:from|to|with|peer|remote) (?:peer )?rank \[?(\d{1,6})")
 UNSHOWN = {"Aborted": "; the reason of the abort is unknown", "Terminated": "; the sender of the signal is unknown"}
 SHELL = 128  # a shell adds it to the number of a signal
 NOT_STARTED = (125, 126, 127)  # of a container runtime or a shell that cannot start the program
@@ -183,6 +184,12 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
     if broken:
         head = f"a connection over InfiniBand broke ({broken[0]}): the link may have failed, or that peer's process"
         yield Finding(Grade.LOST, evidence.verdict(head, failure_kinds.NETWORK, causes.NETWORK))
+    elif not missing and (peers := _peers(evidence)):
+        late = any(causes.is_timeout(one.record) for one in evidence.found)
+        how = "did not answer in time" if late else "disappeared without an error"
+        head = f"{evidence.named(peers)} probably {how}: {brief(evidence.ordered[0].record.error)}"
+        kind, do = (failure_kinds.HANG, UNSEEN) if late else (failure_kinds.UNKNOWN, READ_LOGS)
+        yield Finding(Grade.LOST, _of_ranks(head, kind, do, peers, evidence), peers)
     elif not missing and evidence.found:
         yield Finding(Grade.LOST, evidence.verdict(GONE, failure_kinds.UNKNOWN, READ_LOGS))
     elif missing and evidence.found:
@@ -197,6 +204,12 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
             head = GONE.replace("a rank or its node", evidence.named(missing))
             verdict = _of_ranks(head, failure_kinds.UNKNOWN, READ_LOGS, missing, evidence)
         yield Finding(Grade.LOST, verdict, missing)
+
+
+def _peers(evidence: Evidence) -> tuple[int, ...]:
+    """Return the rank that the others lost, if all their messages name the same one and it has no error."""
+    named_ranks = {int(rank) for one in evidence.found for rank in _PEER.findall(one.record.foreign)}
+    return tuple(named_ranks - {one.record.rank for one in evidence.found}) if len(named_ranks) == 1 else ()
 
 
 def _of_ranks(head: str, kind: str, do: str, ranks: tuple[int, ...], evidence: Evidence) -> Verdict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hpcinit.records import job_log
 from hpcinit.records.job_log import End
@@ -27,6 +27,12 @@ _OF_LAUNCHER = re.compile(
     r'File "[^"]*(?:bin/(?:torchrun|accelerate|accelerate-launch|deepspeed)|accelerate/commands/launch\.py'
     r"|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))"
 )
+# torchrun's agent, also if its table is missing; and what shows which ranks it has
+_OF_AGENT = re.compile(r"failed \(exitcode: (-?\d{1,3})\) local_rank: (\d{1,6}) \(pid: (\d+)\)")
+_GLOBAL = re.compile(r"\bglobal_ranks=\[([\d, ]+)\]")
+_OF_NODES = re.compile(
+    r"\b(?:nnodes|num_machines|group_world_size)[=: ]{1,2}(?!1\b)\d|\b(?:node_rank|machine_rank)[=: ]{1,2}[1-9]"
+)
 # DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
 _SPAWNED = re.compile(r"process (\d{1,9}) spawned with command: .*'--local_rank=(\d{1,6})'")
 _NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
@@ -37,7 +43,6 @@ _SIGNALS = tuple(
     re.compile(pattern)
     for pattern in (
         r"^\S+: line \d+: +\d+ (?P<name>Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Terminated)\b",
-        r"failed \(exitcode: -(?P<signal>\d{1,2})\) local_rank: \d+ \(pid",
         r"died with <Signals\.SIG\w+: (?P<signal>\d{1,2})>",
         r"Child process with PID \d+ terminated with code -(?P<signal>\d{1,2})\b",
         r"KILLED BY SIGNAL: (?P<signal>\d{1,2})\b",
@@ -58,7 +63,10 @@ _END = re.compile(
 )
 # MPI_Abort of Open MPI and MPICH
 _MPI_ABORT = re.compile(r"(?:MPI_ABORT was invoked on rank|\(rank) (\d{1,6}) in comm\w*(?:.*?exit code (-?\d{1,3}))?")
-_CHILD = re.compile(r"Child process with PID \d+ terminated with code (\d{1,3})\b")  # Lightning
+# Of the rank in the prefix: Lightning; 'rank 5: exit code 1'
+_CHILD = re.compile(
+    r"(?:Child process with PID \d+ terminated with code|^exit(?:ed|ing)?\b.{0,20}\b(?:code|status)) (-?\d{1,3})\b"
+)
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
 # pdsh; ssh itself exits with 255
@@ -66,7 +74,7 @@ _SSH = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255$")
 # A part of each pattern above: a long log has few such lines.
 _WORDS = re.compile(
     r"[Ee]xit|EXIT|[Ss]ignal|SIG|[Tt]erminat|[Kk]illed|KILLED|[Cc]rash|died|[Aa]bort|ABORT|CANCEL|fail|nnodes|spawned|noticed"
-    r"|RUNNING AT|[Ff]ault|Bus error|Illegal|Process name|code"
+    r"|RUNNING AT|[Ff]ault|Bus error|Illegal|Process name|code|global_ranks|group_world_size|num_machines|node_rank"
 )
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
 
@@ -120,15 +128,40 @@ def about_ends(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if _WORDS.search(line.text)]
 
 
-def ends(lines: Sequence[Line], with_error: Collection[int], *, listed: bool) -> list[End]:
-    """Return how ranks ended, according to the messages of launchers other than torchrun.
+def ends(
+    lines: Sequence[Line],
+    with_error: Collection[int],
+    *,
+    listed: bool,
+    processes: Mapping[str, int],
+    one_node: bool,
+) -> list[End]:
+    """Return how ranks ended, according to the messages of launchers other than the lists of srun and torchrun.
 
     lines: what about_ends() returned.
     with_error: the ranks that printed an error.
     listed: whether srun or torchrun already list how ranks ended.
+    processes: the ranks of process IDs.
+    one_node: whether no log shows that there are several nodes.
     """
     known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_by_rank(lines)]
+    known += [] if listed else _of_agents(lines, processes, one_node=one_node)
     return known if known or listed else _without_rank(lines)
+
+
+def _of_agents(lines: Sequence[Line], processes: Mapping[str, int], *, one_node: bool) -> Iterator[End]:
+    """Yield the ends that torchrun's agents report in one line, with a local rank, if that shows the rank."""
+    ranks: dict[str, list[int]] = {}
+    several = not one_node or any(_OF_NODES.search(line.text) for line in lines)
+    for line in lines:
+        if found := _GLOBAL.search(line.text):
+            ranks[line.stream] = [int(each) for each in re.findall(r"\d{1,6}", found[1])]
+        elif found := _OF_AGENT.search(line.text):
+            local, own = int(found[2]), ranks.get(line.stream, [])
+            rank = own[local] if local < len(own) else NO_RANK if several or own else local
+            rank, how = processes.get(found[3], rank), job_log.how(int(found[1]))
+            if rank != NO_RANK or int(found[1]) < 0:
+                yield End("", (rank,) if rank != NO_RANK else (), how, how == "Terminated")
 
 
 def _without_rank(lines: Sequence[Line]) -> list[End]:

@@ -15,7 +15,10 @@ from hpcinit.why.ranking import Finding, Grade
 
 OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
 MOST_MORE = 4  # further lines of an error's message
-MAY_CONTINUE = re.compile(r"(?i)\b(?:warn(?:ing)?|info|debug|retry|retrying)\b")  # in a message that may be harmless
+MAY_CONTINUE = re.compile(
+    r"(?i)\b(?:warn(?:ing)?(?! +(?:Evicted|OOM|SystemOOM))|info|debug|retry|retrying|skip\w*)\b"
+)  # in a message that may be harmless
+AFTERWARDS = "check that the result is complete; the error of the launcher does not change it"
 INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
@@ -25,6 +28,10 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     If a rank was interrupted, yield that last.
     """
     ordered = evidence.ordered
+    if evidence.over and ordered and all(one.record.rank == LAUNCHER for one in ordered):
+        last = ordered[0].record
+        head = f"the training finished; afterwards {who(last)} failed: {causes.short(last.error)}"
+        yield Finding(Grade.RAISED, evidence.verdict(head, failure_kinds.NONE, AFTERWARDS))
     for one in ordered:
         if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:
             yield _of_record(one, ordered, evidence)
@@ -55,12 +62,14 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
         if not found or causes.is_secondary_text(text) or MAY_CONTINUE.search(text):
             continue
         row, named_ranks = found
-        failed = {one for end in evidence.log.ends if not (end.after_abort or end.succeeded) for one in end.ranks}
+        ends = [end for end in evidence.log.ends if not (end.after_abort or end.succeeded or end.how == "Aborted")]
+        failed = {one for end in ends for one in end.ranks}
         own = {rank} if rank >= 0 else failed if len(failed) == 1 else set()
         ranks = named_ranks or tuple(own if row.kind not in OF_OTHERS else ())
-        head = f"{evidence.named(ranks) if ranks else 'a message shows a failure'}: {brief(text)}"
+        head = f"{evidence.named(ranks) if ranks else 'a message shows a failure'}: {brief(text)}" + _doubt(text)
         known = ranks[0] if ranks else None
-        yield Finding(Grade.NOTED, evidence.verdict(head, row.kind, row.advice, rank=known, error=brief(text)), ranks)
+        grade = Grade.STATED if named_ranks and row.kind in OF_OTHERS else Grade.NOTED
+        yield Finding(grade, evidence.verdict(head, row.kind, row.advice, rank=known, error=brief(text)), ranks)
         return
 
 
@@ -96,7 +105,8 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
     rank = at_fault[0] if at_fault else record.rank
     subject = who(record) if rank == record.rank else evidence.named([rank])
     head = f"{subject} failed first{_clock(at, evidence)}{_place(record)}: {text}"
-    head += "; NCCL's reason is unknown" if causes.WITHOUT_REASON.search(text) else ""
+    head += _doubt(record.foreign) or "; why the ranks ended is unknown" * (record.rank == LAUNCHER)
+    head += _rival(first, ordered, evidence)
     when = at if evidence.has_clock else None
     host = record.host if rank == record.rank else evidence.hosts.get(rank, "")
     known = rank if rank >= 0 else None
@@ -121,6 +131,18 @@ def who(record: ErrorRecord) -> str:
     """Return the rank with its host, such as 'rank 3 on n2'. Omit the number or the host if it is unknown."""
     subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{subject} on {record.host}" if record.host else subject
+
+
+def _rival(first: Found, ordered: Sequence[Found], evidence: Evidence) -> str:
+    """Return the end of a headline if a log without times of errors has a different error of another rank."""
+    other = [one for one in ordered if one.record.rank != first.record.rank and is_cause(one, evidence)]
+    same = {brief(one.record.error) for one in other} <= {brief(first.record.error)}
+    return "" if evidence.has_clock or same else f"; {who(other[0].record)} may have failed before it"
+
+
+def _doubt(error: str) -> str:
+    """Return the end of a headline about a message that several causes may have."""
+    return "; its cause is unknown" if causes.has_several_causes(error) else ""
 
 
 def _clock(at: float, evidence: Evidence) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hpcinit.records import causes
 from hpcinit.why.evidence import NO_RANK
-from hpcinit.why.log_lines import Line
+from hpcinit.why.log_lines import Line, named
 
 HEADER = "Traceback (most recent call last)"
 CUT = "the log ends inside this traceback"
@@ -35,7 +35,6 @@ _LOGGED = re.compile(
     r"|(?:\b(?:ERROR|CRITICAL|FATAL)\b|^[EF]\d{4} ).*?\b((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)"
     r"|(NVRM: Xid .*|(?:Memory access fault|HW Exception) by GPU.*)"
 )
-_LOGGED_BY = re.compile(r"(?i)\brank ?[=:#_ -]? ?(\d{1,6})\b")
 _FAILS = re.compile(r"(?i)\b(?:error|exception|fail\w*|crash\w*|critical|fatal)\b")
 _CHAIN = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause"
@@ -49,8 +48,14 @@ _OF_RANK = re.compile(r"last\): \(RANK (\d{1,6})\)$")  # inside a message: torch
 _IN_TABLE = re.compile(r"^\s*rank\s*: (\d{1,6}) \(local_rank")  # torchrun's table, which may have tracebacks
 MOST_NOISE = 20  # lines of other programs inside a traceback
 _IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^--- Logging error ---")
-_DETAIL = re.compile(r"^(?:\t|  +(?!File \")\S|[\w.\[\]]+$|nccl[A-Z]\w+:|Last error:)")
-_NAMED = re.compile(r"^[\w.]+: Rank (\d{1,6}): ")  # Megatron-LM: 'AssertionError: Rank 11: found NaN in ...'
+_DETAIL = re.compile(
+    r"^(?:\t|  +(?!File \")\S|[\w.\[\]]+$|nccl[A-Z]\w+:|Last error:"
+    # gloo; Ascend's HCCL; Ray
+    r"| Original exception|\[ERROR\] |E[A-Z0-9]\d{4}: |Memory on the node)"
+)
+# Megatron-LM: 'AssertionError: Rank 11: found NaN in ...'; gloo: 'RuntimeError: Rank 3 successfully reached ...'
+_NAMED = re.compile(r"^[\w.]+: Rank (\d{1,6})(?:[:,]| successfully) ")
+_ON_NODE = re.compile(r"\bnode \((?:ID: \w+, )?IP: ([\w.:-]+?)[,)]")  # of Ray
 _HOST = re.compile(r"([A-Za-z][\w.-]*)(?::| *\|) ")  # as a prefix of each line
 _OF_KERNEL = re.compile(r"^NVRM|by GPU")
 _KERNEL = re.compile(r"(\S+) kernel: ")
@@ -132,7 +137,7 @@ def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     return [
         replace(
             one,
-            host=one.host or (host[1] if host else ""),
+            host=one.host or next((match[1] for match in (_ON_NODE.search(one.text), host) if match), ""),
             handled=sum(1 for number in trains if number > one.number) >= enough
             or (last > one.number and _is_of_text(one.traceback)),
         )
@@ -205,7 +210,8 @@ def _without_traceback(line: Line, text: str, number: int, before: str, usage: s
         return Error(line.rank, f"{wrong[1]}: {wrong[2]}", "", number)
     if alone := _ALONE.match(text) or _LOGGED.search(text):
         message = next(filter(None, alone.groups()))
-        rank = _number(_LOGGED_BY.search(text), _rank(line, message, NO_RANK))
+        rank = named(text)
+        rank = _rank(line, message, NO_RANK) if rank == NO_RANK else rank
         kernel = _KERNEL.search(text)
         host = kernel[1] if kernel else ""
         return Error(rank, message, "", number, alone=alone.re is _ALONE, host=host)
@@ -218,7 +224,7 @@ def _number(found: re.Match[str] | None, otherwise: int) -> int:
 
 def _reported(before: str) -> int:
     """Return the rank in a line with which a logger introduces the traceback that follows; NO_RANK for other lines."""
-    return _number(_LOGGED_BY.search(before) if _FAILS.search(before) else None, NO_RANK)
+    return named(before) if _FAILS.search(before) else NO_RANK
 
 
 def _plain(text: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.records import causes
 from hpcinit.why import diagnosis, foreign_job, log_lines, why_command
-from hpcinit.why.evidence import Verdict
+from hpcinit.why.evidence import NO_RANK, Verdict
 from tests import json_documents
 from tests.why import record_foreign_logs
 
@@ -71,7 +72,71 @@ def test_later_errors_of_an_agent_are_not_the_first_cause(error: str) -> None:
     agent = f"Traceback (most recent call last):\n{frame}\n{error}\n"
     rank = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\nValueError: bad sample 17\n'
     assert verdict(agent + rank)[0].headline == "a rank failed first: ValueError: bad sample 17"
-    assert verdict(agent)[0].headline == f"the launcher failed first: {error}"
+    assert verdict(agent)[0].headline == f"the launcher failed first: {error}; its cause is unknown"
+    over = verdict("step 9 loss 1.5\nTraining done in 4:11:07\n" + agent)[0]
+    assert over.kind == "none" and over.headline.startswith("the training finished; afterwards the launcher failed: ")
+    assert verdict("Training done in 4:11:07\n" + rank)[0].kind == "program"
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        *((text, 3) for text in ("Rank 3, size 4", "(RankID:3)", "[RANK:3]", "world_rank=3", '"rank": 3', "rank_id=3")),
+        *(
+            (text, 3)
+            for text in ("PMI_RANK=3", "SLURM_PROCID=3", "process_index=3", "/job:w/replica:0/task:3 ", "rank3")
+        ),
+        *(
+            (text, NO_RANK)
+            for text in ("local_rank: 3", "node_rank=3", "local rank 3", "from rank 3", "nranks 3", "tp rank 3")
+        ),
+    ],
+)
+def test_forms_in_which_programs_name_a_rank(text: str, rank: int) -> None:
+    """A local rank, or that of a node, a stage or another process, is not the rank of the line."""
+    assert log_lines.named(text) == rank
+
+
+ERROR = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\nValueError: bad sample 17\n'
+AGENT = "E0718 23:02 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1) local_rank: 1 (pid: 70118) of"
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        (ERROR + AGENT, 1),
+        ("--nnodes=2\n" + ERROR + AGENT, None),
+        ("group_world_size=2\n  global_ranks=[4, 5]\n" + ERROR + AGENT, 5),
+        ("Hostname n23, pid 70118, using GPU 0. Rank 3, size 4\n--nnodes=2\n" + ERROR + AGENT, 3),
+        (ERROR + "rank 0: exit code 134\nrank 5: exit code 1\n", 5),
+        ("(Worker pid=89, ip=10.0.0.7) set up [rank=2, world_size=4]\n" + ERROR.replace("\n", "\n(Worker pid=89) "), 2),
+    ],
+)
+def test_the_rank_of_an_error_that_was_printed_without_it(text: str, rank: int | None) -> None:
+    """torchrun's agent names a local rank, and Ray a process ID; other lines show which ranks these are."""
+    found = verdict(text)[0]
+    assert (found.kind, found.rank) == ("program", rank)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Segmentation fault.", "signal"),
+        ("DataLoader worker (pid 7) is killed by signal: Killed.", "host-memory"),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error.", "shared-memory"),
+        ("DataLoader worker (pid(s) 7) exited unexpectedly with exit code 1.", "program"),
+        ("unable to open shared memory object </torch_7> in read-write mode: Too many open files (24)", "program"),
+        ("unable to write to file </torch_7>: No space left on device (28)", "shared-memory"),
+        ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "network"),
+        ("OOM when allocating tensor with shape[9] on /device:CPU:0 by allocator cpu", "host-memory"),
+        ("ray.exceptions.OutOfMemoryError: Task was killed", "host-memory"),
+        ("Message truncated : received 256 bytes instead of 4", "mismatch"),
+        ("Loss is nan, stopping training", "not-a-number"),
+    ],
+)
+def test_a_message_shows_no_more_than_its_text(error: str, kind: str) -> None:
+    """Messages of torch, NCCL, TensorFlow and Ray that look alike and have different causes."""
+    assert causes.kind(error)[0] == kind
 
 
 def test_a_worker_that_is_gone_when_slurm_ends_the_job() -> None:
