@@ -6,8 +6,8 @@ segments, and this module adds them up. If a time has bounds instead of an exact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ TITLES = {
 }
 NAMES = {KEPT: "steps", REPEATED: "repeated", FIRST: "first step", IDLE: "idle spares"}  # short, for the bar
 ROWS = [row for row in TITLES if row != QUEUE]  # they add up to what was charged
+ANY = tuple(row for row in ROWS if row not in (IDLE, UNKNOWN))
 
 
 class Time(NamedTuple):
@@ -55,6 +56,10 @@ class Amount(NamedTuple):
     low: float = 0.0
     high: float = 0.0
 
+    def within(self, most: float) -> Amount:
+        """Return the amount with 0 <= low <= at <= high. If possible, high is at most `most`."""
+        return Amount(self.at, max(0.0, min(self.low, self.at)), max(self.at, min(self.high, most)))
+
     def plus(self, other: Amount, factor: float = 1.0) -> Amount:
         return Amount(self.at + factor * other.at, self.low + factor * other.low, self.high + factor * other.high)
 
@@ -65,6 +70,7 @@ class Segment:
 
     first, last: for training steps, how many were finished at the start and at the end. -1 if unknown.
     count: how many steps were reported in the segment, or how many saves it contains.
+    maybe: other rows to which any part of the time may belong, because no record separates them.
     """
 
     row: str
@@ -73,11 +79,13 @@ class Segment:
     first: int = -1
     last: int = -1
     count: int = 0
+    maybe: tuple[str, ...] = ()
 
     @property
     def amount(self) -> Amount:
-        low, high = max(0.0, self.end.low - self.begin.high), max(0.0, self.end.high - self.begin.low)
-        return Amount(self.end.at - self.begin.at, low, high)
+        at = max(0.0, self.end.at - self.begin.at)
+        low = 0.0 if self.maybe else max(0.0, self.end.low - self.begin.high)
+        return Amount(at, low, self.end.high - self.begin.low).within(self.end.high - self.begin.low)
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,6 @@ class Start:
     stopped: whether the ranks ended as planned: the program completed, or saved and exited.
     fault: the node that caused its end, or '' if unknown.
     report: the report on its start-up, or None if unknown.
-    open_s: for each row, by how many seconds it may be shorter, and longer, than the sum of its segments.
     """
 
     segments: tuple[Segment, ...]
@@ -101,7 +108,6 @@ class Start:
     stopped: bool = False
     fault: str = ""
     report: Report | None = None
-    open_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,27 +145,23 @@ class Allocation:
         for start in self.starts:
             for segment in start.segments:
                 found[segment.row] = found[segment.row].plus(segment.amount, start.used)
+                for row in segment.maybe:
+                    found[row] = found[row].plus(Amount(0.0, 0.0, segment.amount.high), start.used)
                 if start.used < 1:
                     found[IDLE] = found[IDLE].plus(segment.amount, 1 - start.used)
-            for row, (less, more) in start.open_s.items():
-                found[row] = found[row].plus(Amount(0.0, -min(less, found[row].low), more))
         rest = self.charged_s - sum(amount.at for amount in found.values())
         # The ranks were suspended in what takes most of the time, as far as known.
         row = UNKNOWN if rest >= 0 else max(ROWS, key=lambda row: found[row].at)
-        return found | {row: found[row].plus(Amount(rest, rest, rest))}
+        found[row] = found[row].plus(Amount(rest, rest, rest))
+        return {row: amount.within(self.charged_s) for row, amount in found.items()}
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The allocations of one or more runs, in the order of their starts.
-
-    guessed: whether the rows are estimates from logs, because hpcinit did not submit the job. Time in the row 'unknown'
-        may then belong to any row.
-    """
+    """The allocations of one or more runs, in the order of their starts."""
 
     name: str
     allocations: tuple[Allocation, ...]
-    guessed: bool = False
 
     @property
     def charged_s(self) -> float:
@@ -190,8 +192,7 @@ class Ledger:
         for one in self.allocations:
             for row, amount in one.rows.items():
                 found[row] = found[row].plus(amount, one.units)
-        rest = Amount(0.0, 0.0, found[UNKNOWN].at if self.guessed else 0.0)
-        return {row: amount if row in (UNKNOWN, IDLE) else amount.plus(rest) for row, amount in found.items()}
+        return found
 
 
 def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
@@ -218,6 +219,8 @@ def _cut(start: Start, step: int, within: int) -> Start:
     """
     segments: list[Segment] = []
     for one in start.segments:
+        if KEPT in one.maybe and (one.last > step or one.last < 0):  # its steps may be of both kinds
+            one = replace(one, maybe=(*one.maybe, REPEATED))
         if one.row != KEPT or one.last <= step:
             segments.append(one)
         elif one.first >= step:
@@ -226,9 +229,14 @@ def _cut(start: Start, step: int, within: int) -> Start:
             at = _when(one, step)
             slack = within * (one.end.at - one.begin.at) / (one.last - one.first)
             cut = Time(at, max(one.begin.low, at - slack), min(one.end.high, at + slack))
-            segments.append(replace(one, end=cut, last=step))
-            segments.append(replace(one, row=REPEATED, begin=cut, first=step))
+            both = (*one.maybe, KEPT, REPEATED) if one.maybe else ()
+            segments.append(replace(one, end=cut, last=step, maybe=_others(both, KEPT)))
+            segments.append(replace(one, row=REPEATED, begin=cut, first=step, maybe=_others(both, REPEATED)))
     return replace(start, segments=tuple(segments))
+
+
+def _others(rows: Sequence[str], row: str) -> tuple[str, ...]:
+    return tuple(one for one in dict.fromkeys(rows) if one != row)
 
 
 def _when(one: Segment, step: int) -> float:
@@ -259,8 +267,8 @@ def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
     """
     last: Segment | None = None
     for one in segments:
-        if last is not None and (last.row, last.last) == (one.row, one.first):
-            last = Segment(last.row, last.begin, one.end, last.first, one.last, last.count + one.count)
+        if last is not None and (last.row, last.last, last.maybe) == (one.row, one.first, one.maybe):
+            last = Segment(last.row, last.begin, one.end, last.first, one.last, last.count + one.count, one.maybe)
             continue
         if last is not None:
             yield last

@@ -78,6 +78,7 @@ ENDS = re.compile(
 OTHERS = {"ended", "error", "load", "save", "eval"}  # a line about one of these is about no step
 RESTARTED = re.compile(r"(?i)restarting worker group|restart_count=[1-9]|\brestart \d+ of\b")
 BEGINS = re.compile(r"(?i)\b(?:start|begin|beginn|resum)\w*\b.{0,20}\b(?:step|iter)")
+TOOK = re.compile(r"(?i)(?:\bin|\btook|runtime['\"]?:?) +([\d.]+)( ?ms)?\b|save-checkpoint \.*: \([\d.]+, ([\d.]+)\)")
 CAUSED = re.compile(r"Traceback \(most recent call last\)|srun: error:|OutOfMemoryError|CUDA error")
 
 
@@ -85,13 +86,15 @@ class Event(NamedTuple):
     """What one line of a log shows.
 
     time: seconds since 1970, or None if the line shows no time.
-    kind: line, step, save, load, eval, hang, signal, restart, ended or error.
+    kind: line, begin (of the steps), step, save, load, eval, hang, signal, restart, ended or error.
     step: the number of the training step, or -1.
     done: whether the line reports the end of a save, a load or an evaluation.
     each_s: how many seconds a step takes, as printed, or 0.
     total: the number of steps of the run, as printed, or 0.
     bar_s: the elapsed time that a progress bar shows, or -1.
     form: in which form the line shows the step (the index in STEPS), or -1.
+    took_s: how long the save or the evaluation took, as printed, or 0.
+    timed: whether the time is in this line. Otherwise it is the time of an earlier line, or an estimate.
     """
 
     time: float | None
@@ -102,6 +105,8 @@ class Event(NamedTuple):
     total: int = 0
     bar_s: float = -1.0
     form: int = -1
+    took_s: float = 0.0
+    timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,14 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
     events = [*_events(text, stamps, sample)]
     forms = Counter(one.form for one in events if one.kind == "step")
     form = forms.most_common(1)[0][0] if forms else -1
-    events = [one if one.kind != "step" or one.form == form else one._replace(kind="line") for one in events]
+    # A bar with another total is of an evaluation, or of a load before the first step.
+    totals = Counter(one.total for one in events if one.form == form and one.bar_s >= 0)
+    total = totals.most_common(1)[0][0] if totals else 0
+    for at, one in enumerate(events):
+        if one.kind == "step" and one.form != form:
+            events[at] = one._replace(kind="line")
+        elif one.kind == "step" and one.bar_s >= 0 and one.total != total:
+            events[at] = Event(one.time, "eval", took_s=one.bar_s, timed=one.timed)
     return Stream(path, tuple(events), written, stamps.zoned, stamps.daily)
 
 
@@ -259,6 +271,8 @@ class _Lines:
         else:
             found = [*_of_line(line, own, self._at)] if (marked := WORDS.search(line.lower())) else []
             other = (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found)
+            if marked and own is not None and BEGINS.search(line):
+                found.append(Event(own, "begin"))
             form = _form(line) if b"0" in shape and not other else None
             if not found and (form or not marked):
                 self.forms[shape] = form
@@ -301,23 +315,37 @@ def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:
     own: the time in this line, or None.
     at: the last known time in the log, or None.
     """
-    time = own if own is not None else at
+    time, timed = (at, False) if own is None else (own, True)
     if found := ENDS.search(line):
         if found[1]:
             with_date = TIMES[0].search(found[1])
             yield Event(datetime.fromisoformat(with_date[0][:19]).timestamp() if with_date else at, "ended")
             return
-        yield Event(time, "hang" if found["hang"] else "signal")
+        yield Event(time, "hang" if found["hang"] else "signal", timed=timed)
     if RESTARTED.search(line):
-        yield Event(time, "restart")
+        yield Event(time, "restart", timed=timed)
     if CAUSED.search(line):
-        yield Event(time, "error")
+        yield Event(time, "error", timed=timed)
     elif LOAD.search(line):
-        yield Event(own, "load", _number_in(line), bool(LOADED.search(line)))
+        yield Event(time, "load", _number_in(line), bool(LOADED.search(line)), timed=timed)
     elif SAVE.search(line):
-        yield Event(own, "save", _number_in(line), bool(SAVED.search(line)))
+        took_s = _took_s(line)
+        yield Event(time, "save", _number_in(line), bool(took_s or SAVED.search(line)), took_s=took_s, timed=timed)
     elif EVAL.search(line):
-        yield Event(own, "eval")
+        yield Event(time, "eval", took_s=_took_s(line), timed=timed)
+
+
+def _took_s(line: str) -> float:
+    """Return how long a save or an evaluation took, as the line or its progress bar shows it, or 0."""
+    if bar := BAR.search(line):
+        return _elapsed(bar)
+    if not (found := TOOK.search(line)) or not _number(found[1] or found[3]):
+        return 0.0
+    return float(found[1] or found[3]) * (1e-3 if found[2] or found[3] else 1.0)
+
+
+def _elapsed(bar: re.Match[str]) -> float:
+    return 3600.0 * int(bar[3] or 0) + 60 * int(bar[4]) + int(bar[5])
 
 
 def _number_in(line: str) -> int:
@@ -341,7 +369,7 @@ def _step(line: str, form: _Form, at: float | None) -> Event:
     total = int(found[2] or 0) if found.re.groups > 1 else 0
     bar_s = -1.0
     if "<" in line and (bar := BAR.search(line)):
-        bar_s = 3600 * int(bar[3] or 0) + 60 * int(bar[4]) + int(bar[5])
+        bar_s = _elapsed(bar)
         epoch = EPOCH.search(line)
         if int(bar[1]) == step and epoch:  # a bar of each epoch
             step, total = step + int(epoch[1]) * int(bar[2]), 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcinit.records import run_folder
 from hpcinit.report import charges, ledger, log_events, read_logs
@@ -32,6 +33,13 @@ ZONES_S = [0.0, *(sign * 900.0 * number for number in range(1, 57) for sign in (
 COPIED = 0.6  # if this share of the checkpoints has times within a minute, they are the times of a copy
 COPY_SHARE = 0.02  # of the time of all attempts
 MOST_CHOICES = 20_000
+
+
+class Known(NamedTuple):
+    """What is known about the times in a log: see Piece."""
+
+    loose: bool
+    paced: bool
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,7 @@ def _ledger(
             starts.append(read_logs.divide(replace(piece, before=before)))
             before = max([before, *(event.step for event in piece.events if event.kind == "step")])
         found.append(replace(allocation, starts=tuple(starts)))
-    return Ledger(name, tuple(ledger.with_repeats(found)), guessed=True)
+    return Ledger(name, tuple(ledger.with_repeats(found)))
 
 
 def _stream(path: Path, allocations: Sequence[Allocation]) -> Stream | None:
@@ -237,15 +245,15 @@ def _pieces(
 ) -> list[list[Piece]]:
     """Return a list for each allocation, with a piece for each start of the ranks."""
     events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
-    slack: list[tuple[float, float]] = [(0.0, 0.0) for _ in allocations]
+    known = [Known(False, True) for _ in allocations]
     for stream in streams:
         if stream.stamped:
             for at, own in enumerate(_by_allocation(stream, allocations)):
                 events[at].append(own)
         else:
-            for at, own, late in _unstamped(stream, allocations, saves):
+            for at, own, how in _unstamped(stream, allocations, saves):
                 events[at].append(own)
-                slack[at] = late
+                known[at] = how
     found = []
     for at, one in enumerate(allocations):
         main = max(events[at], key=lambda own: sum(event.kind == "step" for event in own), default=[])
@@ -257,7 +265,7 @@ def _pieces(
             if event.kind not in ("step", "save", "eval", "load")
         ]
         every = sorted([*main, *others], key=lambda event: event.time or 0.0)
-        found.append(list(_split(one, every, saves, slack[at])))
+        found.append(list(_split(one, every, saves, known[at])))
     return found
 
 
@@ -270,13 +278,8 @@ def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterato
         ]
 
 
-def _split(
-    one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], slack: tuple[float, float]
-) -> Iterator[Piece]:
-    """Yield a piece for each start of the ranks inside an allocation. A new start is where the step numbers go back.
-
-    slack: by how many seconds the times may be wrong (earlier, later).
-    """
+def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], known: Known) -> Iterator[Piece]:
+    """Yield a piece for each start of the ranks inside an allocation. A new start is where the step numbers go back."""
     cuts: list[int] = []
     last = -1
     restart = 0
@@ -304,8 +307,9 @@ def _split(
             [(save.end, save.step) for save in saves if at <= save.end <= end],
             completed=final and one.state == "COMPLETED",
             lost_node=final and one.state in ("NODE_FAIL", "BOOT_FAIL"),
-            slack_s=slack,
             known_steps=[save.step for save in saves],
+            loose=known.loose,
+            paced=known.paced,
         )
         at = end
 
@@ -315,11 +319,10 @@ def _split(
 
 def _unstamped(
     stream: Stream, allocations: Sequence[Allocation], saves: Sequence[Checkpoint]
-) -> Iterator[tuple[int, list[Event], tuple[float, float]]]:
+) -> Iterator[tuple[int, list[Event], Known]]:
     """Estimate the times of the events in a log that shows no times.
 
-    For each attempt in the log, yield the index of its allocation, the events, and by how many seconds their times may
-    be wrong (earlier, later).
+    For each attempt in the log, yield the index of its allocation, the events, and what is known about their times.
     """
     every = chunks(stream.events)
     own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
@@ -329,9 +332,9 @@ def _unstamped(
     for chunk, span, number in zip(every, spans, place, strict=True):
         at = own[number]
         one = allocations[at]
-        is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120
-        events, slack = _placed(chunk, span, one, saves, min(stream.written, one.end) if is_last else None)
-        yield at, events, slack
+        # After the last step, a program that failed may have been silent until Slurm's message about the end.
+        is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120 and one.state == "COMPLETED"
+        yield at, *_placed(chunk, span, one, saves, min(stream.written, one.end) if is_last else None)
 
 
 def chunks(events: Sequence[Event]) -> list[list[Event]]:
@@ -413,16 +416,15 @@ def _placed(
     one: Allocation,
     saves: Sequence[Checkpoint],
     written: float | None,
-) -> tuple[list[Event], tuple[float, float]]:
-    """Return the events of an attempt with times inside its allocation `one`.
+) -> tuple[list[Event], Known]:
+    """Return the events of an attempt with times inside its allocation `one`, and what is known about these times.
 
-    Also return by how many seconds these times may be wrong (earlier, later).
     span: what _relative() returned.
     written: when the last line was written, or None if unknown.
     """
     if not span:
-        return [event for event in chunk if event.time is not None], (0.0, 0.0)
-    times, slack = _times(span, one, saves, written)
+        return [event for event in chunk if event.timed and event.time is not None], Known(False, True)
+    times, known = _times(span, one, saves, written)
     found: list[Event] = []
     now: float | None = None
     for event in chunk:
@@ -430,11 +432,11 @@ def _placed(
             if event.step in times:
                 now = times[event.step]
                 found.append(event._replace(time=now))
-        elif event.time is not None:
+        elif event.timed and event.time is not None:
             found.append(event)
         elif now is not None or event.kind == "load":
-            found.append(event._replace(time=one.begin if now is None else now + 0.01))
-    return found, slack
+            found.append(event._replace(time=one.begin if now is None else now + 0.01, timed=False))
+    return found, known
 
 
 def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint]) -> list[Event]:
@@ -447,8 +449,8 @@ def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint
 
 def _times(
     span: Sequence[tuple[float, int]], one: Allocation, saves: Sequence[Checkpoint], written: float | None
-) -> tuple[dict[int, float], tuple[float, float]]:
-    """Return the estimated time of each step, and by how many seconds the times may be wrong (earlier, later).
+) -> tuple[dict[int, float], Known]:
+    """Return the estimated time of each step, and what is known about these times.
 
     span: (seconds since the first step, step) for each step.
     one: the allocation in which the steps ran.
@@ -465,27 +467,23 @@ def _times(
         pace = statistics.median(slopes) if slopes else usual
         if pace > 0:
             # A step that was saved was printed before its file was finished.
-            return {step: _between(anchors, step, usual, pace) for _, step in span}, (usual or pace, usual or pace)
-    if not length:  # the log shows only the numbers of the steps
+            return {step: _between(anchors, step, usual, pace) for _, step in span}, Known(False, bool(usual))
+    paced = bool(length)
+    if not paced:  # the log shows only the numbers of the steps
         if written is not None and anchors and written > anchors[0][1] and span[-1][1] > anchors[0][0]:
             usual = (written - anchors[0][1]) / (span[-1][1] - anchors[0][0])
         else:
             usual = 0.85 * ((written or one.end) - one.begin) / number
         length = usual * number
         span = [(usual * (step - first), step) for _, step in span]
-        slack = 0.15 * length
-    else:
-        slack = 0.0
-    room = max(0.0, one.charged_s - length)
     if anchors:
         at = anchors[0][1] - (anchors[0][0] - first) * usual
-        return {step: at + seconds for seconds, step in span}, (usual + slack, usual + slack)
-    if written is not None:
-        at = written - length
-        return {step: max(one.begin, at + seconds) for seconds, step in span}, (room + slack, 0.0)
-    after = min(30.0 + usual, room / 2)  # it ended soon after its last step, as far as known
-    at = one.end - after - length
-    return {step: at + seconds for seconds, step in span}, (max(0.0, room - after), after)
+    elif written is not None:
+        at = max(one.begin, written - length)
+    else:
+        after = min(30.0 + usual, max(0.0, one.charged_s - length) / 2)  # it ended soon after its last step
+        at = one.end - after - length
+    return {step: at + seconds for seconds, step in span}, Known(not anchors, paced)
 
 
 def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:

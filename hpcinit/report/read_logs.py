@@ -13,15 +13,19 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hpcinit.report import ledger
 from hpcinit.report.ledger import Segment, Start, Time, exact
 from hpcinit.report.log_events import Event
 
-EXCESS = 0.35  # an interval that took so much longer than usual, beside a save or an evaluation, contains it
-SILENT_INTERVALS, SILENT_S = 1.7, 90.0  # a failed attempt that printed nothing for longer had a hang
-KILL_S = 30.0  # from the signal to the end of the allocation, at most, as far as unknown
+EXCESS = 0.35  # an interval that took so much longer than usual contains something else
 SLACK = 0.15  # of an excess
+SILENT_INTERVALS, SILENT_S = 1.7, 90.0  # a failed attempt that printed nothing for longer had a hang
+HANG_S = 60.0  # a shorter silence is no hang
+KILL_S = 30.0  # from the signal to the end of the allocation, at most, as far as unknown
+STARTING = (ledger.START, ledger.IMPORTS, ledger.INIT, ledger.FIRST)
+KINDS = {"save": ledger.SAVE, "eval": ledger.PHASES}
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,9 @@ class Piece:
     lost_node: whether Slurm ended it because a node failed.
     hung: whether a hang was reported.
     before: the last step of earlier starts, or -1 for the first start.
-    slack_s: by how many seconds the times may be wrong, earlier and later.
     known_steps: the steps of all checkpoints of the run.
+    loose: whether the time of the first and the last step is a guess.
+    paced: whether it is known how long a step takes.
     """
 
     begin: float
@@ -45,8 +50,56 @@ class Piece:
     lost_node: bool = False
     hung: bool = False
     before: int = -1
-    slack_s: tuple[float, float] = (0.0, 0.0)
     known_steps: Sequence[int] = field(default=())
+    loose: bool = False
+    paced: bool = True
+
+    @property
+    def logged(self) -> bool:
+        """Return whether there is a log of this start, and not only checkpoints."""
+        return bool(self.events)
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """Return the rows to which any time before the first or after the last known step may belong."""
+        return () if self.paced and not self.loose and self.logged else self.possible
+
+    @property
+    def possible(self) -> tuple[str, ...]:
+        return tuple(row for row in ledger.ANY if row not in (ledger.REPEATED, self.completed and ledger.HANG))
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Return the rows of saves and evaluations, if they may have happened without a line in the log."""
+        shown = {one.kind for one in self.events}
+        return tuple(row for kind, row in KINDS.items() if kind not in shown)
+
+    @cached_property
+    def measured(self) -> list[tuple[float, float, str]]:
+        """Return (begin, end, row) of each save and each evaluation whose duration the log shows."""
+        found = [
+            (one.time - one.took_s, one.time, KINDS[one.kind])
+            if one.timed
+            else (one.time, one.time + one.took_s, KINDS[one.kind])
+            for one in self.events
+            if one.took_s and one.time is not None and one.kind in KINDS
+        ]
+        for kind, row in KINDS.items():
+            began: float | None = None
+            for one in self.events:
+                if one.kind == "step":
+                    began = None
+                elif one.kind == kind and one.timed and one.time is not None:
+                    if began is not None and one.done == (kind == "save"):
+                        found.append((began, one.time, row))
+                    began = one.time if not one.done else None
+        united: list[tuple[float, float, str]] = []
+        for begin, end, row in sorted(found):
+            if united and begin < united[-1][1] and row == united[-1][2]:
+                united[-1] = (united[-1][0], max(end, united[-1][1]), row)
+            elif end > begin:
+                united.append((begin, end, row))
+        return united
 
 
 def divide(piece: Piece, ready: float | None = None) -> Start:
@@ -57,13 +110,13 @@ def divide(piece: Piece, ready: float | None = None) -> Start:
     steps = _with_checkpoints(piece, _steps(piece.events))
     begin = piece.begin if ready is None else ready
     if len(steps) < 2:
-        return _without_steps(piece, begin, steps)
-    _, every = _usual(steps)
+        return _without_steps(piece, begin)
+    _, every = _usual(piece, steps)
     loaded = max([one.step for one in piece.events if one.kind == "load"], default=-1)
     while len(steps) > 2 and (steps[1][1] - steps[0][1] > 10 * every or steps[0][1] < loaded < steps[1][1]):
         steps = steps[1:]  # a number of something else
-    usual, every = _usual(steps)
-    resumed, within = _resumed(piece, steps[0][1], every)
+    usual, every = _usual(piece, steps)
+    resumed, within = _resumed(piece, steps[0], every)
     segments = [*_start_up(piece, begin, steps[0], usual, resumed, within, ready is not None)]
     segments += _stepping(piece, steps, usual)
     segments += _tail(piece, steps, usual, every)
@@ -72,7 +125,6 @@ def divide(piece: Piece, ready: float | None = None) -> Start:
         resumed=resumed,
         resumed_within=within,
         stopped=piece.completed,
-        open_s=_open(piece, steps, usual),
     )
 
 
@@ -83,22 +135,8 @@ def _in_order(segments: Sequence[Segment], end: float) -> Iterator[Segment]:
         begin = one.begin if now is None else now
         at = min(max(one.end.at, begin.at), end)
         now = Time(at, min(one.end.low, at), max(one.end.high, at))
-        yield Segment(one.row, begin, now, one.first, one.last, one.count)  # faster than replace()
-
-
-def _open(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> dict[str, tuple[float, float]]:
-    """Return, for each uncertain row, by how many seconds it may be shorter and longer than the sum of its segments.
-
-    Rows are uncertain if the times of the steps are estimates.
-    """
-    early, late = piece.slack_s
-    slack = early + late
-    found: dict[str, tuple[float, float]] = {}
-    if slack > 2 * usual:
-        found = dict.fromkeys((ledger.SAVE, ledger.PHASES, ledger.END), (0.0, slack))
-        if not piece.completed:
-            found[ledger.HANG] = (0.0, slack)
-    return found
+        maybe = tuple(row for row in dict.fromkeys(one.maybe) if row != one.row)
+        yield Segment(one.row, begin, now, one.first, one.last, one.count, maybe)  # faster than replace()
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[float, int]]:
@@ -122,35 +160,58 @@ def _with_checkpoints(piece: Piece, steps: list[tuple[float, int]]) -> list[tupl
     return [*steps, *(one for one, before in zip(more, [last, *more], strict=False) if one[1] > before[1])]
 
 
-def _usual(steps: Sequence[tuple[float, int]]) -> tuple[float, int]:
+def _usual(piece: Piece, steps: Sequence[tuple[float, int]]) -> tuple[float, int]:
     """Return how many seconds a step usually takes, and how many steps are usually between two printed ones.
 
     steps: (time, step) of each printed step.
     """
-    pairs = [((b[0] - a[0]) / (b[1] - a[1]), b[1] - a[1]) for a, b in itertools.pairwise(steps)]
-    every = Counter(number for _, number in pairs).most_common(1)[0][0]
-    regular = sorted(pace for pace, number in pairs if number == every)
-    if 2 * len(regular) < len(pairs) or len(regular) < 2:
-        regular = sorted(pace for pace, _ in pairs)
-        every = sorted(number for _, number in pairs)[len(pairs) // 2]
-    return max(1e-6, statistics.median_low(regular)), every
+    pairs = [*itertools.pairwise(steps)]
+    numbers = [b[1] - a[1] for a, b in pairs]
+    every = Counter(numbers).most_common(1)[0][0]
+    if 2 * numbers.count(every) < len(numbers) or numbers.count(every) < 2:
+        every = sorted(numbers)[len(numbers) // 2]
+    printed = sorted(one.each_s for one in piece.events if one.kind == "step" and one.each_s)
+    if len(printed) > 2:
+        return max(1e-6, statistics.median_low(printed)), every
+    marks = _marks(piece)
+    paces = [(b[0] - a[0] - sum(_inside(piece, a[0], b[0]).values())) / (b[1] - a[1]) for a, b in pairs]
+    clean = [
+        pace for pace, (a, b) in zip(paces, pairs, strict=True) if b[1] - a[1] == every and not _between(marks, a, b)
+    ]
+    return max(1e-6, statistics.median_low(clean) if len(clean) > 1 else sorted(paces)[len(paces) // 4]), every
 
 
-def _resumed(piece: Piece, first: int, every: int) -> tuple[int, int]:
+def _inside(piece: Piece, begin: float, end: float) -> dict[str, float]:
+    """Return for how many seconds of the time from `begin` to `end` the log shows saves and evaluations, by row."""
+    found: dict[str, float] = {}
+    room = end - begin
+    first = bisect.bisect_left(piece.measured, begin, key=lambda one: one[1])
+    for one in itertools.takewhile(lambda one: one[0] < end, piece.measured[first:]):
+        took = min(room, min(end, one[1]) - max(begin, one[0]))
+        if took > 0:
+            found[one[2]] = found.get(one[2], 0.0) + took
+            room -= took
+    return found
+
+
+def _resumed(piece: Piece, first: tuple[float, int], every: int) -> tuple[int, int]:
     """Return the step from which a start of the ranks continued, and by how many steps this may be wrong.
 
-    first: the first printed step.
+    first: the time and number of the first printed step.
     every: how many steps are usually between two printed ones.
     """
-    loads = [one.step for one in piece.events if one.kind == "load" and 0 <= one.step <= first]
+    at, number = first
+    loads = [
+        one.step for one in piece.events if one.kind == "load" and 0 <= one.step <= number and (one.time or at) <= at
+    ]
     if loads:
         return loads[-1], 0
-    if first <= every or (piece.before < 0 and first <= max(every, 1)):
+    if number <= every or (piece.before < 0 and number <= max(every, 1)):
         return 0, 0
-    known = [step for step in piece.known_steps if first - every <= step <= first]
+    known = [step for step in piece.known_steps if number - every <= step < number]
     if known:
         return max(known), 0
-    return max(0, first - every), every - 1
+    return max(0, number - every), every - 1
 
 
 def _first_line(piece: Piece) -> float:
@@ -162,190 +223,159 @@ def _start_up(
     piece: Piece, begin: float, first: tuple[float, int], usual: float, resumed: int, within: int, is_ready: bool
 ) -> Iterator[Segment]:
     """Yield the segments before the first step, and the segment of the steps up to the first printed step."""
-    early, late = piece.slack_s
     number = max(1, first[1] - resumed)
-    at = max(begin, first[0] - number * usual)
+    inside = _inside(piece, first[0] - number * usual, first[0])
+    at = max(begin, first[0] - number * usual - sum(inside.values()))
     line = min(max(begin, _first_line(piece)), at)
-    stepping = Time(
-        at, max(begin, at - early - 0.1 * number * usual), min(first[0], at + late + (within + 0.2) * usual)
-    )
+    stepping = Time(at, max(begin, at - 0.1 * number * usual), min(first[0], at + (within + 0.2) * usual))
+    more = (*piece.around, *((ledger.RESTORE,) if resumed > 0 else ()))
+    if any(begin <= mark[0] < first[0] for mark in _marks(piece)):
+        more += (ledger.SAVE, ledger.PHASES)
     now = exact(begin)
     if not is_ready:
-        here = Time(line, max(begin, line - early), min(at, line + late))
-        yield Segment(ledger.START, now, here)
-        now = here
-    loads = [
-        one for one in piece.events if one.kind == "load" and one.time is not None and line <= one.time <= first[0]
-    ]
+        blind = (ledger.FIRST, *more) if line == at else piece.around
+        yield Segment(ledger.START, now, exact(line), maybe=(ledger.IMPORTS, ledger.INIT, *blind))
+        now = exact(line)
+        more += (ledger.IMPORTS,)
+    loads = [one for one in piece.events if one.kind == "load" and one.timed and line <= (one.time or 0.0) <= first[0]]
     if loads and resumed > 0:
-        times = [one.time or 0.0 for one in loads]
-        loading, loaded = min(times), max(times)
-        done = loaded > loading or any(one.done for one in loads)
-        low = exact(min(loading, at))
-        until = (
-            exact(min(loaded, at))
-            if loaded > loading
-            else Time(at if not done else min(loaded, at), min(loaded, at), at)
-        )
-        if loading == loaded and done:
-            low = Time((line + min(loading, at)) / 2, line, min(loading, at))
-        yield Segment(ledger.INIT, now, low)
-        yield Segment(ledger.RESTORE, low, until)
-        now = until
+        loading, loaded = (min(at, pick(one.time or 0.0 for one in loads)) for pick in (min, max))
+        if loaded > loading:
+            yield Segment(ledger.INIT, now, exact(loading), maybe=more[:-2] + more[-1:])
+            yield Segment(ledger.RESTORE, exact(loading), exact(loaded))
+            now = exact(loaded)
+        else:
+            yield Segment(ledger.INIT, now, exact(loading), maybe=more)
+            now = exact(loading)
     elif resumed > 0:
-        cut = Time(max(line, at - 0.3 * (at - line)), line, at)
-        yield Segment(ledger.INIT, now, cut)
-        yield Segment(ledger.RESTORE, cut, exact(at))
+        cut = exact(max(now.at, at - 0.3 * (at - now.at)))
+        yield Segment(ledger.INIT, now, cut, maybe=(ledger.FIRST, *more))
+        yield Segment(ledger.RESTORE, cut, exact(at), maybe=(ledger.INIT, ledger.FIRST, *more))
         now = exact(at)
-    if is_ready:  # the model was built, or compiled in the first step
-        middle = Time((now.at + stepping.at) / 2, now.low, stepping.high)
-        yield Segment(ledger.INIT, now, middle)
-        yield Segment(ledger.FIRST, middle, stepping)
+    begins = [one.time or 0.0 for one in piece.events if one.kind == "begin" and now.at <= (one.time or 0.0) <= at]
+    if begins:
+        yield Segment(ledger.INIT, now, exact(begins[-1]), maybe=more)
+        yield Segment(ledger.FIRST, exact(begins[-1]), stepping)
+    elif is_ready:  # the model was built, or compiled in the first step
+        middle = exact((now.at + stepping.at) / 2)
+        yield Segment(ledger.INIT, now, middle, maybe=(ledger.FIRST,))
+        yield Segment(ledger.FIRST, middle, stepping, maybe=(ledger.INIT,))
     else:
-        yield Segment(ledger.INIT, now, stepping)
-    yield Segment(ledger.KEPT, stepping, exact(first[0]), resumed, first[1], number)
+        yield Segment(ledger.INIT, now, stepping, maybe=(ledger.FIRST, *more))
+    stepped = exact(first[0] - sum(inside.values()))
+    yield Segment(ledger.KEPT, stepping, stepped, resumed, first[1], number, piece.around)
+    yield from _overheads(stepped, inside, first[1])
+
+
+def _overheads(begin: Time, inside: dict[str, float], step: int) -> Iterator[Segment]:
+    for row, seconds in inside.items():
+        end = exact(begin.at + seconds)
+        yield Segment(row, begin, end, step, step, int(row == ledger.SAVE))
+        begin = end
 
 
 def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> Iterator[Segment]:
     """Yield the segments between the first and the last printed step."""
     marks = _marks(piece)
-    times = [mark[0] for mark in marks]
-    interval = _save_interval(piece)
+    hidden = piece.hidden
     pairs = list(itertools.pairwise(steps))
-    noise = statistics.median([abs(b[0] - a[0] - usual * (b[1] - a[1])) for a, b in pairs])
-    for (begin, first), (end, last) in pairs:
-        number = last - first
-        excess = end - begin - number * usual
-        usual_interval = Segment(ledger.KEPT, exact(begin), exact(end), first, last, number)
-        if excess < max(EXCESS * usual, 3 * noise, 0.02 * number * usual):
-            yield usual_interval
-            continue
-        inside = marks[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]
-        kinds = {kind for _, kind, _ in inside}
-        if interval and first // interval != last // interval:
-            kinds.add("save")
-        if not kinds:
-            yield usual_interval
-            continue
-        saving = min(excess, sum(b - a for a, b in _pairs(inside)))
-        slack = SLACK * (excess - saving) + noise
-        cut = Time(end - excess, max(begin, end - excess - slack), min(end, end - excess + slack))
-        yield Segment(ledger.KEPT, exact(begin), cut, first, last, number)
-        if kinds == {"save"}:
-            yield Segment(ledger.SAVE, cut, exact(end), last, last, 1)
-        elif kinds == {"eval"}:
-            yield Segment(ledger.PHASES, cut, exact(end))
-        else:  # which of both took how long may be open
-            at = end - saving if saving else end - excess / 2
-            half = exact(at) if saving else Time(at, cut.low, end)
-            yield Segment(ledger.PHASES, cut, half)
-            yield Segment(ledger.SAVE, half, exact(end), last, last, 1)
-
-
-def _marks(piece: Piece) -> list[tuple[float, str, bool]]:
-    """Return (time, 'save' or 'eval', whether it ended) for each line about a save or an evaluation.
-
-    Each checkpoint file counts as the end of a save.
-    """
-    lines = [
-        (one.time, one.kind, one.done) for one in piece.events if one.kind in ("save", "eval") and one.time is not None
+    inside = [_inside(piece, a[0], b[0]) for a, b in pairs]
+    excesses = [
+        b[0] - a[0] - sum(own.values()) - usual * (b[1] - a[1]) for own, (a, b) in zip(inside, pairs, strict=True)
     ]
-    return sorted([*lines, *((at, "save", True) for at, _ in piece.saves)])
+    noise = statistics.median(map(abs, excesses))
+    open_rows = () if piece.paced else piece.possible
+    for (a, b), own, excess in zip(pairs, inside, excesses, strict=True):
+        (begin, first), (end, last) = a, b
+        number = last - first
+        until = end - sum(own.values())
+        if excess < max(EXCESS * usual, 3 * min(noise, usual), 0.02 * number * usual):
+            yield Segment(ledger.KEPT, exact(begin), exact(until), first, last, number, open_rows)
+        else:
+            rows = [row for row in dict.fromkeys(_between(marks, a, b)) if row not in own]
+            found = [*rows, *(row for row in hidden if row not in rows)]
+            slack = SLACK * excess + min(noise, usual)
+            cut = Time(until - excess, max(begin, until - excess - slack), min(until, until - excess + slack))
+            row = rows[0] if rows else ledger.KEPT
+            maybe = (*found, *(() if rows else (ledger.KEPT, *KINDS.values())), *open_rows)
+            yield Segment(ledger.KEPT, exact(begin), cut, first, last, number, open_rows)
+            yield Segment(row, cut, exact(until), last, last, int(row == ledger.SAVE), maybe)
+        yield from _overheads(exact(until), own, last)
 
 
-def _pairs(marks: Sequence[tuple[float, str, bool]]) -> Iterator[tuple[float, float]]:
-    """Yield the start and the end of each save for which the log shows both.
-
-    marks: what _marks() returned.
-    """
-    begin: float | None = None
-    for at, kind, done in marks:
-        if kind == "save" and not done:
-            begin = at if begin is None else begin
-        elif kind == "save" and begin is not None:
-            yield begin, at
-            begin = None
+def _marks(piece: Piece) -> list[tuple[float, str]]:
+    """Return (time, row) for each line about a save or an evaluation, and for each checkpoint file."""
+    lines = [(one.time, KINDS[one.kind]) for one in piece.events if one.kind in KINDS and one.time is not None]
+    return sorted([*lines, *((at, ledger.SAVE) for at, _ in piece.saves)])
 
 
-def _save_interval(piece: Piece) -> int:
-    """Return how many steps are between two saves, or 0 if there are too few checkpoints to know."""
-    known = sorted(set(piece.known_steps))
-    apart = Counter(b - a for a, b in itertools.pairwise(known))
-    if not apart:
-        return 0
-    number, times = apart.most_common(1)[0]
-    return number if times >= 2 and number > 0 else 0
+def _between(marks: Sequence[tuple[float, str]], a: tuple[float, int], b: tuple[float, int]) -> list[str]:
+    """Return the rows of the marks between two printed steps."""
+    first, after = bisect.bisect_left(marks, (a[0], "")), bisect.bisect_left(marks, (b[0], ""))
+    return [row for _, row in marks[first:after]]
 
 
 def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every: int) -> Iterator[Segment]:
     """Yield the segments after the last printed step."""
     at, last = steps[-1]
-    early, late = piece.slack_s
     end = piece.end
-    if at >= end:
-        return
-    now = Time(at, max(piece.begin, at - early), min(end, at + late))
-    after = [one for one in piece.events if one.time is not None and one.time >= at]
-    for begin, saved_at in _pairs([mark for mark in _marks(piece) if mark[0] >= at]):
-        if saved_at <= end:
-            steps_more = max(1, round((begin - now.at) / usual)) if begin - now.at > 0.5 * usual else 0
-            yield Segment(ledger.KEPT, now, exact(begin), last, last + steps_more, 0)
-            yield Segment(ledger.SAVE, exact(begin), exact(saved_at), last + steps_more, last + steps_more, 1)
-            at, now, last = saved_at, exact(saved_at), last + steps_more
-    after = [one for one in after if (one.time or 0.0) >= at]
-    hangs = [one.time or 0.0 for one in after if one.kind == "hang"]
-    signals = [one.time or 0.0 for one in after if one.kind in ("signal", "ended", "error")]
-    saved = max(
-        [
-            0.0,
-            *(time for time, _ in piece.saves if at <= time <= end),
-            *(one.time or 0.0 for one in after if one.kind == "save"),
-        ]
-    )
     total = max((one.total for one in piece.events if one.kind == "step"), default=0)
-    finished = piece.completed or (total and last >= total)
-    interval = every * usual
-    if finished:
-        if saved > at:
-            until = Time(saved, max(at, saved - 0.2 * (saved - at)), min(end, saved + 5))
-            yield Segment(ledger.SAVE, now, until, last, last, 1)
-            now = until
-        yield Segment(ledger.END, now, exact(end))
+    left = max(0, total - last) if total else every
+    for begin, until, row in piece.measured:
+        if at <= begin and until <= end:
+            number = min(left, round((begin - at) / usual))
+            yield Segment(ledger.KEPT, exact(at), exact(begin), last, last + number, 0, piece.around)
+            yield Segment(row, exact(begin), exact(until), last + number, last + number, int(row == ledger.SAVE))
+            at, last, left = until, last + number, left - number
+    after = [one for one in piece.events if one.timed and one.time is not None and one.time >= at]
+    saved = max([at, *(time for time, _ in piece.saves if time <= end)])
+    seen = max([saved, *(min(end, one.time or 0.0) for one in after if one.kind in (*KINDS, "line"))])
+    marked = {row for time, row in _marks(piece) if time >= at}
+    unsure = tuple(row for row in KINDS.values() if row in marked or row in piece.hidden)
+    steps_more = (ledger.KEPT,) if left else ()
+    if piece.completed:
+        row = ledger.SAVE if saved > at else ledger.PHASES if ledger.PHASES in marked else ledger.KEPT
+        yield Segment(row, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure, *piece.around))
+        here = (*unsure, *steps_more) if seen == at or unsure else ()
+        yield Segment(ledger.END, exact(seen), exact(end), maybe=(*here, *piece.around))
         return
-    silent = end - at > max(SILENT_S, SILENT_INTERVALS * interval)
-    if hangs or piece.hung or piece.lost_node or (silent and not saved):
-        ran = min(interval, (end - at) / 2)
-        cut = Time(at + ran / 2, at, min(end, at + ran))
-        yield Segment(ledger.KEPT, now, cut, last, last + every, 0)
+    hangs = [one.time or 0.0 for one in after if one.kind == "hang"]
+    signals = [min(end, one.time or 0.0) for one in after if one.kind in ("signal", "ended", "error")]
+    most = min(end - at, max(1, min(left, every)) * usual)  # of steps
+    silent = end - seen > max(SILENT_S, SILENT_INTERVALS * every * usual)
+    unsure = (*unsure, *piece.around)
+    if seen > at:
+        yield Segment(
+            ledger.SAVE if saved > at else ledger.KEPT, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure)
+        )
+        at = seen
+    ran = Time(min(at + most / 2, end), at, min(end, at + most))
+    if hangs or piece.hung or piece.lost_node or silent:
+        yield Segment(ledger.KEPT, exact(at), ran, last, last + every, 0, piece.around)
         stop_at = max(hangs) if hangs else end
         stop = Time(stop_at, max(at, stop_at - 5), min(end, stop_at + KILL_S))
-        yield Segment(ledger.HANG, cut, stop)
-        yield Segment(ledger.END, stop, exact(end))
+        sure = hangs or piece.hung
+        yield Segment(ledger.HANG, ran, stop, maybe=piece.around if sure else (ledger.END, *unsure))
+        yield Segment(ledger.END, stop, exact(end), maybe=(ledger.HANG, *piece.around))
         return
-    stop_at = min([end, *signals]) if signals else max(at, end - min(KILL_S, (end - at) / 2))
-    stop_at = max(at, stop_at)
-    stop = Time(
-        stop_at, at if not signals else max(at, stop_at - usual), end if not signals else min(end, stop_at + usual)
-    )
-    more = max(1, round((stop_at - at) / usual))
-    yield Segment(ledger.KEPT, now, stop, last, last + more, 0)
-    if saved > stop_at:
-        until = Time(saved, stop_at, min(end, saved + 5))
-        yield Segment(ledger.SAVE, stop, until, last, last, 1)
-        stop = until
-    yield Segment(ledger.END, stop, exact(end))
+    stop_at = min(signals) if signals else max(at, end - min(KILL_S, (end - at) / 2))
+    stop = exact(max(at, stop_at))
+    more = (*unsure, *((ledger.HANG,) if end - at > HANG_S else ()))
+    number = max(1, round((stop.at - at) / usual))
+    yield Segment(ledger.KEPT, exact(at), stop, last, last + number, 0, (ledger.END, ledger.REPEATED, *more))
+    yield Segment(ledger.END, stop, exact(end), maybe=() if signals else (ledger.KEPT, ledger.REPEATED, *more))
 
 
-def _without_steps(piece: Piece, begin: float, steps: Sequence[tuple[float, int]]) -> Start:
+def _without_steps(piece: Piece, begin: float) -> Start:
     """Return the Start of a piece with fewer than two known steps, from its first line and its saves."""
-    line = min(max(begin, _first_line(piece)), piece.end)
     saves = sorted(at for at, _ in piece.saves if begin < at < piece.end)
-    trained = [*(at for at, _ in steps), *saves]
-    segments = [Segment(ledger.START, exact(begin), exact(line))]
-    first, last = (min(trained), max(trained)) if len(trained) > 1 else (line, line)
-    segments.append(Segment(ledger.UNKNOWN, exact(line), exact(first)))
-    segments.append(Segment(ledger.KEPT, exact(first), exact(last)))
-    segments.append(Segment(ledger.UNKNOWN, exact(last), exact(piece.end)))
-    between = last - first  # saves and evaluations are in it
-    open_s = {ledger.KEPT: (0.7 * between, 0.0), ledger.SAVE: (0.0, 0.7 * between), ledger.PHASES: (0.0, 0.5 * between)}
-    return Start(tuple(segments), stopped=piece.completed, open_s=open_s)
+    first, last = (saves[0], saves[-1]) if saves else (begin, begin)
+    line = min(max(begin, _first_line(piece)), first if saves else piece.end)
+    possible = piece.possible
+    segments = [
+        Segment(ledger.START, exact(begin), exact(line), maybe=possible),
+        Segment(ledger.UNKNOWN, exact(line), exact(first), maybe=possible),
+        Segment(ledger.KEPT, exact(first), exact(last), maybe=(ledger.SAVE, ledger.PHASES)),
+        Segment(ledger.UNKNOWN, exact(last), exact(piece.end), maybe=possible),
+    ]
+    return Start(tuple(_in_order(segments, piece.end)), stopped=piece.completed)
