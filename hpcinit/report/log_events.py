@@ -332,13 +332,12 @@ def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:
         took_s = _took_s(line)
         yield Event(time, "save", _number_in(line), bool(took_s or SAVED.search(line)), took_s=took_s, timed=timed)
     elif EVAL.search(line):
-        yield Event(time, "eval", took_s=_took_s(line), timed=timed)
+        bar = BAR.search(line)
+        yield Event(time, "eval", took_s=_elapsed(bar) if bar else _took_s(line), timed=timed)
 
 
 def _took_s(line: str) -> float:
-    """Return how long a save or an evaluation took, as the line or its progress bar shows it, or 0."""
-    if bar := BAR.search(line):
-        return _elapsed(bar)
+    """Return how long a save or an evaluation took, as the line shows it, or 0."""
     if not (found := TOOK.search(line)) or not _number(found[1] or found[3]):
         return 0.0
     return float(found[1] or found[3]) * (1e-3 if found[2] or found[3] else 1.0)

@@ -424,8 +424,9 @@ def _placed(
     """
     if not span:
         return [event for event in chunk if event.timed and event.time is not None], Known(False, True)
-    times, known = _times(span, one, saves, written)
-    found: list[Event] = []
+    bars = [event.bar_s for event in chunk if event.bar_s >= 0]
+    times, known = _times(span, one, saves, written, bool(bars))
+    found = [Event(times[span[0][1]] - bars[0], "begin")] if bars else []
     now: float | None = None
     for event in chunk:
         if event.kind == "step":
@@ -448,13 +449,18 @@ def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint
 
 
 def _times(
-    span: Sequence[tuple[float, int]], one: Allocation, saves: Sequence[Checkpoint], written: float | None
+    span: Sequence[tuple[float, int]],
+    one: Allocation,
+    saves: Sequence[Checkpoint],
+    written: float | None,
+    bars: bool = False,
 ) -> tuple[dict[int, float], Known]:
     """Return the estimated time of each step, and what is known about these times.
 
     span: (seconds since the first step, step) for each step.
     one: the allocation in which the steps ran.
     written: when the last line of the log was written, or None if unknown.
+    bars: whether `span` is the elapsed time of progress bars, which includes saves and evaluations.
     """
     length, first = span[-1][0], span[0][1]
     number = max(1, span[-1][1] - first)
@@ -462,6 +468,13 @@ def _times(
     ends = {save.step: save.end for save in sorted(own, key=lambda save: -save.end)}  # the first sign of each step
     anchors = sorted(ends.items())
     usual = length / number
+    if bars and anchors:
+        pace = statistics.median((b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(span)) if len(span) > 1 else usual
+        offsets: list[float] = []
+        for step, saved_at in anchors:  # the next step was the first after the save
+            seconds, later = next((one for one in span if one[1] > step), span[-1])
+            offsets.append(saved_at - seconds + pace * (later - step))
+        return {step: statistics.median(offsets) + seconds for seconds, step in span}, Known(False, True)
     if len(anchors) > 1 and anchors[-1][0] > anchors[0][0]:
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(anchors) if b[1] >= a[1]]
         pace = statistics.median(slopes) if slopes else usual
