@@ -271,7 +271,7 @@ class _Lines:
         else:
             found = [*_of_line(line, own, self._at)] if (marked := WORDS.search(line.lower())) else []
             other = (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found)
-            if marked and own is not None and BEGINS.search(line):
+            if marked and own is not None and not found and BEGINS.search(line):
                 found.append(Event(own, "begin"))
             form = _form(line) if b"0" in shape and not other else None
             if not found and (form or not marked):

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,7 +215,7 @@ def _stream(path: Path, allocations: Sequence[Allocation]) -> Stream | None:
 
 def _fit(times: Sequence[float], own: Sequence[Allocation], shift: float) -> float:
     inside = sum(any(one.begin - 5 <= at + shift <= one.end + 5 for one in own) for at in times)
-    return round(inside / len(times), 2)
+    return round(inside / len(times), 1)  # a small share is lines that another process wrote later
 
 
 def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
@@ -326,11 +326,13 @@ def _unstamped(
     """
     every = chunks(stream.events)
     own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
-    own = own or list(range(len(allocations)))
+    own = [at for at in own or range(len(allocations)) if allocations[at].begin < stream.written] or [0]
     spans = [_relative(chunk) for chunk in every]
-    place = _places([span[-1][0] if span else 0.0 for span in spans], [allocations[at] for at in own])
-    for chunk, span, number in zip(every, spans, place, strict=True):
-        at = own[number]
+    lengths = [span[-1][0] if span else 0.0 for span in spans]
+    last = own[-1:] if stream.written <= allocations[own[-1]].end + 120 else []  # it wrote the end of the log
+    before = own[: len(own) - len(last)] or own
+    place = [before[at] for at in _places(lengths[: len(lengths) - len(last)], [allocations[at] for at in before])]
+    for chunk, span, at in zip(every, spans, [*place, *last], strict=True):
         one = allocations[at]
         # After the last step, a program that failed may have been silent until Slurm's message about the end.
         is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120 and one.state == "COMPLETED"
@@ -361,11 +363,11 @@ def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
     bars = [event for event in steps if event.bar_s >= 0]
     found: list[tuple[float, int]] = []
     if len(bars) > 1:
-        offset, before = 0.0, bars[0].bar_s
-        for event in bars:
-            if event.bar_s < before:
-                offset += before
-            before = event.bar_s
+        offset = 0.0
+        for before, event in pairwise([bars[0], *bars]):
+            if event.bar_s < before.bar_s:  # a bar of the next epoch
+                pace = found[-1][0] / max(1, found[-1][1] - bars[0].step)
+                offset = max(found[-1][0], found[-1][0] + pace * (event.step - found[-1][1])) - event.bar_s
             if not found or event.step > found[-1][1]:
                 found.append((offset + event.bar_s, event.step))
         return [(at - found[0][0], step) for at, step in found]
@@ -474,7 +476,9 @@ def _times(
         for step, saved_at in anchors:  # the next step was the first after the save
             seconds, later = next((one for one in span if one[1] > step), span[-1])
             offsets.append(saved_at - seconds + pace * (later - step))
-        return {step: statistics.median(offsets) + seconds for seconds, step in span}, Known(False, True)
+        numbers = [step for step, _ in anchors]
+        at = [offsets[max(0, bisect.bisect_right(numbers, step) - 1)] + seconds for seconds, step in span]
+        return dict(zip((step for _, step in span), accumulate(at, max), strict=True)), Known(False, True)
     if len(anchors) > 1 and anchors[-1][0] > anchors[0][0]:
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(anchors) if b[1] >= a[1]]
         pace = statistics.median(slopes) if slopes else usual

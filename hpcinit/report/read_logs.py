@@ -292,12 +292,12 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
         if excess < max(EXCESS * usual, 3 * min(noise, usual), 0.02 * number * usual):
             yield Segment(ledger.KEPT, exact(begin), exact(until), first, last, number, open_rows)
         else:
-            rows = [row for row in dict.fromkeys(_between(marks, a, b)) if row not in own]
+            rows = sorted({*_between(marks, a, b)}, key=lambda row: row in own)
             found = [*rows, *(row for row in hidden if row not in rows)]
             slack = SLACK * excess + min(noise, usual)
             cut = Time(until - excess, max(begin, until - excess - slack), min(until, until - excess + slack))
-            row = rows[0] if rows else ledger.KEPT
-            maybe = (*found, *(() if rows else (ledger.KEPT, *KINDS.values())), *open_rows)
+            row = rows[0] if rows and rows[0] not in own else ledger.KEPT
+            maybe = (*found, *(() if row != ledger.KEPT else (ledger.KEPT, *KINDS.values())), *open_rows)
             yield Segment(ledger.KEPT, exact(begin), cut, first, last, number, open_rows)
             yield Segment(row, cut, exact(until), last, last, int(row == ledger.SAVE), maybe)
         yield from _overheads(exact(until), own, last)
