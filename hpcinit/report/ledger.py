@@ -218,9 +218,9 @@ def _cut(start: Start, step: int, within: int) -> Start:
     within: by how many steps `step` may be wrong.
     """
     segments: list[Segment] = []
-    for one in start.segments:
-        if KEPT in one.maybe and (one.last > step or one.last < 0):  # its steps may be of both kinds
-            one = replace(one, maybe=(*one.maybe, REPEATED))
+    for part in start.segments:
+        unsure = KEPT in part.maybe and (part.last > step or part.last < 0)  # its steps may be of both kinds
+        one = replace(part, maybe=_others((*part.maybe, REPEATED), part.row)) if unsure else part
         if one.row != KEPT or one.last <= step:
             segments.append(one)
         elif one.first >= step:

@@ -86,7 +86,7 @@ class Event(NamedTuple):
     """What one line of a log shows.
 
     time: seconds since 1970, or None if the line shows no time.
-    kind: line, begin (of the steps), step, save, load, eval, hang, signal, restart, ended or error.
+    kind: line, stepping (the first step starts), step, save, load, eval, hang, signal, restart, ended or error.
     step: the number of the training step, or -1.
     done: whether the line reports the end of a save, a load or an evaluation.
     each_s: how many seconds a step takes, as printed, or 0.
@@ -272,7 +272,7 @@ class _Lines:
             found = [*_of_line(line, own, self._at)] if (marked := WORDS.search(line.lower())) else []
             other = (marked and BEGINS.search(line)) or any(one.kind in OTHERS for one in found)
             if marked and own is not None and not found and BEGINS.search(line):
-                found.append(Event(own, "begin"))
+                found.append(Event(own, "stepping"))
             form = _form(line) if b"0" in shape and not other else None
             if not found and (form or not marked):
                 self.forms[shape] = form

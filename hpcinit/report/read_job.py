@@ -22,9 +22,9 @@ from hpcinit.slurm import scontrol, slurm_client
 OURS = (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP, run_folder.SUBMISSION)
 MOST_FILES = 50_000
 LOG = re.compile(r"(?i)\.(?:out|err|log|txt|o\d+|e\d+)(?:\.\d+)?(?:\.gz)?$|(?:^|[-_.])(?:log|stdout|stderr)s?$")
-JOB_IN_NAME = re.compile(r"(?<!\d)(\d{3,9}(?:_\d+)?)(?!\d)")
+JOB_IN_NAME = re.compile(r"(?:\bslurm-|(?<!\d)(?=\d{3}))(\d{1,9}(?:_\d+)?)(?!\d)")
 JOB_IN_TEXT = re.compile(
-    r"(?:SLURM_JOB_?ID[\"']?\s*[:=]\s*[\"']?|\bJOB |\bjob(?: ?id)?[ :=#]+|STEP )(\d{3,9})\b", re.IGNORECASE
+    r"(?:(?i:SLURM_JOB_?ID)[\"']?\s*[:=]\s*[\"']?|\*\*\* (?:JOB|STEP) |(?i:\bjob(?: ?id)?[ :=#]+)(?=\d{3}))(\d{1,9})\b"
 )
 CHECKPOINT = re.compile(r"(?i)(?:checkpoint|ckpt|step|iter|batch|\bba|update)[a-z]*[-_=.]*0*(\d+)")
 WEIGHTS = re.compile(r"(?i)\.(?:pt|pth|ckpt|bin|safetensors|distcp|npz|tar|h5|msgpack)$")
@@ -36,7 +36,7 @@ MOST_CHOICES = 20_000
 
 
 class Known(NamedTuple):
-    """What is known about the times in a log: see Piece."""
+    """How exact the times of a log are: see Piece."""
 
     loose: bool
     paced: bool
@@ -322,7 +322,7 @@ def _unstamped(
 ) -> Iterator[tuple[int, list[Event], Known]]:
     """Estimate the times of the events in a log that shows no times.
 
-    For each attempt in the log, yield the index of its allocation, the events, and what is known about their times.
+    For each attempt in the log, yield the index of its allocation, the events, and how exact their times are.
     """
     every = chunks(stream.events)
     own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
@@ -419,7 +419,7 @@ def _placed(
     saves: Sequence[Checkpoint],
     written: float | None,
 ) -> tuple[list[Event], Known]:
-    """Return the events of an attempt with times inside its allocation `one`, and what is known about these times.
+    """Return the events of an attempt with times inside its allocation `one`, and how exact these times are.
 
     span: what _relative() returned.
     written: when the last line was written, or None if unknown.
@@ -428,7 +428,7 @@ def _placed(
         return [event for event in chunk if event.timed and event.time is not None], Known(False, True)
     bars = [event.bar_s for event in chunk if event.bar_s >= 0]
     times, known = _times(span, one, saves, written, bool(bars))
-    found = [Event(times[span[0][1]] - bars[0], "begin")] if bars else []
+    found = [Event(times[span[0][1]] - bars[0], "stepping")] if bars else []
     now: float | None = None
     for event in chunk:
         if event.kind == "step":
@@ -457,7 +457,7 @@ def _times(
     written: float | None,
     bars: bool = False,
 ) -> tuple[dict[int, float], Known]:
-    """Return the estimated time of each step, and what is known about these times.
+    """Return the estimated time of each step, and how exact these times are.
 
     span: (seconds since the first step, step) for each step.
     one: the allocation in which the steps ran.
@@ -477,8 +477,8 @@ def _times(
             seconds, later = next((one for one in span if one[1] > step), span[-1])
             offsets.append(saved_at - seconds + pace * (later - step))
         numbers = [step for step, _ in anchors]
-        at = [offsets[max(0, bisect.bisect_right(numbers, step) - 1)] + seconds for seconds, step in span]
-        return dict(zip((step for _, step in span), accumulate(at, max), strict=True)), Known(False, True)
+        found = [offsets[max(0, bisect.bisect_right(numbers, step) - 1)] + seconds for seconds, step in span]
+        return dict(zip((step for _, step in span), accumulate(found, max), strict=True)), Known(False, True)
     if len(anchors) > 1 and anchors[-1][0] > anchors[0][0]:
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(anchors) if b[1] >= a[1]]
         pace = statistics.median(slopes) if slopes else usual

@@ -39,7 +39,7 @@ class Piece:
     before: the last step of earlier starts, or -1 for the first start.
     known_steps: the steps of all checkpoints of the run.
     loose: whether the time of the first and the last step is a guess.
-    paced: whether it is known how long a step takes.
+    paced: whether the log or checkpoints show how long a step takes.
     """
 
     begin: float
@@ -76,7 +76,7 @@ class Piece:
 
     @cached_property
     def measured(self) -> list[tuple[float, float, str]]:
-        """Return (begin, end, row) of each save and each evaluation whose duration the log shows."""
+        """Return (start, end, row) of each save and each evaluation whose duration the log shows."""
         found = [
             (one.time - one.took_s, one.time, KINDS[one.kind])
             if one.timed
@@ -252,7 +252,7 @@ def _start_up(
         yield Segment(ledger.INIT, now, cut, maybe=(ledger.FIRST, *more))
         yield Segment(ledger.RESTORE, cut, exact(at), maybe=(ledger.INIT, ledger.FIRST, *more))
         now = exact(at)
-    begins = [one.time or 0.0 for one in piece.events if one.kind == "begin" and now.at <= (one.time or 0.0) <= at]
+    begins = [one.time or 0.0 for one in piece.events if one.kind == "stepping" and now.at <= (one.time or 0.0) <= at]
     if begins:
         yield Segment(ledger.INIT, now, exact(begins[-1]), maybe=more)
         yield Segment(ledger.FIRST, exact(begins[-1]), stepping)

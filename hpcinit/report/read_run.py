@@ -262,11 +262,16 @@ def _training(
     ]
     usual = statistics.median(paces) if paces else 0.0
     at, resumed = begin, -1
+    stepped = max(
+        (number for number, one in enumerate(spans) if one.what == training_spans.STEPS and one.number), default=-1
+    )
     for number, one in enumerate(spans):
         until = min(max(at, one.end or (one.begin if one.what == training_spans.STEPS else end)), end)
         if number + 1 < len(spans):
             until = min(max(at, spans[number + 1].begin), end)
         row = ROW_OF_SPAN.get(one.what, ledger.PHASES)
+        if row == ledger.KEPT and number > stepped:  # the exit waits for a save in the background
+            row = ledger.END
         if row == ledger.RESTORE:
             resumed = max(resumed, one.last)
         if row == ledger.FIRST and number + 1 < len(spans) and spans[number + 1].what == training_spans.STEPS:

@@ -269,7 +269,7 @@ def test_a_sample_of_a_log_shows_the_same(tmp_path: Path) -> None:
     assert rows[1][ledger.SAVE].at > 150 and rows[1][ledger.PHASES].at > 100
     steps = [sum(one.kind == "step" for one in every) for every in events]
     assert steps[0] == 3049 and steps[1] < 350
-    others = [[one for one in every if one.kind not in ("step", "line", "begin")] for every in events]
+    others = [[one for one in every if one.kind not in ("step", "line", "stepping")] for every in events]
     assert others[0] == others[1] and {one.kind for one in others[0]} == {"restart", "load", "save", "eval"}
 
 
@@ -292,3 +292,80 @@ def test_a_job_that_hpcinit_did_not_submit(tmp_path: Path) -> None:
     rows = found.rows
     assert abs(rows[ledger.KEPT].at - 400) <= 25 and rows[ledger.SAVE].low <= 30 <= rows[ledger.SAVE].high
     assert rows[ledger.KEPT].low < rows[ledger.KEPT].high
+
+
+def clocked(*lines: tuple[float, str]) -> str:
+    """Return a log with a clock in each line, from (seconds since START, text)."""
+    stamp = "%Y-%m-%d %H:%M:%S"
+    return "".join(f"{time.strftime(stamp, time.localtime(START + at))} {text}\n" for at, text in lines)
+
+
+def rows_of(folder: Path, text: str, seconds: float, state: str = "COMPLETED") -> dict[str, ledger.Amount]:
+    """Return the rows of a job that took `seconds`, from its log."""
+    (folder / "slurm-77.out").write_text(text)
+    os.utime(folder / "slurm-77.out", (START + seconds, START + seconds))
+    job = Allocation("77", 0, START, START + seconds, state=state)
+    rows = read_job._ledger("77", [job], [folder / "slurm-77.out"], [], folder).rows
+    assert abs(sum(row.at for row in rows.values()) - seconds) < 0.01
+    assert all(0 <= row.low <= row.at <= row.high <= seconds for row in rows.values()), rows
+    return rows
+
+
+def inside(amount: ledger.Amount, seconds: float) -> bool:
+    return amount.low - 3 <= seconds <= amount.high + 3
+
+
+STEPS = [(100.0 + 10 * step, f"step {step}/20 loss 1.5") for step in range(1, 21)]
+
+
+def test_rows_that_a_log_does_not_separate_share_a_range(tmp_path: Path) -> None:
+    """Before the first line: start or imports. Between two lines before the first step: init or a long first step."""
+    rows = rows_of(tmp_path, clocked((30, "world size 8"), *STEPS), 310)
+    assert all(inside(rows[row], seconds) for row in (ledger.START, ledger.IMPORTS) for seconds in (0, 30))
+    assert all(inside(rows[row], seconds) for row in (ledger.INIT, ledger.FIRST) for seconds in (0, 70))
+    assert rows[ledger.KEPT].low > 190 and rows[ledger.HANG].high == 0
+    begun = rows_of(tmp_path, clocked((30, "world size 8"), (40, "Training starts at step 1."), *STEPS), 310)
+    assert abs(begun[ledger.FIRST].low - 60) < 4 and begun[ledger.FIRST].high < 64
+
+
+def test_a_printed_duration_is_exact_and_a_gap_without_a_line_is_open(tmp_path: Path) -> None:
+    """'in 54 s' is the save. A gap that no line explains is a step, a save or an evaluation."""
+    later = [(at + 54, text) for at, text in STEPS[10:]]
+    stated = (254.0, "Finished saving the checkpoint in 54.0 seconds.")
+    rows = rows_of(tmp_path, clocked((30, "world size 8"), *STEPS[:10], stated, *later), 360)
+    assert abs(rows[ledger.SAVE].at - 54) < 2 and inside(rows[ledger.SAVE], 54) and rows[ledger.SAVE].low > 50
+    rows = rows_of(tmp_path, clocked((30, "world size 8"), *STEPS[:10], *later), 360)
+    assert all(inside(rows[row], seconds) for row in (ledger.SAVE, ledger.PHASES) for seconds in (0, 54))
+    assert inside(rows[ledger.KEPT], 200) and inside(rows[ledger.KEPT], 254)
+
+
+def test_a_log_without_a_clock_leaves_a_hang_open(tmp_path: Path) -> None:
+    """Numbers of steps alone do not show when training stopped; a progress bar shows how long it lasted."""
+    steps = "".join(f"step {step} loss 1.5\n" for step in range(1, 21))
+    rows = rows_of(tmp_path, steps, 2000, "FAILED")
+    assert inside(rows[ledger.HANG], 1700) and inside(rows[ledger.KEPT], 200)
+    bars = "".join(f"\r{5 * at}%|█| {at}/20 [{at // 6:02}:{at % 6 * 10:02}<00:10, 10.0s/it]" for at in range(1, 20))
+    rows = rows_of(tmp_path, bars, 2000, "FAILED")
+    assert inside(rows[ledger.HANG], 1700) and 180 <= rows[ledger.KEPT].low <= 200
+
+
+def test_an_overwritten_log_leaves_all_rows_open(tmp_path: Path) -> None:
+    """The time of an attempt without a log belongs to no row for certain; 'unknown' itself may be nothing."""
+    rows = rows_of(tmp_path, "nothing about training\n", 900, "FAILED")
+    assert all(inside(rows[row], seconds) for row in ledger.ANY[:7] for seconds in (0, 900))
+    assert rows[ledger.UNKNOWN] == (900, 0, 900)
+
+
+def test_job_ids_are_no_step_numbers() -> None:
+    """Neither 'step 1500' nor a short number in a file's name is the id of a job, but slurm-1.out is."""
+    assert read_job.JOB_IN_NAME.findall("slurm-1.out train-123456.log epoch_20.txt") == ["1", "123456"]
+    text = "Step 1500 loss 2; *** STEP 4711.0 ON n1 CANCELLED; SLURM_JOB_ID=12; job 3 of 4"
+    assert read_job.JOB_IN_TEXT.findall(text) == ["4711", "12"]
+
+
+def test_the_wait_for_a_save_at_the_exit_is_the_end() -> None:
+    """After the last step, the time in which the exit waits for a background save is no kept step."""
+    kinds = [("first step", 0, 2, 0), ("steps", 2, 12, 10), ("saving", 12, 13, 1), ("steps", 13, 20, 0)]
+    found = [training_spans.Span(what, begin, end, 1, 11, number) for what, begin, end, number in kinds]
+    segments, _ = read_run._training(found, 0.0, 21.0, hung=False, stopped=True, state="COMPLETED")
+    assert sum(one.amount.at for one in segments if one.row == ledger.END) == 8

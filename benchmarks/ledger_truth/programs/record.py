@@ -1,0 +1,37 @@
+"""The truth of one process: it appends what it starts and ends, with the time, to a file outside of the run folder.
+
+The folder is in the environment variable LEDGER_TRUTH. Each line is on the disk before the program continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+TAGS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
+_open: dict[str, int] = {}
+
+
+def process_start() -> float:
+    """Return when the kernel made this process, to 10 ms."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def begin(first: float, rank: int) -> None:
+    """Open the file of this process. first: the time of the program's first line."""
+    folder = Path(os.environ["LEDGER_TRUTH"])
+    path = folder / f"rank-{rank}-{os.getpid()}-{int(first * 1000)}.jsonl"
+    _open["file"] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    tags = {name: os.environ.get(name, "") for name in TAGS}
+    mark("process", process_start(), rank=rank, pid=os.getpid(), host=os.uname().nodename, **tags)
+    mark("first", first)
+
+
+def mark(kind: str, at: float | None = None, **more: object) -> None:
+    """Append an event with its time, which is now unless `at` is given."""
+    at = time.time() if at is None else at
+    os.write(_open["file"], (json.dumps({"kind": kind, "at": at, **more}) + "\n").encode())
+    os.fsync(_open["file"])
