@@ -146,6 +146,7 @@ class Training:
 
     @property
     def wrapper(self) -> Wrapper:
+        """The way in which `wrap` prepares a model."""
         return wrappers.get(self.wrap)
 
 
