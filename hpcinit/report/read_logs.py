@@ -241,7 +241,7 @@ def _start_up(
     if loads and resumed > 0:
         loading, loaded = (min(at, pick(one.time or 0.0 for one in loads)) for pick in (min, max))
         if loaded > loading:
-            yield Segment(ledger.INIT, now, exact(loading), maybe=more[:-2] + more[-1:])
+            yield Segment(ledger.INIT, now, exact(loading), maybe=tuple(row for row in more if row != ledger.RESTORE))
             yield Segment(ledger.RESTORE, exact(loading), exact(loaded))
             now = exact(loaded)
         else:
