@@ -30,7 +30,7 @@ DAMAGED = re.compile(
 
 LOADS_NOTHING, WRONG_FILE, WEIGHTS = "loads_nothing", "wrong_file", "weights"
 OPTIMIZER, SCHEDULER, RANDOM_STATE = "no_optimizer", "no_scheduler", "no_random_state"
-AVERAGES = "no_averages"
+AVERAGES, ACCUMULATION = "no_averages", "lost_gradients"
 DATA, EPOCH, TORN, LATEST = "data_from_start", "epoch_counter", "torn_checkpoint", "latest_before_data"
 IGNORES_SIGNAL, SHARDED, NODE_LOCAL = "ignores_signal", "sharded_rank_0_only", "node_local"
 CRASH, UNKNOWN, SAVES_NOTHING = "resume_fails", "unknown", "saves_nothing"
@@ -41,6 +41,7 @@ ADVICE = {
     WEIGHTS: "load the model's state_dict() into the model that is trained, after it was created",
     OPTIMIZER: "save optimizer.state_dict(), and load it after the model",
     SCHEDULER: "save scheduler.state_dict() and load it, or compute the learning rate from the step number",
+    ACCUMULATION: "save only after a step of the optimizer: a checkpoint contains no accumulated gradients",
     AVERAGES: "save the averaged weights (EMA), and load them",
     RANDOM_STATE: "save and restore the random states of torch, numpy and random on each rank",
     DATA: "set the sampler's epoch and position, or save the loader's state: docs/long-runs",
@@ -174,6 +175,12 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
     causes += [
         one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
     ]
+    if not causes and (
+        fewer := next(((own, expected) for own, expected in both if own.inputs < expected.inputs), None)
+    ):
+        # An evaluation before the step can only add inputs.
+        seen = f"{fewer[0].inputs} inputs instead of {fewer[1].inputs}"
+        causes = [Finding(ACCUMULATION, f"the first step had {seen}: it lacks gradients from before the save")]
     if not causes and (number := _other_averages(alone, record, from_step)) is not None:
         causes = [Finding(AVERAGES, f"the averaged weights at step {number + 1} are not those of the undisturbed run")]
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):

@@ -32,6 +32,7 @@ class Step:
     states: the number of tensors in the optimizer's state.
     rng: a checksum of the random state of each library.
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
+    inputs: how many input tensors `batch` contains.
     averages: the sum of the absolute values of weights that are only evaluated, such as an average (EMA), or 0.
     """
 
@@ -44,6 +45,7 @@ class Step:
     rng: dict[str, int]
     batch: int
     averages: float = 0.0
+    inputs: int = 0
 
 
 def append(path: Path, document: dict[str, Any]) -> None:

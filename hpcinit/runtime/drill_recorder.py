@@ -108,7 +108,7 @@ def _guard_torch_save(torch: Any) -> None:
 
 
 def _record_steps(torch: Any, path: Path) -> None:
-    batch, first, known = [0], list[Any](), list[weakref.ref[Any]]()
+    batch, first, known = [0, 0], list[Any](), list[weakref.ref[Any]]()  # batch: checksum and number of inputs
     evaluated = weakref.WeakSet[Any]()
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
@@ -125,13 +125,14 @@ def _record_steps(torch: Any, path: Path) -> None:
                     batch[0] = zlib.crc32(
                         _sample(tensor).cpu().contiguous().view(torch.uint8).numpy().tobytes(), batch[0]
                     )
+                    batch[1] += 1
         elif len(evaluated) < MOST_TENSORS:
             evaluated.add(module)
 
     def on_step(optimizer: Any, *_: Any) -> None:
         if not first:
             first.append(optimizer)
-        inputs, batch[0] = batch[0], 0
+        inputs, batch[:] = tuple(batch), [0, 0]
         if optimizer is not first[0] or _is_of_a_load():
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
@@ -148,7 +149,8 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "state_sum": _sum(states),
                     "states": len(states),
                     "rng": _random_states(torch),
-                    "batch": inputs,
+                    "batch": inputs[0],
+                    "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
                 },
             )
