@@ -157,8 +157,8 @@ def _of_agents(lines: Sequence[Line], processes: Mapping[str, int], *, one_node:
         if found := _GLOBAL.search(line.text):
             ranks[line.stream] = [int(each) for each in re.findall(r"\d{1,6}", found[1])]
         elif found := _OF_AGENT.search(line.text):
-            local, own = int(found[2]), ranks.get(line.stream, [])
-            rank = own[local] if local < len(own) else NO_RANK if several or own else local
+            local_rank, own = int(found[2]), ranks.get(line.stream, [])
+            rank = own[local_rank] if local_rank < len(own) else NO_RANK if several or own else local_rank
             rank, how = processes.get(found[3], rank), job_log.how(int(found[1]))
             if rank != NO_RANK or int(found[1]) < 0:
                 yield End("", (rank,) if rank != NO_RANK else (), how, how == "Terminated")
