@@ -16,6 +16,9 @@ import pytest
 
 from hpcinit.base.errors import INTERRUPTED
 from tests import json_documents
+from tests.conftest import Run
+from tests.minislurm import MiniSlurm
+from tests.submitting import folder_of, printed, submit
 
 PROGRAM = (Path(__file__).parent / "train.py").read_text()
 TIMEOUT_S = 450
@@ -26,7 +29,7 @@ def drill(folder: Path, *words: str, program: str = PROGRAM, more: Mapping[str, 
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(program)
     (folder.parent / "tmp").mkdir(exist_ok=True)
-    env = os.environ | {"TMPDIR": str(folder.parent / "tmp")} | more
+    env = {**os.environ, "TMPDIR": str(folder.parent / "tmp"), **more}
     command = [sys.executable, "-m", "hpcinit", "drill", *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert not list((folder.parent / "tmp").iterdir()), "the drill left files"
@@ -227,3 +230,16 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
     """A wrong request exits with 2 and prints what was expected; nothing is left."""
     status, out, err = drill(tmp_path / "work", *words)
     assert (status, out) == (2, "") and message in err, err
+
+
+@pytest.mark.slurm
+@pytest.mark.ranks
+@pytest.mark.more
+def test_a_drill_as_a_small_job(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """Submitted as a command, the drill runs on the job's node, apart from the job. Its exit status is the job's."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [str(Path(sys.executable).with_name("hpcinit")), "drill", "--", "train.py"]
+    words = ["nodes=1", "ranks_per_node=1", "time_min=15", "wait=true", "--", *command]
+    done = submit(hpcinit, idle_slurm, *words, timeout=TIMEOUT_S)
+    log = printed(folder_of(done), 0)
+    assert done.returncode == 0 and "the program resumes correctly" in log, done.stderr + log
