@@ -84,7 +84,7 @@ def test_the_tested_versions_are_the_same_everywhere() -> None:
         and f"'deepspeed>={deepspeed.oldest},<{below['deepspeed']}'" in make
     )
     text = " ".join((ROOT / "README.md").read_text().split())
-    listed = re.findall(r"We test Slurm .*?\. ", text)[0].rpartition("torch ")[2]
+    listed = re.findall(r"We test with Slurm .*?[0-9]\. ", text)[0].rpartition("torch ")[2]
     torchs, _, deepspeeds = listed.partition("DeepSpeed ")
     assert torch.oldest in torchs and torch.newest in torchs, listed
     assert deepspeed.oldest in deepspeeds and deepspeed.newest in deepspeeds, listed

@@ -440,7 +440,7 @@ def test_a_server_that_dies_between_the_end_and_the_start(
     )
     (tmp_path / "dies.py").write_text(code)
     folder = folder_of(hpcinit("submit", *WORDS, "--", "dies.py", env=busy))
-    until(lambda: "waiting up to 50 s until the GPUs' memory" in log_of(folder))
+    until(lambda: "waiting up to 50 s for the GPU memory" in log_of(folder))
     os.kill(int((tmp_path / f"up-0-{2 * node}").read_text().split()[1]), signal.SIGKILL)
     until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
     until(lambda: not processes_of(tmp_path))
@@ -461,7 +461,7 @@ def test_a_rank_that_fails_before_the_other_node_has_forked(hpcinit: Run, tmp_pa
     )
     (tmp_path / "dies.py").write_text(code)
     folder = folder_of(hpcinit("submit", *WORDS, "--", "dies.py", env=busy))
-    until(lambda: "waiting up to 50 s until the GPUs' memory" in log_of(folder))
+    until(lambda: "waiting up to 50 s for the GPU memory" in log_of(folder))
     second = int((tmp_path / "up-0-2").read_text().split()[1])
     until(lambda: not [child for child in psutil.Process(second).children() if child.name().startswith("rank")])
     until(

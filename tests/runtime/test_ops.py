@@ -273,7 +273,7 @@ def test_a_lock_of_a_killed_build_is_reported(
     for path in (lock, lock.parent):
         os.utime(path, (time.time() - extension_locks.QUIET_S - 60,) * 2)
     extension_locks.report_abandoned(env, said.append)
-    assert [f"remove it: rm {lock}" in line for line in said] == [True] * reports and lock.exists()
+    assert [f"remove the lock: rm {lock}" in line for line in said] == [True] * reports and lock.exists()
 
 
 WRONG = [

@@ -128,8 +128,8 @@ def test_a_name_without_any_address(addr: str | None) -> None:
         network.find_address("n1", 2, resolver({}), node_addr=lambda _: addr)
     assert str(caught.value) == (
         f"n1 does not resolve on {HERE}: Name or service not known, and Slurm has no other address for it; expected a "
-        "name that every node can look up: ask the site to add the node to DNS or /etc/hosts, or give the cluster a "
-        "host template if its nodes have other names"
+        "name that every node can look up: ask the site to add the node to DNS or /etc/hosts, or set "
+        "cluster.host_template if the nodes have other names in DNS"
     )
 
 
