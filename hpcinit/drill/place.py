@@ -180,7 +180,11 @@ def _is_own(name: str) -> bool:
 
 def leftover(folder: Path) -> dict[str, int]:
     """Return the files in an attempt's TMPDIR, with their sizes. folder: the folder of the attempt."""
-    return {str(path): entry.stat(follow_symlinks=False).st_size for path, entry in _entries(folder / "tmp")}
+    return {
+        str(path): entry.stat(follow_symlinks=False).st_size
+        for path, entry in _entries(folder / "tmp")
+        if not path.parts[0].startswith("hpcinit-")  # heartbeats and so on, which hpcinit itself writes
+    }
 
 
 def changes(before: Mapping[str, Seen], after: Mapping[str, Seen]) -> dict[str, Seen]:

@@ -13,7 +13,7 @@ import pytest
 
 from hpcinit.drill import attempt
 from hpcinit.drill.attempt import Attempt
-from hpcinit.drill.place import Place
+from hpcinit.drill.place import Place, leftover
 from hpcinit.runtime import drill_recorder
 
 # A rank of the attempt `folder`, whose node-local folder is `node`.
@@ -122,3 +122,11 @@ def test_copies_keep_the_order_of_change_times(place: Place) -> None:
     for order in ("step_*", "step_*/data"):
         found = sorted(place.work.glob(order), key=lambda path: path.stat().st_ctime_ns)
         assert [path.relative_to(place.work).parts[0] for path in found] == ["step_8", "step_32", "step_16"]
+
+
+def test_hpcinits_own_files_in_tmpdir_are_no_checkpoint(tmp_path: Path) -> None:
+    """With launch=fork, heartbeats are in TMPDIR. They were once reported as checkpoints in node-local storage."""
+    (tmp_path / "tmp/hpcinit-0/1255.0.0-n1").mkdir(parents=True)
+    (tmp_path / "tmp/hpcinit-0/1255.0.0-n1/heartbeats").write_text("x")
+    (tmp_path / "tmp/mine").write_text("x")
+    assert leftover(tmp_path) == {"mine": 1}
