@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
-import os
 import random
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ledger_truth import cluster, plans, rows, truth
 from benchmarks.ledger_truth.formats import FORMATS
-from benchmarks.ledger_truth.runs import Run
+from benchmarks.ledger_truth.runs import Run, run_all
 
 NEVER = 1e9  # no launcher reports a hang
 ENDS = ("completed", "completed", "kill", "raise", "hang", "scancel", "requeue", "requeue", "preempt", "time limit")
@@ -119,30 +116,4 @@ def main(folder: Path, seed: int, at_once: int, only: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     rows.write(folder / "seed.json", {"seed": seed})
     wanted = [plan for plan in foreign_plans(seed) if not only or plan["name"] in only]
-    os.environ |= {"OMP_NUM_THREADS": "1", "HPCINIT_CLUSTER": "local"}
-    failed = 0
-    with cluster.cluster() as slurm, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        deaths = cluster.Deaths()
-
-        def one(plan: dict[str, Any]) -> str:
-            job = Job(slurm, plan, folder / plan["name"])
-            shutil.rmtree(job.case, ignore_errors=True)
-            began = time.monotonic()
-            job.submit()
-            deaths.add(job.truth_folder)
-            try:
-                job.follow()
-                time.sleep(1)
-                job.finish()
-            finally:
-                deaths.remove(job.truth_folder)
-            took = time.monotonic() - began
-            return f"{plan['name']}: {plan['trainer'] or plan['format']}, {plan['kind']}, {took:.0f} s"
-
-        for future in concurrent.futures.as_completed([pool.submit(one, plan) for plan in wanted]):
-            try:
-                print(future.result(), flush=True)
-            except Exception as error:
-                failed += 1
-                print(f"FAILED: {type(error).__name__}: {error}", flush=True)
-    return failed
+    return run_all(Job, wanted, folder, at_once, lambda plan: f"{plan['trainer'] or plan['format']}, {plan['kind']}")

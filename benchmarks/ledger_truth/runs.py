@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.ledger_truth import cluster, plans, rows, truth
 from tests.minislurm import MiniSlurm, MiniSlurmError
 
 LIMIT_S = 420.0  # of a run
+Plan = dict[str, Any]
 
 
 @dataclass
@@ -136,20 +138,25 @@ def score(case: Path) -> None:
     rows.write(case / "truth.json", found)
 
 
-def main(folder: Path, seed: int, at_once: int, only: list[str]) -> int:
-    """Run all plans, `at_once` at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = [plan for plan in plans.plans(seed) if not only or plan["name"] in only]
-    rows.write(folder / "seed.json", {"seed": seed})
+def run_all(
+    kind: type[Run],
+    wanted: Sequence[dict[str, Any]],
+    folder: Path,
+    at_once: int,
+    title: Callable[[dict[str, Any]], str],
+) -> int:
+    """Start a cluster and run all plans on it, `at_once` at a time. Return how many failed; the others continue.
+
+    kind: the class of the runs.
+    title: what to print about a plan.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1", "HPCINIT_CLUSTER": "local"}
     failed = 0
     with cluster.cluster() as slurm, concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         deaths = cluster.Deaths()
 
-        def one(plan: dict[str, Any]) -> str:
-            run = Run(slurm, plan, folder / plan["name"])
-            if (run.case / "truth.json").exists():
-                return f"{plan['name']}: done before"
+        def one(plan: Plan) -> str:
+            run = kind(slurm, plan, folder / plan["name"])
             shutil.rmtree(run.case, ignore_errors=True)
             began = time.monotonic()
             run.submit()
@@ -160,12 +167,22 @@ def main(folder: Path, seed: int, at_once: int, only: list[str]) -> int:
                 run.finish()
             finally:
                 deaths.remove(run.truth_folder)
-            return f"{plan['name']}: {plan['kind']}, {time.monotonic() - began:.0f} s"
+            return f"{plan['name']}: {title(plan)}, {time.monotonic() - began:.0f} s"
 
         for future in concurrent.futures.as_completed([pool.submit(one, plan) for plan in wanted]):
             try:
                 print(future.result(), flush=True)
-            except Exception as error:  # the other runs continue
+            except Exception as error:
                 failed += 1
                 print(f"FAILED: {type(error).__name__}: {error}", flush=True)
     return failed
+
+
+def main(folder: Path, seed: int, at_once: int, only: list[str]) -> int:
+    """Run all plans that have no truth yet, `at_once` at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [plan for plan in plans.plans(seed) if not only or plan["name"] in only]
+    rows.write(folder / "seed.json", {"seed": seed})
+    new = [plan for plan in wanted if not (folder / plan["name"] / "truth.json").exists()]
+    print(f"{len(wanted) - len(new)} of {len(wanted)} runs: done before", flush=True)
+    return run_all(Run, new, folder, at_once, lambda plan: plan["kind"])

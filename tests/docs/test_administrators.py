@@ -135,9 +135,10 @@ class Recorder:
 
     def _place(self, path: str) -> str:
         """Return a path as the page has it: ~ for the home, TMPDIR; '' for a file of this test or in a run folder."""
-        if path.startswith((f"{self.folder}/work/runs/", f"{self.folder}/traces/", f"{self.folder}/calls", *NO_FILE)):
+        work = str(self.folder / "work")
+        if path.startswith((f"{work}/runs/", f"{self.folder}/traces/", f"{self.folder}/calls", *NO_FILE)):
             return ""
-        for folder, name in ((f"{self.folder}/work", "."), (f"{self.folder}/home", "~"), (self.tmp, "TMPDIR")):
+        for folder, name in ((work, "."), (f"{self.folder}/home", "~"), (self.tmp, "TMPDIR")):
             path = re.sub(rf"^{re.escape(folder)}(?=/|$)", name, path)
         return path
 

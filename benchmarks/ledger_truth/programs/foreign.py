@@ -8,7 +8,6 @@ FIRST = time.time()
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,6 @@ def show(lines: list[formats.Line]) -> None:
     if number("RANK", "SLURM_PROCID") == 0:
         for _, text in lines:
             print(text, end="" if text.startswith("\r") else "\n", flush=True)
-
-
-def fail(plan: dict[str, Any], step: int, rank: int) -> None:
-    for index, fault in enumerate(plan["faults"]):
-        if fault["by"] != "program" or step < fault["step"] or rank != fault["rank"]:
-            continue
-        try:
-            os.close(os.open(f"fault-{index}", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            continue
-        record.mark(fault["kind"], fault=index)
-        if fault["kind"] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault["kind"] == "raise":
-            raise ValueError("the plan wants this error")
-        time.sleep(10**6)
 
 
 def newest(form: formats.Format) -> int:
@@ -89,7 +72,7 @@ def train(form: formats.Format, plan: dict[str, Any]) -> None:
         time.sleep(plan["step_s"] * (0.9 + 0.2 * ((step * 7919) % 100) / 100))
         if step == first:
             time.sleep(plan["first_step_s"])
-        fail(plan, step, rank)
+        record.fail(plan["faults"], step, rank)
         dist.all_reduce(torch.ones(1))
         now = time.time()
         record.mark("step", now, step=step)

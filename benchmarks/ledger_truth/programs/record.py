@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 TAGS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
 _open: dict[str, int] = {}
@@ -35,3 +38,20 @@ def mark(kind: str, at: float | None = None, **more: object) -> None:
     at = time.time() if at is None else at
     os.write(_open["file"], (json.dumps({"kind": kind, "at": at, **more}) + "\n").encode())
     os.fsync(_open["file"])
+
+
+def fail(faults: Iterable[dict[str, Any]], step: int, rank: int) -> None:
+    """Do what the plan wants at this step, each fault only once in the run."""
+    for number, fault in enumerate(faults):
+        if fault["by"] != "program" or step < fault["step"] or rank != fault["rank"]:
+            continue
+        try:
+            os.close(os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        mark(fault["kind"], fault=number)
+        if fault["kind"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault["kind"] == "raise":
+            raise ValueError("the plan wants this error")
+        time.sleep(10**6)

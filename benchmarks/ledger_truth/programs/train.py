@@ -8,7 +8,6 @@ FIRST = time.time()
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,23 +62,6 @@ class Checkpoints:
             temporary.rename(self.own)
 
 
-def fail(plan: dict[str, Any], step: int, rank: int, world: int) -> None:
-    """Do what the plan wants at this step, each fault only once in the run."""
-    for number, fault in enumerate(plan["faults"]):
-        if fault["by"] != "program" or step < fault["step"] or rank != fault["rank"] % world:
-            continue
-        try:
-            os.close(os.open(f"fault-{number}", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            continue
-        record.mark(fault["kind"], fault=number)
-        if fault["kind"] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault["kind"] == "raise":
-            raise ValueError("the plan wants this error")
-        time.sleep(10**6)
-
-
 def loop(run: Any, wrapped: Any, plan: dict[str, Any]) -> None:
     """Train until the end of the plan or a stop."""
     import torch
@@ -87,11 +69,12 @@ def loop(run: Any, wrapped: Any, plan: dict[str, Any]) -> None:
 
     saved = Checkpoints(run, wrapped, plan)
     first = saved.load() + 1
+    faults = [fault | {"rank": fault["rank"] % run.world_size} for fault in plan["faults"]]
     for step in range(first, plan["total"] + 1):
         time.sleep(plan["step_s"] * (0.9 + 0.2 * ((step * 7919) % 100) / 100))
         if step == first:
             time.sleep(plan["first_step_s"])
-        fail(plan, step, run.rank, run.world_size)
+        record.fail(faults, step, run.rank)
         if wrapped is not None:
             wrapped.backward(wrapped(torch.randn(4, 8)).square().mean())
             wrapped.step()

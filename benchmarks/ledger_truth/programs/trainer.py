@@ -39,7 +39,7 @@ def huggingface(plan: dict[str, Any]) -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             record.mark("step", step=state.global_step)
-            foreign.fail(plan, state.global_step + 1, rank)
+            record.fail(plan["faults"], state.global_step + 1, rank)
 
     class Trainer(transformers.Trainer):
         def _save_checkpoint(self, *args: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ def lightning(plan: dict[str, Any]) -> None:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             record.mark("step", step=trainer.global_step)
-            foreign.fail(plan, trainer.global_step + 1, rank)
+            record.fail(plan["faults"], trainer.global_step + 1, rank)
 
         def on_validation_start(self, trainer: Any, module: Any) -> None:
             record.mark("phase+")
