@@ -136,7 +136,7 @@ def _run(drill: Drill, attempt: Attempt, as_json: bool) -> int:
     line = console.ProgressLine()
     line.show("undisturbed run")
     first = drill.undisturbed(attempt)
-    drill.reader = drill.reader or progress_lines.best_reader(attempt.log())
+    drill.reader = drill.reader or progress_lines.best_reader(attempt.log(attempt.reporter))
     plan = drill.plan(first)
     if not as_json:
         line.end()
