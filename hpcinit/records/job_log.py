@@ -188,7 +188,8 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
             unreachable.append(found[1])
         elif (found := _CANCELLED.search(line)) and cancelled is None:
             _, host, at, why = found.groups()[:4] if found[1] else found.groups()[4:]
-            cancelled = Cancelled((why or "").strip(), host, _time(at))
+            if (why or "").strip() != "TASK FAILURE":  # Slurm 26.05: srun ends the other tasks after a task failed
+                cancelled = Cancelled((why or "").strip(), host, _time(at))
     known = (_OURS, _TASKS, _COMPONENT)
     output = [line for line in lines if line.strip() and not any(each.match(line) for each in known)]
     away = tuple(dict.fromkeys(unreachable))

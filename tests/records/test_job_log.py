@@ -79,6 +79,18 @@ def test_a_lost_node() -> None:
     assert not found.ends[0].after_abort  # it exited before the abort
 
 
+def test_an_end_by_a_failed_task_is_no_cancellation() -> None:
+    """Slurm 26.05 reports the steps that srun ends after a task failed. The failed task is what happened."""
+    found = job_log.read(
+        "srun: error: n1: task 1: Exited with exit code 7\nsrun: Terminating StepId=16.0\n"
+        "[2026-11-27T04:28:24.677] error: *** STEP 17.0 ON n1 CANCELLED AT 2026-11-27T04:28:24 DUE TO TASK FAILURE ***\n"
+        "srun: error: n3: task 0: Terminated\nsrun: Force Terminated StepId=16.0\n"
+    )
+    assert found.cancelled is None
+    first = found.ends[0]
+    assert (first.ranks, first.how, first.after_abort) == ((1,), "Exited with exit code 7", False)
+
+
 def test_the_last_job_of_a_chain_counts() -> None:
     """Earlier jobs of a chain write to the same log."""
     both = f"hpcinit: new attempt: job 1 of a chain starts\n{KILLED}hpcinit: new attempt: job 2 of a chain starts\nbash: modul: not found\n"
