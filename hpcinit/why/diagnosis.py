@@ -51,8 +51,7 @@ def diagnose(evidence: Evidence) -> Verdict:
 def has_only_secondary_errors(evidence: Evidence) -> bool:
     """Return whether every error of a rank is secondary, that is, caused by another rank's failure.
 
-    Then the first error is missing. Its record was written before the others, but on another machine, it may not be
-    visible yet.
+    If so, the record of the first error is missing. A shared file system may not show it on this machine yet.
     """
     if any(read_records.is_cause(one, evidence) for one in evidence.found):
         return False
@@ -61,7 +60,7 @@ def has_only_secondary_errors(evidence: Evidence) -> bool:
 
 
 def _with_secondary(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Add to the verdict how many other ranks failed as a consequence, by kind of error."""
+    """Return the verdict with the number of other ranks that failed as a consequence, for each kind of error."""
     groups: dict[str, list[Found]] = {}
     for one in evidence.ordered:
         if one.record.rank != verdict.rank and causes.is_secondary(one.record):

@@ -1,7 +1,6 @@
 """Reads dumps of torch's flight recorder within limits of time and memory, because another user may have written them.
 
-Only the fields that the verdict needs are kept, and only those of the newest calls, as if the recorder had been
-smaller.
+The reader keeps only the newest calls, and only the fields that the verdict needs.
 """
 
 from __future__ import annotations
@@ -227,7 +226,7 @@ def _plain(value: Any) -> Any:
 def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
     """Return nested lists as tuples. Raise ValueError if they are too large.
 
-    left: a list with one number, from which each list and each value subtracts 1.
+    left: a list with one number: how many more lists and values may follow. The function subtracts 1 for each.
     """
     left[0] -= len(values) + 1
     if left[0] < 0:

@@ -24,7 +24,7 @@ class SetupLine:
 
     typed: the line as the user wrote it, or '' if unknown.
     message, output: what was printed when it failed.
-    ended: whether the script ended there. Otherwise, the ranks were started.
+    ended: whether the script ended at this line. If not, it continued and started the ranks.
     """
 
     typed: str
@@ -135,7 +135,7 @@ class Evidence:
         return sorted(self.found, key=self.when)
 
     def when(self, one: Found) -> float:
-        """Return when an error was raised, by the clock of the file server."""
+        """Return the time of an error, converted to the clock of the file server."""
         return one.record.time + self.clocks.get(one.record.host, 0.0)
 
     @property
@@ -192,12 +192,13 @@ class Verdict:
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return for each host the file server's clock minus the node's clock, or {} if all agree within AGREE_S seconds.
+    """Return how far the file server's clock is ahead of each host's clock, in seconds.
 
-    A delayed write makes a difference larger, never smaller. So the smallest difference of each host counts.
+    Return {} if all hosts agree within AGREE_S seconds. If a host has several differences, the smallest one counts,
+    because a delayed write can only increase a difference.
 
-    differences: for each file, the host that wrote it, and a difference. This is the file's time by the server's clock
-        minus the time that the host wrote into the file.
+    differences: for each file, the host that wrote it, and a time difference. The difference is the file's modification
+        time, set by the server, minus the time that the host wrote into the file.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

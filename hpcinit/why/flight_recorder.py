@@ -128,16 +128,15 @@ class Recording:
 
     last: for each group, the number of the newest collective that the rank has called.
     timed: whether the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING).
-    untimed: whether it has seen a call finish but not start.
-    complete: whether it has kept every call since the start. Only then can messages to a peer be counted.
+    untimed: whether a call in the dump has finished although the recorder has not seen it start.
+    complete: whether the dump contains every call since the start. Only then can messages to a peer be counted.
     backends: such as 'nccl' and 'gloo'.
     pending: the oldest unfinished call in each group and to each peer, in the order of the calls.
-    places: for each group, a pair for each of the rank's messages: this rank and its peer, as ranks of the group.
+    places: for each group, the pairs (this rank, its peer) of the rank's messages, as ranks of the group.
     written_ns: when the dump was written, or 0 if unknown.
     only_active: whether the dump lists every unfinished call and no finished one (TORCH_INCLUDE_ONLY_ACTIVE).
-    counted: for each group, the newest call according to pg_status. It may be a message.
-    maybe_pending: sends and receives that are either unfinished or parts of a finished batch: which of the two is
-        unknown.
+    counted: for each group, the number of the newest call according to pg_status. That call may be a message.
+    maybe_pending: sends and receives that are unfinished or belong to a finished batch. The dump does not show which.
     kept: the number of entries in the dump.
     """
 
@@ -175,10 +174,10 @@ class Recording:
 
     @property
     def may_have_forgotten(self) -> bool:
-        """Return whether the recorder may have overwritten an unfinished call, or this rank's end of a peer's message.
+        """Return whether the recorder may have overwritten the entry of an unfinished call.
 
-        Such a call is older than all recorded calls. Even if recorded calls have finished, it may be unfinished,
-        because they may have run on other streams of the device.
+        Such a call is older than all recorded calls. It may be unfinished even if recorded calls have finished, because
+        calls run on several streams of the device.
         """
         older = self._batches[self.pending[0]][0][0] if self.pending else self.kept
         return not self.complete and not self.only_active and older < FEW
@@ -225,9 +224,9 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
 
 
 def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries of a dump. Mark the end of each batch of sends and receives as a message, like its parts.
+    """Return the entries of a dump. Mark the entry that ends a batch of sends and receives as a message.
 
-    torch marks this end neither as a send nor as a receive, but gives it the numbers of the batch.
+    torch does not mark this entry as a send or receive, but gives it the same numbers as the messages of the batch.
     """
     entries: list[Mapping[str, Any]] = []
     parts: dict[str, tuple[int, int]] = {}
@@ -242,16 +241,16 @@ def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _batches_are_counted(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether each batch of sends and receives counts as a collective of its group, as in torch 2.4.
+    """Return whether torch counted each batch of sends and receives as a collective of its group, as torch 2.4 does.
 
-    Then a rank that sends more batches has higher numbers for the same collectives.
+    If so, the same collective has different numbers on ranks that sent a different number of batches.
     """
     steps = Counter(step for entries in dumps for step in _batch_steps(entries))
     return bool(steps[1]) and not steps[0]
 
 
 def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-    """Yield, for each batch of messages, its collective number minus that of the group's previous call."""
+    """Yield for each batch of messages by how much it increased the number of collectives in its group."""
     calls: dict[str, list[tuple[int, int]]] = {}  # the last two of each group
     for entry in entries:
         group, numbers = str(entry.get("process_group")), _numbers(entry)
@@ -263,7 +262,7 @@ def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
 
 
 def _without_batches(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries with new numbers for collectives, as if batches of messages were not counted as collectives.
+    """Return the entries, renumbered so that batches of messages do not count as collectives.
 
     The messages get new numbers too.
     """
@@ -289,8 +288,8 @@ def _numbers(entry: Mapping[str, Any]) -> tuple[int, int]:
 def _with_batches_alone(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
     """Return the names of the groups whose sends and receives are all in batches.
 
-    The dumps list only unfinished calls. Messages with the same number are a batch. A message is not in a batch if it
-    has started, or if the next call directly follows it.
+    Use this for dumps that list only unfinished calls. Messages with the same number form a batch. A message is not in
+    a batch if it has started, or if the next call follows it without a gap in the numbers.
     """
     batched: set[str] = set()
     single: set[str] = set()
@@ -315,9 +314,10 @@ def _is_message(entry: Mapping[str, Any]) -> bool:
 
 
 def _list_only_active_calls(dumps: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether the dumps list no finished calls, although there were some (TORCH_INCLUDE_ONLY_ACTIVE).
+    """Return whether the dumps omit finished calls (TORCH_INCLUDE_ONLY_ACTIVE).
 
-    A recorder that only overwrites old calls differs: it keeps consecutive calls, and the same number on each rank.
+    A recorder that only overwrites old calls also omits finished calls. But it keeps consecutive calls, and the same
+    number of calls on each rank.
     """
     if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
         return False
@@ -505,7 +505,7 @@ def _end(batch: Batch) -> Mapping[str, Any]:
 
 
 def _call(batch: Batch) -> Call:
-    """Return the call that these entries describe: a single entry, or the parts of a coalesced batch and its end."""
+    """Return the call that these entries describe: one entry, or all parts of a batch and the entry that ends it."""
     parts = [entry for _, entry in batch if not _is_end(entry)] or [batch[-1][1]]
     end, state = _end(batch), _state(batch)
     given_up = end.get("retired") is True and state != DONE
@@ -539,7 +539,8 @@ PAIR = re.compile(r"(?:send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
     """Yield (own rank in the group, (src, dst), entries) for each send and receive of a batch.
 
-    The device executes the batch as a whole, so all its parts have the place of the first and the state of the end.
+    The device executes a batch as a whole. So each message gets the position of the first one and the state of the
+    batch.
     """
     ends = [(batch[0][0], {**entry, "record_id": _order(*batch[0])}) for _, entry in batch if _is_end(entry)]
     for place, entry in batch:
@@ -549,10 +550,11 @@ def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
 
 
 def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: Iterable[Group]) -> dict[Group, int]:
-    """Return the number of the newest collective of each group, from pg_status, which also counts overwritten calls.
+    """Return the number of the newest collective of each group, according to pg_status.
 
-    The keys of pg_status are pg_ids, which number the rank's own groups in the order of creation. The pg_id of a group
-    without an entry is unknown. But torch's names of groups contain a number that grows in the same order.
+    pg_status also counts calls that the recorder has overwritten. Its keys are pg_ids, which number the groups of the
+    rank in the order of their creation. For a group without an entry, the pg_id follows from the group's name, because
+    torch numbers these names in the same order.
 
     unused: the groups without an entry.
     """
@@ -588,12 +590,11 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
 def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
     """Return the dumps in a folder and below it, by rank. The number at the end of a file's name is the rank.
 
-    Files with different prefixes belong together if no rank has two of them: then each node has its own prefix or
-    folder. Otherwise they are from several attempts, and the newest ones count. A file next to readable dumps may not
-    be a dump itself, for example because it is truncated. Then it counts as an unreadable dump of its rank.
+    Files whose names start with different prefixes may be from several nodes or from several attempts. If no rank has
+    two files, they are from several nodes. Otherwise, only the newest files count. An unreadable file next to readable
+    dumps counts as an unreadable dump of its rank.
 
-    unreadable: if no dump can be read, whether to return the files that have 'rank' in their names, as unreadable
-        dumps.
+    unreadable: whether to return unreadable files with 'rank' in their names if no dump can be read.
     """
     sets: dict[tuple[Path, str], dict[int, Path]] = {}
     for path in sorted(path for depth in DEPTHS for path in folder.glob(depth)):
@@ -633,9 +634,9 @@ _newest: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}  # the files r
 
 
 def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int, Mapping[str, Any]]:
-    """Return the content of each dump. If a file cannot be read, return a dict with the reason instead.
+    """Return the content of each dump. For a file that cannot be read, return a dict with the reason.
 
-    Small files are read first, so that a large file does not use up their time.
+    Small files are read first, so that a large file does not use up the time for them.
     """
     states: dict[int, os.stat_result] = {}
     for rank, path in paths.items():

@@ -178,13 +178,19 @@ def gather(
 
 
 def _with_rank(line: Line, processes: Mapping[str, int]) -> Line:
-    """Return a line with the rank of the process in its prefix. processes: the ranks of process IDs."""
+    """Return a line with the rank of the process in its prefix.
+
+    processes: for each process ID, its rank.
+    """
     rank = processes.get(log_lines.process(line.stream), NO_RANK) if line.rank == NO_RANK else NO_RANK
     return line if rank == NO_RANK else line._replace(rank=rank, stream=str(rank))
 
 
 def _of_process(error: Error, processes: Mapping[str, int]) -> Error:
-    """Return an error with the rank of the process that its message names."""
+    """Return an error with the rank of the process that its message names.
+
+    processes: for each process ID, its rank.
+    """
     rank = (
         error.rank
         if error.rank != NO_RANK
@@ -213,7 +219,7 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
-    """Return the hang report from files with stacks of faulthandler or py-spy, one file per rank.
+    """Return a hang report from files with stacks that faulthandler or py-spy wrote, one file per rank.
 
     Return None if there are no such files.
     """
@@ -228,7 +234,7 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
 
 
 def _last_attempt(lines: list[Line]) -> list[Line]:
-    """Return the lines after the last restart of the ranks, if the ranks have printed something since."""
+    """Return the lines after the last restart of the ranks, or all lines if the ranks have printed nothing since."""
     for shown, started in ((_RESTARTED, _STARTED), (_REQUEUED, read_tracebacks.TRAINS)):
         last = max((number for number, line in enumerate(lines) if shown.search(line.text)), default=-1)
         if any(started.search(line.text) for line in lines[last + 1 :]):
@@ -242,12 +248,12 @@ def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
 
 
 def _events(logs: Sequence[Sequence[Line]]) -> list[tuple[int, str]]:
-    """Return the warnings in the events of Kubernetes (kubectl get events), which are in a file without steps."""
+    """Return the warnings in Kubernetes events (kubectl get events), each with NO_RANK."""
     return [(NO_RANK, line.text.strip()) for log in logs for line in log if _EVENT.search(line.text)]
 
 
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
-    """Return the errors. If one was printed without its rank and only one failed rank has no error, add that rank."""
+    """Return the errors. If one error has no rank and one failed rank has no error, combine the two."""
     with_rank = {one.rank for one in errors}
     nameless = [one for one in errors if one.rank == NO_RANK and not causes.is_secondary_text(one.text)]
     ends = [end for end in slurm.ends if not end.after_abort and not end.succeeded]
@@ -260,16 +266,16 @@ def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
 
 
 def _without_caught(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors. If some ranks printed a traceback of a cause, omit the messages that others printed alone.
+    """Return the errors without messages that a program printed after it caught an exception.
 
-    A message is alone if it has no traceback, because the program caught the exception.
+    Omit such messages, which have no traceback, only if other ranks printed a traceback that shows a cause.
     """
     traced = {one.rank for one in errors if not one.alone and not causes.is_secondary_text(one.text, one.traceback)}
     return [one for one in errors if not one.alone or not traced or one.rank in traced]
 
 
 def _first_of_each(errors: Sequence[Error]) -> Iterator[Error]:
-    """Yield one error per rank: its first that is not secondary, or else its first."""
+    """Yield one error per rank: the first error that no other rank caused, or else the rank's first error."""
     by_rank: dict[int, list[Error]] = {}
     for error in errors:
         by_rank.setdefault(error.rank, []).append(error)
@@ -428,8 +434,9 @@ def _output(*command: str) -> str:
 
 
 def _with_cause(error: Error) -> str:
-    """Return the message of the error and of its direct cause. For a launcher's error, omit the cause.
+    """Return the message of the error and of the exception that directly caused it.
 
-    A launcher's error counts even if its cause is a lost connection, which would make another error secondary.
+    For an error of a launcher, return only its own message. Otherwise, a lost connection as the cause would make the
+    error look like the consequence of another rank's failure.
     """
     return error.text if error.rank == LAUNCHER else error.whole

@@ -135,8 +135,8 @@ def _flight(
 ) -> hang_verdict.HangVerdict:  # fmt: skip
     """Return the verdict on the flight recorder's dumps.
 
-    It is empty while ranks may still be writing dumps. It is also empty if the ranks have stopped printing but do not
-    certainly hang.
+    The verdict is empty while ranks may still be writing dumps. It is also empty if the ranks have stopped printing but
+    their stacks do not prove a hang.
     """
     if silence and not silence.certain:
         return hang_verdict.HangVerdict()
@@ -175,7 +175,8 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
 def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:
     """Return what the ranks are doing if all have stopped printing, else None.
 
-    If they run a command instead of Python, they write no stacks, and only their logs show that they are silent.
+    Ranks that run a command instead of Python write no stacks. Then only their logs show that they have stopped
+    printing.
     """
     runs = now.name == "RUNNING"
     if found := hang_report.without_output(path, job_id, restart, time.time() if runs else None):
@@ -237,13 +238,16 @@ class LogEnd(NamedTuple):
     written: float
 
     def errors(self, rank: int, host: str) -> Iterator[Found]:
-        """Yield the error with which torch's watchdog ended the rank. There is no error record of it."""
+        """Yield the error with which torch's watchdog ended the rank. The rank wrote no error record for it."""
         for one in self.ended[:1]:
             yield Found(ErrorRecord(self.written, rank, host, one.text, ""), self.written)
 
 
 def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:
-    """Return the end of each rank's log. since: when the attempt started; older messages are from another attempt."""
+    """Return the end of each rank's log.
+
+    since: when the attempt started. Older messages belong to another attempt.
+    """
     found = {}
     for rank in logs.ranks(path)[:MOST_LOGS]:
         text, written = _end(logs.of_rank(path, rank))
@@ -289,7 +293,10 @@ def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
 
 
 def _step_of(job_id: str) -> str:
-    """Return the job id in the names of steps, or '*' for an array's task, whose steps are named after another id."""
+    """Return the job ID as it appears in the names of job steps.
+
+    For a task of a job array, return '*', because Slurm names its steps after another ID.
+    """
     return "*" if "_" in job_id else job_id
 
 

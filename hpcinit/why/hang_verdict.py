@@ -1,13 +1,12 @@
 """Finds the ranks that cause a hang, from the flight recorder's dumps of all ranks.
 
-Each unfinished call of a rank waits for the other members of its group. Such a member has not made the call (its
-program is elsewhere), or has made the call but its device does not advance, or has left no dump. If a member waits in
-another group itself, it is a victim, and the search continues with the call in which it waits. The ranks that remain
-are the root causes.
+A rank's unfinished call waits for the other members of its group. A member may not have made the call, its device may
+not advance, or it may have left no dump. If a member waits in a call of another group, it is only a victim. Then the
+search continues with that call. The ranks that remain are the root causes.
 
-A device executes the calls of a rank in order. A kernel of NCCL starts whether or not its peers have made the call. So
-if a rank's oldest unfinished call has not started, or its peers have finished that call, then its device or a link does
-not advance.
+A device executes the calls of a rank in order. A kernel of NCCL starts whether or not other ranks have made the call.
+So a device or a link does not advance in two cases: a rank's oldest unfinished call has not started, or the other ranks
+have finished that call.
 """
 
 from __future__ import annotations
@@ -206,7 +205,10 @@ class Search:
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ, shown)
 
     def _drop_unproven(self) -> None:
-        """Drop a culprit that left no dump if the same call has a proven culprit, because the rank may wait, too."""
+        """Drop a rank that left no dump if another rank is proven to be at fault for the same call.
+
+        The rank without a dump may only wait for the proven one.
+        """
         proven = {(one.group, one.collective, one.number) for one in self.found.values() if one.kind not in UNPROVEN}
         for one in list(self.found.values()):
             if one.kind == NO_DUMP and (one.group, one.collective, one.number) in proven:
@@ -237,10 +239,11 @@ class Search:
         return frozenset(self.ranks).union(*listed)
 
     def _order(self, group: Group) -> tuple[int, ...]:
-        """Return the global ranks of a group, ordered by the ranks that messages use.
+        """Return the global ranks of a group, in the order of their ranks in the group.
 
-        Normally that is the listed order. But a recorder may list the ranks in another order, or use global ranks in
-        messages. Each rank's own messages reveal this, because they name that rank.
+        Normally, this is the order in which the dumps list the members. But some recorders list them in another order,
+        or use global ranks in messages. The messages of each rank show which order is right, because they name the rank
+        itself.
         """
         named = {rank: one.places[group] for rank, one in self.ranks.items() if group in one.places}
         in_order = tuple(sorted(self.members[group]))
@@ -257,7 +260,7 @@ class Search:
         return next(filter(fits, candidates), candidates[0])
 
     def is_listed(self, group: Group) -> bool:
-        """Return whether the dumps list all members of the group, even members that never used it."""
+        """Return whether the dumps list all members of the group, including members that never used it."""
         return bool(group.members) or group.description == DEFAULT
 
     def concerned(self, operation: Operation) -> frozenset[int]:
@@ -282,15 +285,15 @@ class Search:
         return FORGOTTEN if one.may_have_forgotten else DONE
 
     def _is_first(self, rank: int, operation: Operation) -> bool:
-        """Return whether this is the oldest call that the rank's device must finish, as far as the recorder shows."""
+        """Return whether this call is the oldest unfinished one on the rank's device, as far as the recorder shows."""
         one = self.ranks[rank]
         call, oldest = one.call(operation), one.call(self.pending[rank][0])
         return bool(call and oldest and call.order == oldest.order and not one.may_have_forgotten)
 
     def _starts_are_recorded(self) -> bool:
-        """Return whether 'scheduled' means that the device has not reached a call.
+        """Return whether the state 'scheduled' means that the device has not started a call.
 
-        That is certain only if some rank has started a call that another rank has not made.
+        This is certain only if a rank has started a call that another rank has not made.
         """
         for operation in self.open:
             states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]
@@ -336,14 +339,14 @@ class Search:
             self.all_called.append((since, self._all_called(operation, concerned, waiting)))
 
     def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
-        """Return whether a message that no rank has started may be part of a finished batch.
+        """Return whether a message may belong to a finished batch, because no rank has started it.
 
-        Dumps of unfinished calls still list the parts of such a batch, but not its end.
+        A dump that lists only unfinished calls keeps the messages of a finished batch, but not the entry that ends it.
         """
         return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
 
     def _look_at_silent(self, operation: Operation, states: Mapping[int, str | None], waiting: Sequence[int]) -> None:
-        """Blame the operation's ranks without a dump: they have ended, lost their connection, or are dead."""
+        """Blame the ranks of an operation that left no dump. They have ended, lost their connection, or are dead."""
         concerned = self.concerned(operation)
         left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
         for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
@@ -367,7 +370,10 @@ class Search:
                 self._blame(rank, NO_DUMP, operation, waiting, clause)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
-        """Blame a rank that has not made the call, unless it waits itself or its dump does not prove it."""
+        """Blame a rank that has not made the call.
+
+        A rank is not blamed if it waits itself, or if its dump does not prove that it did not make the call.
+        """
         whether = f"whether rank {rank} called {self.called(operation)}"
         if self._is_older(rank, operation, waiting):
             self.unknown.append(f"{whether}: its dump is older than that call")
@@ -387,7 +393,7 @@ class Search:
         return f"whether rank {rank} waits in {called}: {why}"
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
-        """Return what is unknown about a call that all members have made while no device is behind the others."""
+        """Return what is unknown about a call that all members have made and none has finished."""
         called = f"{_ranks(concerned)} {_have(concerned)} called {self.called(operation)}"
         sent, received = self._elements(operation, concerned)
         if sent != received:
@@ -424,10 +430,10 @@ class Search:
         return list(first) if alone or not one_way else []
 
     def _shows_starts(self, rank: int) -> bool:
-        """Return whether the rank's recorder shows when a call starts.
+        """Return whether the rank's recorder shows when a call starts on the device.
 
-        It does if it has seen a call start. If another rank's recorder has, it does unless it has seen a call finish
-        but not start.
+        It does if it has recorded a start. If only another rank's recorder has recorded one, it does unless it has
+        recorded the end of a call without a start.
         """
         own = self.ranks[rank]
         return own.timed or (self._any_timed() and not own.untimed)
@@ -436,7 +442,7 @@ class Search:
         return any(one.timed for one in self.ranks.values())
 
     def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
-        """Add a rank to the root causes, with the operation in which another rank has waited longest for it."""
+        """Add a rank to the root causes. If several operations wait for it, keep the one that has waited longest."""
         calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
         since = min((call.created_ns for call in calls), default=0)
         before = self.found.get(rank)
@@ -455,9 +461,9 @@ class Search:
         )
 
     def _compared(self, operation: Operation, ranks: Iterable[int]) -> tuple[dict[int, Call], bool, bool]:
-        """Return the calls of the ranks, whether all list their sizes, and whether all list their types.
+        """Return the calls of the ranks, whether all of them list sizes, and whether all of them list data types.
 
-        If a recorder lists no sizes or types, those of the others are not compared either.
+        If one of them lists no sizes or types, sizes or types cannot be compared on any rank.
         """
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
@@ -477,7 +483,7 @@ class Search:
         return {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
 
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
-        """Return whether the ranks called different things. If so, blame those that differ from the majority."""
+        """Return whether the ranks made different calls in one operation. If so, blame those in the minority."""
         calls, sized, typed = self._compared(operation, ranks)
         keys = self._keys(operation, calls, sized, typed)
         counts = Counter(keys.values()).most_common()
@@ -510,10 +516,10 @@ class Search:
     def _like_similar_groups(
         self, operation: Operation, keys: Mapping[int, tuple[Any, ...]], *, sized: bool, typed: bool
     ) -> tuple[Any, ...] | None:
-        """Of several different calls, return the one that similar groups made at this point.
+        """Return the call that is right according to similar groups, if the ranks of one group made different calls.
 
-        Similar groups have the same kind and size, such as tensor-parallel groups, which make the same calls. Return
-        None if they made several of these calls or none, or if their earlier calls differ.
+        Similar groups have the same description and size, and made the same earlier calls, such as tensor-parallel
+        groups. Return None if these groups made none or several of the different calls.
         """
         group, what = operation
         if not group.description or group.description in (DEFAULT, "undefined"):
@@ -537,9 +543,10 @@ class Search:
         return seen.pop() if len(seen) == 1 else None
 
     def _elements(self, operation: Operation, ranks: Collection[int]) -> tuple[int, int]:
-        """Return how many elements the ranks send and receive in an all_to_all, whose sizes may differ between ranks.
+        """Return how many elements the ranks send and how many they expect to receive in an all_to_all.
 
-        Return (0, 0) for other collectives, or if a size is unknown.
+        The two numbers must be equal, even if the sizes differ between ranks. Return (0, 0) for other collectives, or
+        if a size is unknown.
         """
         calls = [self.ranks[rank].call(operation) for rank in ranks]
         found = [call for call in calls if call and len(call.kinds) == 1 and call.name.startswith(UNEVEN)]
@@ -552,8 +559,7 @@ class Search:
     def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
         """Return whether a rank's dump was certainly written before the waiting ranks made the call.
 
-        Return False if the clocks or file times cannot be right, that is, if a waiting rank called after it wrote its
-        dump.
+        Return False if the clocks must be wrong: a waiting rank made the call after it wrote its own dump.
         """
         calls = [
             (self.ranks[other].written_ns, call.created_ns)
@@ -582,11 +588,10 @@ class Search:
         return self.state(rank, operation) in (SCHEDULED, STARTED)
 
     def _drop_guesses(self) -> None:
-        """Drop culprits that are only a guess.
+        """Drop ranks that are blamed only because of uncertain message numbers.
 
-        If a recorder has overwritten calls, messages are counted from the oldest pending one, so the numbers may be
-        wrong. If all ranks that wait for a culprit have a stuck device, that explains their wait: the culprit may have
-        sent its message.
+        If a recorder has overwritten calls, the numbers of messages are uncertain. Then a rank seems not to have sent a
+        message. If all ranks that wait for it have a stuck device, that explains their wait.
         """
         stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
         for one in list(self.found.values()):
@@ -595,10 +600,10 @@ class Search:
                 del self.found[one.rank]
 
     def _look_at_idle_ranks(self) -> None:
-        """If all ranks but one wait, blame that one.
+        """Blame the only rank that does not wait, if all others do.
 
-        gloo's dumps list no members, so they do not show that a rank has never used a group. But gloo has no device, so
-        all ranks that wait must wait for that one.
+        This is for gloo. Its dumps list no members of groups, so they do not show who is missing in a call. But gloo
+        uses no device, so the others can only wait for that rank.
         """
         waiting = {rank for rank, operations in self.pending.items() if operations}
         if not waiting or any(self.is_listed(operation[0]) for operation in self.open):
@@ -620,7 +625,7 @@ class Search:
             )
 
     def _sequence(self, rank: int) -> list[str]:
-        """Return the kind of the group of each collective that a rank called, in call order."""
+        """Return the description of the group of each collective that a rank called, in the order of the calls."""
         calls = self.ranks[rank].collectives()
         return [group.description or group.name for _, group in sorted(calls, key=lambda one: one[0])]
 
@@ -632,7 +637,7 @@ class Search:
         return frozenset().union(*(one.backends for one in self.ranks.values())) == {"gloo"}
 
     def _look_for_a_cycle(self) -> None:
-        """Blame ranks that wait for each other although each has called something: they call in different orders."""
+        """Blame ranks that wait for each other in different calls: they make their calls in different orders."""
         if not all(one.complete for one in self.ranks.values()):
             return
         waits_for: dict[int, set[int]] = {rank: set() for rank in self.ranks}
@@ -721,7 +726,7 @@ class Search:
 
 
 class Clause(NamedTuple):
-    """The evidence against a rank, worded as a clause without a subject. It has a singular and a plural form."""
+    """The evidence against one rank, and against several ranks, as the end of a sentence without its subject."""
 
     one: str
     several: str

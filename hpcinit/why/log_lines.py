@@ -1,9 +1,9 @@
 """Reads log lines, removes the prefixes that launchers, containers and log frameworks add, and finds each line's rank.
 
-The rank follows from a prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun, '[rank: 3]' of
-Lightning, '[1,3]<stderr>:' of mpirun) or from the name of the file. If a task of srun is a torchrun agent, or
-'[default1]:' is a local rank, the prefix does not show a rank. A line may have several prefixes, in any order. Other
-prefixes are learned: if the same text precedes several lines of a traceback or of Slurm's messages, it is a prefix.
+The rank is in a prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun, '[rank: 3]' of Lightning,
+'[1,3]<stderr>:' of mpirun) or in the name of the file. Two prefixes may not show the rank: that of srun if its tasks
+are torchrun agents, and '[default1]:' if it is a local rank. A line may have several prefixes, in any order. Text that
+precedes several lines of a traceback or of Slurm's messages counts as a prefix too.
 """
 
 from __future__ import annotations
@@ -192,10 +192,10 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
 
 
 def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
-    """Return whether the lines of a log are labeled with the pattern `label`.
+    """Return whether the lines of a log start with a label, such as the task number of `srun -l`.
 
-    They are if more than half of the lines start with it. One line is enough if the label precedes a message that
-    otherwise starts a line.
+    They do if more than half of the lines match `label`. One such line is enough if the label precedes a message that
+    normally starts a line.
 
     most: the number of lines that may have a label.
     """
@@ -204,7 +204,10 @@ def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
 
 
 def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, others: _Prefixes) -> Line:
-    """Return a line without its prefixes, whose order does not matter. task: the pattern of a task's label, or None."""
+    """Return a line without its prefixes, in whatever order they are.
+
+    task: the pattern of a task's label, or None if the log has no such labels.
+    """
     stream, rest, before = "", line, ""
     while rest != before:
         before, rest = rest, _TIME.sub("", rest, count=1)
@@ -233,7 +236,7 @@ def named(text: str) -> int:
 
 
 def ranks_of_processes(lines: Sequence[Line]) -> dict[str, int]:
-    """Return the ranks of process IDs, from the lines that have one of each: 'pid 70118, using GPU 0. Rank 0'."""
+    """Return the rank of each process ID, from lines that contain both, such as 'pid 70118, using GPU 0. Rank 0'."""
     found: dict[str, set[int]] = {}
     for line in lines:
         pids = set(_PID.findall(f"{line.stream} {line.text}"))
@@ -282,7 +285,7 @@ def _shape(prefix: str) -> str:
 
 
 def _unpacked(line: str) -> Iterator[str]:
-    """Yield the line. If it is a JSON object of a log framework or container, yield the lines of its texts instead."""
+    """Yield the line. For a JSON object of a log framework or container, yield the lines of the texts in it instead."""
     document = None
     if (rest := _TIME.sub("", line, count=1)).startswith('{"'):
         with contextlib.suppress(ValueError, RecursionError):

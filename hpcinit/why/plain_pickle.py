@@ -25,7 +25,7 @@ class Incomplete(ValueError):
 
 
 class Forgotten(ValueError):
-    """A value refers to part of an item that the reader has skipped."""
+    """A value refers to part of an item that the reader skipped."""
 
 
 EARLY = "it ends too early"
@@ -44,7 +44,7 @@ _DICT = re.compile(rb"\}(?:q.|r.{4}|(\x94))?\(", re.DOTALL)
 
 
 class _Place(NamedTuple):
-    """Where an item starts in the data, and how many values were numbered before it."""
+    """Where an item starts in the data, and how many values the pickle had memoized before it."""
 
     start: int
     memoized: int

@@ -78,7 +78,7 @@ class Finding:
     verdict: the answer to the user if this is the first cause.
     ranks: the ranks at fault, or () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
-    shown: False if only a missing line suggests the failure. Such a finding does not explain another one.
+    shown: False if the finding only follows from a missing line in the log. Such a finding does not explain others.
     """
 
     grade: Grade
@@ -115,7 +115,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
-    """Return the failure, whose rank is unknown, with the rank for which others waited according to `hang`."""
+    """Return the failure. If its rank is unknown, add the rank for which others waited according to `hang`."""
     (rank,), known = hang.ranks, failure.verdict
     head, lines = f"{known.headline} (probably rank {rank})", (*known.evidence, hang.verdict.headline)
     verdict = replace(known, headline=head, rank=rank, host=known.host or hang.verdict.host, evidence=lines)

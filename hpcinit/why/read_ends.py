@@ -46,9 +46,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return the ranks that a signal killed before the step was aborted, or None.
+    """Return the first end by a signal before the step was aborted, or None if there is none.
 
-    If the launcher listed a rank that failed with an error before that, return None, too.
+    Also return None if the launcher listed a rank that failed with an error before.
     """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
@@ -101,7 +101,7 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
 
 
 def _exits(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first rank that exited with a status other than 0 and without an error record."""
+    """Yield a finding on the first rank that exited with a status other than 0 and has no error record."""
     recorded = {one.record.rank for one in evidence.found}
     ends = [(end, rank) for end in evidence.log.ends for rank in end.ranks or (-1,) if rank not in recorded]
     bad = [(end, rank) for end, rank in ends if end.how.startswith("Exited with") and not end.succeeded]
@@ -134,7 +134,7 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _ended_early(evidence: Evidence) -> tuple[int, ...]:
-    """Return the ranks that ended with status 0 although others failed with secondary errors."""
+    """Return the ranks that ended with status 0 while others failed with secondary errors."""
     known = _succeeded(evidence)
     # srun prints nothing about a task that ended with status 0. While a node is unreachable it prints nothing either.
     # A rank that hangs is not listed either.
@@ -172,7 +172,7 @@ def _unlisted(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
-    """Yield ranks without any error, if the collective of all others timed out or broke."""
+    """Yield a finding on ranks without an error, if the collective of all other ranks timed out or broke."""
     missing = _without_error(evidence)
     if missing and any(causes.is_timeout(one.record) for one in evidence.found):
         head = f"a collective timed out{evidence.at_step}, and {evidence.named(missing)} did not call it"
@@ -207,7 +207,10 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
 
 
 def _peers(evidence: Evidence) -> tuple[int, ...]:
-    """Return the rank that the others lost, if all their messages name the same one and it has no error."""
+    """Return the rank to which the other ranks lost their connection.
+
+    Return () if their messages name different ranks, or if that rank has an error itself.
+    """
     named_ranks = {int(rank) for one in evidence.found for rank in _PEER.findall(one.record.foreign)}
     return tuple(named_ranks - {one.record.rank for one in evidence.found}) if len(named_ranks) == 1 else ()
 
@@ -217,9 +220,9 @@ def _of_ranks(head: str, kind: str, do: str, ranks: tuple[int, ...], evidence: E
 
 
 def _calls(evidence: Evidence) -> list[Waiting]:
-    """Return the collectives in which ranks failed with secondary errors. The one with most ranks is first.
+    """Return the collectives in which ranks failed with secondary errors, according to their tracebacks.
 
-    Tracebacks show these collectives.
+    The collective with the most ranks is first.
     """
     together: dict[tuple[str, str], list[int]] = {}
     for one in evidence.found:
@@ -231,6 +234,6 @@ def _calls(evidence: Evidence) -> list[Waiting]:
 
 
 def _without_error(evidence: Evidence) -> tuple[int, ...]:
-    """Return the ranks without an error record, if they are the minority."""
+    """Return the ranks without an error record, or () if they are not the minority."""
     missing = tuple(sorted(set(range(evidence.size)) - {one.record.rank for one in evidence.found}))
     return missing if 2 * len(missing) < evidence.size else ()

@@ -59,7 +59,10 @@ def _of_record(evidence: Evidence) -> HangReport | None:
 
 
 def _of_flight(evidence: Evidence, report: HangReport | None) -> Finding:
-    """Return the finding from the dumps. report: the hang report, whose lines are added, or None."""
+    """Return the finding from the dumps.
+
+    report: the hang report, which adds its lines to the finding, or None.
+    """
     first, *rest = evidence.flight.lines()
     culprits = evidence.flight.culprits
     do = f"{culprits[0].advice}; {FLIGHT}" if culprits else FLIGHT

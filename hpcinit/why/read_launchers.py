@@ -100,7 +100,7 @@ def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
 def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
     """Return how ranks ended, according to the tables that torchrun prints on every node.
 
-    Each item is (time, whether it is not the first observed failure, how the rank ended).
+    Each item is a tuple: the time, whether torchrun does not list it as the first failure, and how the rank ended.
     """
     ends: list[tuple[str, bool, End]] = []
     fields: dict[str, str] = {}
@@ -150,7 +150,10 @@ def ends(
 
 
 def _of_agents(lines: Sequence[Line], processes: Mapping[str, int], *, one_node: bool) -> Iterator[End]:
-    """Yield the ends that torchrun's agents report in one line, with a local rank, if that shows the rank."""
+    """Yield how ranks ended, from the lines in which torchrun's agents report the end of a local rank.
+
+    If the global rank does not follow from the local rank, only ends by a signal are yielded, without a rank.
+    """
     ranks: dict[str, list[int]] = {}
     several = not one_node or any(_OF_NODES.search(line.text) for line in lines)
     for line in lines:
@@ -165,7 +168,10 @@ def _of_agents(lines: Sequence[Line], processes: Mapping[str, int], *, one_node:
 
 
 def _without_rank(lines: Sequence[Line]) -> list[End]:
-    """Return a signal that a launcher or shell reports without a rank, or with the rank on another line."""
+    """Return the first end by a signal that a launcher or shell reports without the rank in the same line.
+
+    The list is empty if there is none.
+    """
     rank, host = NO_RANK, ""
     for line in lines:
         if found := _FIRST_NOTICED.search(line.text):
@@ -194,8 +200,8 @@ def _received_sigterm(lines: Sequence[Line]) -> list[End]:
 def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[End]:
     """Return how ranks ended, according to DeepSpeed's launcher on one node.
 
-    It does not name the rank that failed. If only one rank neither succeeded nor printed an error, it is that one.
-    Otherwise, the end has no rank.
+    The launcher does not name the rank that failed. If exactly one rank neither succeeded nor printed an error, that
+    rank failed. Otherwise, the failure has no rank.
     """
     several = any(_NODES.search(line.text) for line in lines)  # local ranks are then no ranks
     spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line.text))}

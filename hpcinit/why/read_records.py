@@ -23,9 +23,9 @@ INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield, in the order of time, the errors that no other rank's failure caused.
+    """Yield the errors that no other rank's failure caused, in the order of time.
 
-    If a rank was interrupted, yield that last.
+    The interruption of a rank (KeyboardInterrupt) is yielded last.
     """
     ordered = evidence.ordered
     if evidence.over and ordered and all(one.record.rank == LAUNCHER for one in ordered):
@@ -52,7 +52,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first message that is listed in causes.py and has no traceback."""
+    """Yield a finding on the first message without a traceback that is listed in records/causes.py."""
     if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
         return  # a program may print such a line after it has finished
     for rank, text in evidence.alarms:
@@ -74,7 +74,10 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
 
 
 def is_cause(one: Found, evidence: Evidence) -> bool:
-    """Return True if neither another rank's failure nor the end of the job caused this error."""
+    """Return whether an error may be the first cause.
+
+    Return False if another rank's failure or the end of the job caused it.
+    """
     if causes.is_secondary(one.record) or is_interrupt(one.record):
         return False
     ended = evidence.log.cancelled
@@ -117,7 +120,10 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
 def _stated(
     at_fault: Sequence[int], text: str, kind: str, do: str, lines: Sequence[str], evidence: Evidence
 ) -> Finding:
-    """Return the finding on an error whose message shows what another rank did, or did not do."""
+    """Return the finding on an error whose message shows what other ranks did wrong.
+
+    at_fault: these ranks, or () if the message does not name them.
+    """
     who_is = evidence.named(at_fault) + ": " if at_fault else ""
     what = {failure_kinds.HANG: "others waited for it", failure_kinds.START_UP: "a rank did not connect in time"}
     head = f"{who_is}{what.get(kind, 'the ranks called different collectives')}{evidence.at_step}: {text}"
@@ -134,14 +140,17 @@ def who(record: ErrorRecord) -> str:
 
 
 def _rival(first: Found, ordered: Sequence[Found], evidence: Evidence) -> str:
-    """Return the end of a headline if a log without times of errors has a different error of another rank."""
+    """Return a clause for the headline, if an error of another rank may be older, or ''.
+
+    This happens only in logs without times, if the other error has a different message.
+    """
     other = [one for one in ordered if one.record.rank != first.record.rank and is_cause(one, evidence)]
     same = {brief(one.record.error) for one in other} <= {brief(first.record.error)}
     return "" if evidence.has_clock or same else f"; {who(other[0].record)} may have failed before it"
 
 
 def _doubt(error: str) -> str:
-    """Return the end of a headline about a message that several causes may have."""
+    """Return a clause for the headline if several causes may have this message, else ''."""
     return "; its cause is unknown" if causes.has_several_causes(error) else ""
 
 
@@ -150,14 +159,17 @@ def _clock(at: float, evidence: Evidence) -> str:
 
 
 def _place(record: ErrorRecord) -> str:
-    """Return the phase, unless it is training, and the last reported step, as in ' (saving, step 40)'."""
+    """Return the phase and the last step as text, such as ' (saving, step 40)'.
+
+    The phase 'training' is omitted. Return '' if nothing is known.
+    """
     phase = [record.phase] if record.phase not in ("", "training") else []
     step = [f"step {record.step}"] if record.step >= 0 else []
     return f" ({', '.join(phase + step)})" if phase or step else ""
 
 
 def _others(first: Found, ordered: Sequence[Found], evidence: Evidence) -> list[str]:
-    """Return lines about the other errors that are not secondary, with their delay after the first."""
+    """Return lines about the other errors that no rank's failure caused, with their delay after the first one."""
     rest = [one for one in ordered if one is not first and is_cause(one, evidence)]
     lines = []
     same = [one.record.rank for one in rest if brief(one.record.error) == brief(first.record.error)]

@@ -96,8 +96,8 @@ def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
 def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if SIGTERM was sent to the whole job step.
 
-    These are the signs: it ended a DataLoader worker, a handler of the program exited with 143, or most ranks died of
-    it.
+    The finding needs one of these signs: SIGTERM ended a DataLoader worker or most ranks, or the program handled it and
+    exited with 143.
     """
     ended = [one.record for one in evidence.found if causes.STOPPED_BY_SIGTERM.search(one.record.foreign)]
     died = {rank for one in evidence.log.ends if not one.after_abort and one.how == "Terminated" for rank in one.ranks}
@@ -112,7 +112,7 @@ def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_script(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a batch script that ended before any rank left an error."""
+    """Yield a finding if the batch script ended before any rank left an error."""
     if evidence.setup and evidence.setup.ended:
         yield Finding(Grade.SCRIPT, setup_failure.verdict(evidence.setup))
     output, status = evidence.log.output, evidence.exit_status

@@ -1,8 +1,8 @@
 """Reads errors from log lines: tracebacks of Python and rich, exception groups, and messages without a traceback.
 
-Ranks may write to the same log, so that their tracebacks are interleaved. Therefore the lines of each process are read
-separately. If an exception was raised while another was handled, the last one counts. If a process continued training
-after an error, the error was handled.
+If several ranks write to the same log, their tracebacks are interleaved. Therefore the lines of each process are read
+separately. If an exception was raised while another one was handled, only the last exception counts. An error counts as
+handled if its process continued training afterwards.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _is_cause(warning: str) -> bool:
 
 
 def _with_reason(error: Error, warning: str) -> Error:
-    """Return an error of NCCL with the reason that NCCL printed before it."""
+    """Return the error. If NCCL raised it, add the warning in which NCCL printed the reason."""
     is_reason = re.search("(?i)nccl", error.text) and "Last error" not in error.text
     if not is_reason or causes.is_secondary_text(error.text):
         return error
@@ -128,7 +128,11 @@ def _with_reason(error: Error, warning: str) -> Error:
 
 
 def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
-    """Return the errors of one process. size: the number of lines in the log."""
+    """Return the errors of one process.
+
+    lines: the lines of the process, each with its number in the log.
+    size: the number of lines in the log.
+    """
     trains = [number for number, line in lines if TRAINS.search(line.text)]
     # Lines without a rank may be of several processes.
     enough = HANDLED_AFTER + (lines[0][1].rank == NO_RANK)
@@ -147,7 +151,7 @@ def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
 
 
 def _is_of_text(traceback: str) -> bool:
-    """Return whether all frames are in code that the program executes from a text, such as a candidate's solution."""
+    """Return whether all frames are in code that the program compiled from a string, such as a model's output."""
     files = re.findall(r'File "([^"]*)"', traceback)
     return bool(files) and all(re.fullmatch(r"<(?!string|stdin|frozen).*>", file) for file in files)
 
@@ -203,7 +207,11 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
 
 
 def _without_traceback(line: Line, text: str, number: int, before: str, usage: str) -> Error | None:
-    """Return the error in a line outside of tracebacks, or None. before: the line above. usage: argparse's last one."""
+    """Return the error that a line outside of tracebacks reports, or None if it reports no error.
+
+    before: the line above.
+    usage: the last line in which argparse printed the program's usage, or ''.
+    """
     if before.strip().endswith("Missing ranks:") and (missing := _MISSING.match(text)):
         return Error(NO_RANK, f"RuntimeError: Missing ranks: {missing[1]} in {missing[2]}", "", number)
     if usage and (wrong := _USAGE_ERROR.match(text)) and usage.startswith(f"usage: {wrong[1]}"):
@@ -223,7 +231,7 @@ def _number(found: re.Match[str] | None, otherwise: int) -> int:
 
 
 def _reported(before: str) -> int:
-    """Return the rank in a line with which a logger introduces the traceback that follows; NO_RANK for other lines."""
+    """Return the rank in the line above a traceback, or NO_RANK if that line does not introduce the traceback."""
     return named(before) if _FAILS.search(before) else NO_RANK
 
 

@@ -127,7 +127,8 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 def _without_sources(at: Mapping[int, Position]) -> dict[int, Position]:
     """Return the calls without those of ranks that wait in a later call than the majority.
 
-    Do this only for one-way collectives, such as a broadcast: their source can finish before the others.
+    Such ranks are removed only for one-way collectives such as a broadcast, because their source can finish before the
+    other ranks.
     """
     (usual, _), *_ = Counter(at.values()).most_common() or [((0, "", ()), 0)]
     one_way = usual[1].startswith(ONE_WAY) and usual[1] != "REDUCE_SCATTER"
@@ -146,8 +147,8 @@ def _finding(
 def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bool) -> Finding:
     """Return the finding on ranks that wait in a different call than the majority.
 
-    same_group: whether all calls certainly belong to one group. If not, a call with another number may belong to
-        another group, so no rank is blamed for it.
+    same_group: whether all calls certainly belong to one group. If not, calls with different numbers may belong to
+        different groups, so no rank is blamed.
     """
     (usual, most), *_ = Counter(at.values()).most_common()
     odd = sorted(rank for rank, position in at.items() if position != usual)
@@ -173,9 +174,9 @@ def _call(at: Mapping[int, Position]) -> str:
 
 
 def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
-    """Return the ranks that did not time out, if they are the minority.
+    """Return the ranks that did not time out, or () if they are not a small minority.
 
-    If the world size is unknown, the highest rank that timed out counts as the last.
+    If the world size is unknown, the highest rank that timed out counts as the last rank.
     """
     size = evidence.size or max(at, default=-1) + 1
     missing = tuple(sorted(set(range(size)) - at.keys()))
@@ -186,7 +187,7 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
 def _between(at: Mapping[int, object], known: Sequence[Watched]) -> tuple[int, ...]:
     """Return the ranks of a group that did not time out although ranks before and after them did.
 
-    Their global numbers follow from those of the other ranks. If these are unknown or not evenly spaced, return ().
+    Their global ranks are computed from those of the other members. If these are not evenly spaced, return ().
     """
     places = {one.place: one.rank for one in known if one.place >= 0}
     (first, low), (last, high) = min(places.items()), max(places.items())

@@ -1,8 +1,8 @@
 """Checks the verdict on a hang with a replay: a gloo program makes the calls in the dumps.
 
-The program must block at the same call, and must finish after it is repaired. The verdict may be wrong: it may blame a
-rank that only waits, or miss a rank at fault. Then the unrepaired program does not block as the dumps do
-(why/replay_program.py). jobs/replay_ranks.py runs the programs with one process per rank.
+The program must block at the same call as the job did. After the fault is repaired, it must finish. If the verdict is
+wrong, the program does not block as the dumps show (why/replay_program.py). A verdict is wrong if it blames a rank that
+only waits, or misses a rank at fault. jobs/replay_ranks.py runs the programs with one process per rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Replay:
 
     text: the result as a sentence.
     ranks, groups, calls: how many were replayed.
-    blocked_at: the calls that the ranks at fault did not make, and in which other ranks wait.
-    same_call: whether the calls that blocked are those that the dumps show as unfinished. None if nothing was replayed.
+    blocked_at: the calls in which ranks wait because the ranks at fault did not make them.
+    same_call: whether the replay blocked in the calls that are unfinished in the dumps. None if nothing was replayed.
     finished: whether the repaired program finished. None if there is no repaired program.
     not_replayed: what the replay does not show.
     """
@@ -83,7 +83,10 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
 
 
 def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
-    """Return the result of a replay, given what jobs/replay_ranks.py reports about both programs."""
+    """Return the result of a replay.
+
+    results: what jobs/replay_ranks.py reports about the unchanged and about the repaired program.
+    """
     if failed := next((one for one in results if one["error"] or not one["settled"]), None):
         raise NotReplayable(failed["error"] or "a rank of the replay has ended")
     steps = {rank: program.steps(rank, repaired=False) for rank in program.ranks}

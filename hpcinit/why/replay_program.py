@@ -1,12 +1,11 @@
-"""Makes the program for a replay: for each rank, the calls that its dump lists, unchanged and repaired.
+"""Makes the programs for a replay: for each rank, the calls that its dump lists, unchanged and repaired.
 
-The program has the process groups of the dumps. Every kind of collective becomes an all_reduce of one number, because
-with gloo the root of a broadcast or a scatter does not wait for the others. If ranks make different calls, gloo raises
-an error, but NCCL waits. So a call that differs is made in a copy of the group, which the other ranks do not use.
+The program has the process groups of the dumps. Every collective becomes an all_reduce of one number, because with gloo
+the root of a broadcast or a scatter does not wait for the others. If ranks make different calls, NCCL waits, but gloo
+raises an error. So a different call is made in a copy of the group, in which the other ranks make no call.
 
-A dump ends where its rank waits. A rank that only waits would continue afterwards. So in the replay, after its
-unfinished calls, it makes the calls in which other ranks wait for it. A rank at fault makes these calls only in the
-repaired program.
+A dump ends with the calls in which its rank waits. In the replay, a rank that is not at fault then makes the calls in
+which others wait for it. A rank at fault makes these calls only in the repaired program.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PENDING = (SCHEDULED, STARTED)
 class Step(NamedTuple):
     """A call that one rank makes in the replay.
 
-    variant: which call it is if ranks made different calls, or 0 for the usual one.
+    variant: if ranks made different calls, the number of this rank's call. 0 is the usual call.
     after: the indices of the rank's steps that must finish before this one.
     """
 
@@ -65,9 +64,9 @@ class Program:
         self.gates = {operation: self._gates(operation) for operation in self.states}
 
     def _near(self) -> frozenset[int]:
-        """Return the ranks to which the replay is limited, or an empty set if it can have all ranks.
+        """Return the ranks to which the replay is limited, or an empty set if all ranks fit into the replay.
 
-        They are the ranks that take part in the calls that the ranks at fault did not make.
+        The limited replay contains only the ranks that take part in a call that a rank at fault did not make.
         """
         size = len(self.search.world)
         if size <= MOST_RANKS:
@@ -106,9 +105,9 @@ class Program:
         return found
 
     def _lacks_a_member(self, operation: Operation) -> bool:
-        """Return whether all known members of a group wait, and no dump lists its members, as with gloo.
+        """Return whether all known members of a group wait, although the dumps do not list its members, as with gloo.
 
-        Then the rank at fault may be one that has never called in this group.
+        If so, the rank at fault may be a member that never used the group.
         """
         if self.search.is_listed(operation[0]) or not isinstance(operation[1], int):
             return False
@@ -116,7 +115,7 @@ class Program:
         return is_open(states) and None not in states.values()
 
     def _of_members(self, operation: Operation, members: Collection[int]) -> dict[int, str | None]:
-        """Return the state of the call on each member.
+        """Return the state of a call on each member, or None for a member that has not made the call.
 
         A rank without a dump counts as having made the call if it is not at fault, or if the others have finished the
         call.
@@ -132,9 +131,9 @@ class Program:
         return {rank: DONE if state == FORGOTTEN else state for rank, state in states.items()}
 
     def _variants(self, operation: Operation) -> dict[int, int]:
-        """Return, for each rank, the number of its variant of the call; 0 is the usual one.
+        """Return for each rank which of several different calls it made. 0 is the usual call.
 
-        Return {} if all ranks made the same call, or if it has finished.
+        Return {} if all ranks made the same call, or if the operation has finished.
         """
         states = self.states[operation]
         if not is_open(states):
@@ -177,14 +176,17 @@ class Program:
         return sorted(found, key=lambda operation: self._order(rank, operation))
 
     def is_queued(self, operation: Operation) -> bool:
-        """Return True if all ranks made the same call, which waits on a device for an older unfinished call."""
+        """Return whether all ranks made the same unfinished call.
+
+        Nothing is wrong with such a call. It waits on a device for an older unfinished call.
+        """
         states = self.states[operation]
         return is_open(states) and None not in states.values() and operation not in self.variants
 
     def _gates(self, operation: Operation) -> dict[int, list[Operation]]:
-        """Return, for each rank, the older unfinished calls that its device must finish before this one.
+        """Return for each rank the older unfinished calls that its device must finish before this call.
 
-        Sends and receives have separate streams, so they count only if no rank has an older unfinished collective.
+        Sends and receives have streams of their own. They count only if no rank has an older unfinished collective.
         """
         if not self.is_queued(operation):
             return {}

@@ -98,7 +98,10 @@ def _print(
     replayed: Replay | None,
     unknown: Sequence[str] = (),
 ) -> int:
-    """Print a verdict as JSON, as one line, or as `text`. Return the exit status. where: fields for the JSON."""
+    """Print a verdict as JSON, as one line, or as `text`. Return the exit status.
+
+    where: additional fields for the JSON.
+    """
     if options.json:
         print(_line(verdict, where, replayed, unknown))
     elif options.quiet:
@@ -116,7 +119,7 @@ def _replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int], opti
 
 
 def _of_sweep(path: Path, options: argparse.Namespace) -> int:
-    """Print the causes of a sweep's failed tasks, each once. Return the exit status."""
+    """Print the causes of a sweep's failed tasks, each cause once. Return the exit status."""
     if options.replay:
         raise RequestError(
             f"--replay: {path} is a sweep, and a replay needs one run: name a task, such as {path / '0'}"
@@ -132,7 +135,7 @@ def _of_sweep(path: Path, options: argparse.Namespace) -> int:
 
 
 def _of_worlds(path: Path, now: state.State) -> tuple[Path, Verdict]:
-    """Return the verdict on a run, and its folder. With worlds=each, use the world with the first failure."""
+    """Return the folder of a run and the verdict on it. With worlds=each, use the world that failed first."""
     folders = [path, *sorted(path.glob(f"{run_folder.COMPONENT}*"))]
     found = [(folder, explain_run(folder, now)) for folder in folders]
     return min(found, key=lambda one: (one[1].kind in (OK, *WITHOUT_CAUSE), one[1].time or math.inf))
@@ -221,7 +224,7 @@ def culprits(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def explain_run(path: Path, now: state.State) -> Verdict:
-    """Return the verdict on a run. If a process group's size differs from the job's, add a warning."""
+    """Return the verdict on a run. Add a warning if a process group's size differs from the job's."""
     with slurm_client.on_cluster(job_record.clusters(path)):
         verdict, found = _explain(path, now), world_size.read(path)
         if (
@@ -261,9 +264,9 @@ def _explain(path: Path, now: state.State) -> Verdict:
 
 
 def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
-    """Return the verdict on a chain if its last job exited with 143, as a program that handles Slurm's signal does.
+    """Return the verdict on a chain of jobs if its last job exited with 143, else None.
 
-    Otherwise, return None.
+    A program that handles Slurm's SIGTERM exits with 143.
     """
     early = now.exit_status == run_folder.ENDED_EARLY and bool(now.link) and not now.others
     ends = {end.how for end in found.log.ends if not end.after_abort} - {
@@ -278,7 +281,7 @@ def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Ve
 
 
 def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
-    """Return the verdict. If it has no cause and the run folder cannot be written, the cause is 'disk full'."""
+    """Return the verdict. If the cause is unknown and the run folder cannot be written, change its kind to DISK."""
     problem = gather_evidence.unwritable(path) if verdict.kind in WITHOUT_CAUSE else ""
     if not problem:
         return verdict
@@ -288,9 +291,10 @@ def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
-    """Gather the evidence. If it has only secondary errors, repeat this: the first record may not be visible yet.
+    """Return the evidence about a run. Read it again if it has only secondary errors.
 
-    If there are still only secondary errors, and they are recent, wait a moment and repeat it a second time.
+    On a shared file system, the record of the first error may become visible late. So if all errors are recent, wait a
+    moment and read the evidence once more.
     """
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):
@@ -316,7 +320,7 @@ def _well(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _again(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict on the previous attempt of a requeued job."""
+    """Return the verdict on the previous attempt of a job that Slurm has requeued."""
     head = f"job {now.job_id} waits{f' ({now.reason})' * bool(now.reason)} to restart: "
     last = restarts.read(path)[-1:]
     reason = last[0].reason if last and last[0].restart == (now.restart or 0) + 1 else ""
@@ -334,7 +338,10 @@ def _meanwhile(verdict: Verdict) -> str:
 
 
 def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict from the run folder alone: the controller is unreachable, and the job may still be running."""
+    """Return the verdict from the run folder alone, because Slurm's controller is unreachable.
+
+    The job may still be running.
+    """
     if found.found or found.hang or found.log.ends or found.log.cancelled:
         verdict = diagnosis.diagnose(found)
         return replace(verdict, headline=f"{verdict.headline}  ({UNREACHABLE}: {now.reason})")
