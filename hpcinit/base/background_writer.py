@@ -45,7 +45,9 @@ def suppressed(what: str) -> Iterator[None]:
 
 
 class _Writer:
-    """A daemon thread that writes reports. It starts with the first report. `_changed` is the attributes' lock."""
+    """A daemon thread that writes reports. It starts with the first report. The lock `_changed` protects its
+    attributes.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -170,7 +170,8 @@ class Listener:
 
     sender: the id of the process that sent the signal. A signal handler would not receive this id.
 
-    It blocks the signals in the current thread. Create it before other threads, because only new threads inherit that.
+    The signals are blocked in the current thread and in threads that it starts later. So create this object before
+    other threads.
     """
 
     def __init__(self, numbers: Collection[int], noted: Callable[[signal.Signals, int], object]) -> None:

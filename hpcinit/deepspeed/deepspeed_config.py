@@ -180,10 +180,11 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
 
 
 def _one_total(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `config`, without train_batch_size if it uses AutoTP in stage 3.
+    """Return `config`, but remove train_batch_size if AutoTP is used in stage 3.
 
-    DeepSpeed 0.19.8 checks that number twice. The engine counts tensor parallel ranks as data parallel, but zero.Init,
-    which uses AutoTP's mpu, does not. So no number passes both checks. If it is absent, each part computes its own.
+    DeepSpeed 0.19.8 checks this number twice, with different numbers of data parallel ranks. The engine counts the
+    tensor parallel ranks too, but zero.Init, which uses AutoTP's mpu, does not. So no number passes both checks. If the
+    number is absent, each part computes its own.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)

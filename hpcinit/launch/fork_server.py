@@ -84,7 +84,7 @@ class ForkSupervisor(Supervisor):
     def wait(self) -> int:
         """Wait until all ranks have ended.
 
-        Return the exit status for this process: a failed rank's (-9 for SIGKILL), or 0.
+        Return the exit status of the rank that failed first (-9 for SIGKILL), or 0 if none failed.
         """
         received = signals.Descriptor(HANDLED)
         self.supervise(received.wait if self._restarts is None else partial(self._restarts.wait, self, received))

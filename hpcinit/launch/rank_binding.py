@@ -20,9 +20,9 @@ def cpus(
 ) -> list[set[int]] | None:
     """Return the CPUs of each local rank, or None if all ranks may use the CPUs of their parent.
 
-    Follow launch.cpu_bind if it is set. Otherwise, give each rank whole cores, in order, if Slurm confines the node's
-    task to enough CPUs. But return None if the job has the whole node and devices: then each rank binds itself to the
-    CPUs near its device (runtime/devices.py).
+    If launch.cpu_bind is set, follow it. Otherwise, give each rank whole cores, in order, if Slurm confines the node's
+    task to enough CPUs. But if the job has the whole node and devices, return None, because each rank then binds itself
+    to the CPUs near its device (runtime/devices.py).
 
     ranks: the number of ranks on the node.
     allowed: the CPUs that this process may use.

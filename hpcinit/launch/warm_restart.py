@@ -1,8 +1,8 @@
 """Restarts inside the job with launch=fork and restart.warm: each fork server ends its ranks and forks new ranks.
 
 The server of the first node decides (decider.py). The others report how their ranks ended, and obey its orders. A
-server signals only its own children that it has not reaped. It forks only when the first server has ordered it, which
-happens when no rank of any node is running, and never after a stop signal.
+server sends signals only to its children, and only until it has reaped them. A server forks new ranks only when the
+first server orders it. That happens when no rank is running on any node, and never after a stop signal.
 
 A server on a spare node has no ranks until the first server makes it replace a lost node.
 

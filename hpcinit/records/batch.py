@@ -1,8 +1,8 @@
 """Computes how many samples a training step uses: global batch = micro batch x accumulation x data parallel size.
 
 DeepSpeed uses the same formula (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
-parallel size). All ranks of a pipeline, context or tensor parallel group work on the same samples, so such a group
-counts as one rank here.
+parallel size). The data parallel size is the number of groups of ranks that process different samples. All ranks of a
+pipeline, context or tensor parallel group process the same samples.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ ADVICE = {
 def is_secondary_text(error: str, traceback: str = "") -> bool:
     """Return whether another program's error message is secondary: a consequence of another rank's failure.
 
-    A broken connection counts only if the connection was to another rank.
+    A broken connection is secondary only if it was a connection to another rank.
 
     traceback: the traceback of the error, or '' if unknown.
     """
@@ -295,10 +295,10 @@ def secondary_name(record: ErrorRecord) -> str:
 
 
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
-    """Find the row of KINDS that matches an error message. Return it with the ranks at fault, or return None.
+    """Return the row of KINDS that matches an error message, and the ranks that the message blames.
 
-    The ranks at fault are those that the message names. Quoted text can be a value, as in KeyError: 'nan', so it is
-    ignored except for patterns that contain quotes.
+    Return None if no row matches. Quoted text is ignored, because it may be a value, as in KeyError: 'nan'. Only
+    patterns that contain quotes themselves also match quoted text.
     """
     unquoted = _QUOTED.sub("''", error)
     for row in KINDS:
@@ -310,7 +310,7 @@ def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
 
 
 def kind(error: str) -> tuple[str, str]:
-    """Return the kind of another program's error message, such as 'cuda-memory', and advice.
+    """Return the kind and the advice for another program's error message, such as 'cuda-memory'.
 
     If no pattern matches, the kind is 'program'.
     """
@@ -321,8 +321,8 @@ def kind(error: str) -> tuple[str, str]:
 def of_record(record: ErrorRecord) -> tuple[str, str]:
     """Return (kind, advice) for an error record.
 
-    If hpcinit raised the error and its message quotes another program, the quoted text is matched first. If no pattern
-    matches, return the kind in the record. Kinds that only a later version knows become 'program'.
+    If hpcinit raised the error and quotes another program's output, the quoted output is matched first. If no pattern
+    matches, return the kind in the record. A kind that this version does not know becomes 'program'.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:

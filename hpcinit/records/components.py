@@ -32,9 +32,9 @@ def ranks(parts: Sequence[Component]) -> int:
 
 
 def ranks_in_a_row(parts: Sequence[Component]) -> int:
-    """Return the largest block size for which each block of consecutive ranks is on one node.
+    """Return the largest size for which every block of consecutive ranks of that size is on one node.
 
-    For example, with a block size of 4, ranks 0 to 3 share a node, and so do ranks 4 to 7.
+    For example, 4 means that ranks 0 to 3 share a node, and so do ranks 4 to 7.
     """
     return math.gcd(*(part.ranks_per_node for part in parts))
 

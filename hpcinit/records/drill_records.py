@@ -33,7 +33,7 @@ class Step:
     rng: a checksum of the random state of each library.
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
     inputs: how many input tensors `batch` contains.
-    averages: the sum of the absolute values of weights that are only evaluated, such as an average (EMA), or 0.
+    averages: the sum of the absolute values of weights that are not trained, such as a moving average (EMA), or 0.
     """
 
     at: int

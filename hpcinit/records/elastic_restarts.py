@@ -1,7 +1,7 @@
 """Records restarts inside a job (launch=torchrun or restart.warm) in elastic.jsonl, one line per restart.
 
-Before each restart, hpcinit moves the error records and hang reports of the failed attempt to a folder `before-...`. So
-the run folder itself contains only those of the last attempt.
+Before each restart, hpcinit moves the error records and hang reports of the failed attempt to a folder `before-...`.
+After that, the run folder contains only the records of the last attempt.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def cause(found: Sequence[Restart]) -> Restart:
 
 
 def round_folder(step: str, number: int) -> str:
-    """Return World.job for a restart round. For step '43.0.1' (job, step, restart) and round 2, it is '43.0e2.1'."""
+    """Return World.job for a restart inside the job.
+
+    For step '43.0.1' (job, step, requeue) and the second restart, that is '43.0e2.1'.
+    """
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step
 
@@ -93,7 +96,7 @@ def round_folder(step: str, number: int) -> str:
 def agents_folder(step: str) -> str:
     """Return World.job for the rendezvous of torchrun's agents.
 
-    For step '43.0.1' (job, step, restart), it is '43.0a.1'.
+    For step '43.0.1' (job, step, requeue), that is '43.0a.1'.
     """
     head, _, restart = step.rpartition(".")
     return f"{head}a.{restart}"

@@ -20,7 +20,7 @@ class ErrorRecord:
     """The error of one rank.
 
     time: seconds since 1970, by the node's clock.
-    monotonic: seconds since the node booted. Unlike `time`, this doesn't jump when someone sets the clock.
+    monotonic: seconds since the node booted. Unlike `time`, this value doesn't jump if the clock is set.
     phase: what the rank was doing: 'start-up', 'training', 'saving', ...
     step: the last reported training step, or -1.
     job: World.job, which is unique to this attempt.
@@ -47,9 +47,9 @@ class ErrorRecord:
 
     @property
     def foreign(self) -> str:
-        """Return the other program's message in this record.
+        """Return the error message of the other program.
 
-        That is `quoted` if hpcinit raised the error, and otherwise `error`.
+        If hpcinit raised the error, that is the text that hpcinit quoted. Otherwise, it is the error itself.
         """
         return self.quoted if self.kind else self.error
 
@@ -63,7 +63,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True)
 class Found:
-    """An error record and the time when its file was written, by the file system's clock (for NFS, the server's)."""
+    """An error record, and when its file was written according to the file server's clock."""
 
     record: ErrorRecord
     written: float
@@ -88,12 +88,13 @@ def _named(folder: Path, name: str) -> list[Path]:
 
 
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:
-    """Return the error records that belong to one attempt of a job, given by its job id and restart number.
+    """Return the error records that belong to one attempt of a job.
 
-    An error record names its attempt as 'JOB.STEP.RESTART'. A record whose attempt has a name of another form, as with
-    torchrun, is always included.
+    Records name their attempt as 'JOB.STEP.RESTART'. If a record has another form of name, as with torchrun, it is
+    always included.
 
     job_id: Slurm's id of the job, or '' if unknown.
+    restart: the number of the attempt, or None for any.
     """
     kept = []
     for one in found:

@@ -244,8 +244,8 @@ class HangReport:
 
     output_silent_s: seconds since any rank printed something.
     cpu: pairs of a CPU use, in percent of one core, and the ranks that use that much.
-    certain: whether the report is reliable. If so, some ranks wait in a collective while others don't. Each rank has
-        stayed in the same function, without a new collective, for at least half of the silence.
+    certain: whether the hang is certain. It is if some ranks wait in a collective, others don't, and each rank has
+        stayed in the same function for at least half of the silence.
     """
 
     rank: int | None = None
@@ -388,10 +388,13 @@ def report(
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
-    """Return where each rank is. If an error has ended its program, return where the error was raised.
+    """Return where each rank is, or where its program raised the error that ended it.
 
-    Such a rank wrote its stack later, outside of the program. So the place of the error replaces the place in its
+    A rank whose program has ended writes its stack later, outside of the program. The place of its error replaces that
     stack.
+
+    stacks: for each rank, the place that its stack shows.
+    raised: for each rank whose program raised an error, the place of the error.
     """
     return {rank: raised.get(rank, where) if where.outside else where for rank, where in stacks.items()}
 
@@ -402,7 +405,7 @@ def without_output(
     """Return a hang report for ranks that report no steps. Return None unless all ranks have stopped printing.
 
     now_s: the current time in seconds since 1970, or None if the job no longer runs.
-    raised: for each rank whose collective timed out after the ranks fell silent, where the rank raised the error.
+    raised: the place where each rank raised a timeout of its collective after the ranks stopped printing.
     """
     for folder in _folders(run, (SILENT,), job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -464,8 +467,8 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
     """Return the stuck ranks for which other ranks may be waiting.
 
-    A rank whose program has ended is included only if other ranks wait in a collective and no other rank is stuck. In
-    other cases, that rank is itself waiting for other ranks.
+    A rank whose program has ended is normally waiting for other ranks itself. It is included only if other ranks wait
+    in a collective and no other rank is stuck.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
@@ -485,11 +488,11 @@ def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangR
 
 
 def left(run: Path, job_id: str, restart: object) -> HangReport | None:
-    """Return the hang report that an attempt left in hang/JOB.STEP.RESTART of the run folder, or None if it left none.
+    """Return the hang report of an attempt, from the run's folder hang/JOB.STEP.RESTART, or None if there is none.
 
+    job_id: the id of the job. For an array task such as '18_1', folders of any job id match. Slurm names the task's
+        steps after another id, and no other job uses the run folder.
     restart: the number of the restart, or None for any.
-    job_id: the id of the job. For an array task such as '18_1', folders of any job id match: Slurm names the steps of a
-        task after another id, and no other job uses the run folder.
     """
     return next((_read(folder) for folder in _folders(run, (RECORD, REPORT), job_id, restart)), None)
 

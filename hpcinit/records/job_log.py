@@ -1,7 +1,7 @@
-"""Parses Slurm's messages in logs/job.log: how the tasks of a job ended, in the order in which srun learned of it.
+"""Parses Slurm's messages in logs/job.log: how the tasks of a job ended, in the order in which srun noticed it.
 
-tests/records/test_job_log.py contains lines that Slurm 22.05 printed. slurmstepd prints its messages about a step to
-another log, that of the first rank on the node.
+tests/records/test_job_log.py contains lines that Slurm 22.05 printed. The messages of slurmstepd about a step are not
+in this log, but in the log of the first rank on the node.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class End:
     def succeeded(self) -> bool:
         """Return whether these tasks succeeded.
 
-        Only hpcinit's supervisors print such a line, for ranks that finished before another rank failed.
+        srun reports only failures. hpcinit prints this line for ranks that finished before another rank failed.
         """
         return self.how == SUCCEEDED
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A message of srun that tasks failed, or of Slurm that it is ending the step. In the second case, host is ''.
+    """A message that tasks failed (from srun), or that Slurm is ending the step. In the second case, host is ''.
 
     status: the exit status, as a shell reports it.
     how: how the tasks ended, in the wording of srun.
@@ -222,10 +222,9 @@ def node_failed(lines: Iterable[str]) -> bool:
 
 
 def with_preemption(log: JobLog, at: str) -> JobLog:
-    """Add the preemption that scontrol reports to the log, unless the log already shows how the job ended.
+    """Return the log with the preemption that scontrol reports, unless the log already shows how the job ended.
 
-    The log doesn't show it yet if there is a grace time: SIGTERM ends the ranks before Slurm prints that it ended the
-    job.
+    With a grace time, SIGTERM ends the ranks before Slurm prints that it preempted the job.
 
     at: the time of the preemption, such as '2026-11-21T14:02:00', or ''.
     """
@@ -245,7 +244,8 @@ def oom(lines: Iterable[str]) -> str:
 def _ranks(text: str) -> tuple[int, ...] | None:
     """Return the ranks in a text such as '0-3,8', or () if there are more than MOST_RANKS.
 
-    Return None if the text is not a list of ranks: any program can print a line that looks like Slurm's.
+    Return None if the text is not a list of ranks. In that case, another program printed a line that looks like
+    Slurm's.
     """
     found: list[int] = []
     for part in text.strip("[]").split(","):

@@ -131,10 +131,10 @@ class Layout:
         return dict(reversed(found.items()))
 
     def data_rank(self, rank: int) -> int:
-        """Return which share of the data a rank processes. There are dp_replicate x dp_shard shares.
+        """Return the number of the share of the data that a rank processes.
 
-        All ranks of a pipeline, context or tensor parallel group have the same share. Raise RequestError if a degree is
-        -1, or if the rank does not exist.
+        There are dp_replicate x dp_shard shares, numbered from 0. All ranks of a pipeline, context or tensor parallel
+        group process the same share. Raise RequestError if a degree is -1, or if the rank does not exist.
 
         Args:
             rank: 0 to world_size - 1.
@@ -155,7 +155,7 @@ class Layout:
         return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """Yield a text for each degree that makes the layout fit if only this degree changes.
+        """Yield each degree that makes the layout fit if only this degree changes, as text.
 
         An example is 'with tp 8: dp_replicate 3'.
         """
@@ -183,7 +183,10 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Return the nearest layout that fits if all degrees may change. If none fits with ep, try without ep."""
+        """Return the nearest layout that fits if all degrees may change, as text, or [] if none fits.
+
+        If no layout fits with the expert parallel degree (ep), return one without ep.
+        """
         wanted = self._wanted()
         made = [
             dict(zip(wanted, each, strict=False)) for each in _factors(world_size, len(wanted) + bool(self._open()))
@@ -196,7 +199,10 @@ class Layout:
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """Return the degrees above 1. If no degree is -1 and there is no data parallelism, also return dp_replicate."""
+        """Return the degrees above 1.
+
+        If there is no data parallelism and no degree is -1, also return dp_replicate.
+        """
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 

@@ -91,12 +91,12 @@ class Demand:
 
     @property
     def block(self) -> int:
-        """Return the number of parameters in a layer, which FSDP gathers together. If `layers` is unknown, return 0."""
+        """Return the number of parameters in one layer, or 0 if it is unknown. FSDP gathers one layer at a time."""
         return -(-self.parameters // (self.layout.tp * self.layers)) if self.layers else 0
 
     @property
     def copies(self) -> int:
-        """Return over how many ranks ZeRO shards one part of the model.
+        """Return the number of ranks over which ZeRO shards the parameters of a rank's part of the model.
 
         These are all data parallel ranks, including ranks that process different parts of a sequence.
         """
@@ -121,7 +121,11 @@ class Part:
 
 
 def total(parts: Sequence[Part], place: str) -> int:
-    """Return the most memory needed at any time in `place`: the permanent parts, plus the larger of pass and step."""
+    """Return the most memory needed in `place` at any time.
+
+    That is the sum of the parts that are always needed, plus the larger sum of those for a pass and for an optimizer
+    step.
+    """
     sums = {
         during: sum(part.bytes for part in parts if part.place == place and part.during == during)
         for during in (ALWAYS, PASS, STEP)
@@ -130,7 +134,7 @@ def total(parts: Sequence[Part], place: str) -> int:
 
 
 def _per(name: str, each: int, of: int, shards: int = 1, place: str = GPU, during: str = ALWAYS) -> Part:
-    """Return a Part of `each` bytes per element, for `of` elements, divided by `shards`."""
+    """Return the part `name` of the memory: `each` bytes for each of `of` elements, divided among `shards` ranks."""
     how = f"{each} B x {_short(of)}" + (f" / {shards}" if shards > 1 else "")
     return Part(name, each * -(-of // shards), how, place, during)
 

@@ -36,7 +36,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Name:
-    """How a node resolves the name of another node.
+    """How one node resolves the host name of another node.
 
     back: the name to which the first address resolves.
     error: why the name or the address could not be resolved, or ''.
@@ -144,7 +144,7 @@ class Nccl:
 class Leftover:
     """A process that an ended job left on the node.
 
-    known: False if Slurm no longer has the job, so that nothing shows whether it has ended.
+    known: whether Slurm still has a record of the job. If not, the job may not have ended.
     """
 
     pid: int

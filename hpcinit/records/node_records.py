@@ -1,8 +1,8 @@
 """Records the failures of each node. There is one file per cluster, with one line of JSON per failure.
 
 hpcinit only appends lines, so two submissions can write at the same time without a lock. If they damage a line
-(O_APPEND over NFS), that line is ignored. Clearing the history of a node also appends a line, and failures before that
-line no longer count.
+(O_APPEND over NFS), that line is ignored. To clear the history of a node, hpcinit appends a line after which earlier
+failures of that node no longer count.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _ADVICE = {
 class ProgramUse:
     """The content of program_use.json.
 
-    uses: NOTHING, INIT or WRAP: which of hpcinit's functions the program has called.
+    uses: which of hpcinit's functions the program has called: NOTHING, INIT or WRAP.
     no_effect: the options that have no effect.
     """
 

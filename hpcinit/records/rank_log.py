@@ -21,7 +21,7 @@ from hpcinit.base.console import say
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes] | None]:
-    """Yield the log file, open for appending. If its disk fails, print a warning and yield None.
+    """Yield the log file, open for appending. If the disk reports an error, print a warning and yield None.
 
     Raise OSError if the path is wrong.
     """
@@ -40,7 +40,10 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Log(io.FileIO):
-    """A file that drops what the disk does not accept. Once the disk accepts text again, a line reports the loss."""
+    """A log file that drops text if the disk is full.
+
+    Once the disk accepts text again, a line in the file reports the loss.
+    """
 
     _lost, _why = 0, ""
 

@@ -25,9 +25,9 @@ BEGUN, MET, MEASURED = "begun", "met", "measured"  # stages: started, in the pro
 class Link:
     """A link between two ranks, as the first rank measured it.
 
-    Each list has one value per round, the best of several tries.
+    Each list has one value per round: the best of several tries.
 
-    round_trip_s: the time for 8 bytes to the other rank and back.
+    round_trip_s: how long 8 bytes take to the other rank and back, in seconds.
     gb_s: the bandwidth in one direction, in 10^9 bytes per second.
     ahead_s: how many seconds the second rank's clock is ahead. Measured only between nodes.
     within_s: the maximum error of ahead_s.
@@ -67,9 +67,10 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Copies:
-    """How fast a GPU copies data: from pinned host memory, to pinned host memory, and within its own memory (one way).
+    """How fast a GPU copies data, in 10^9 bytes per second.
 
-    The numbers are in 10^9 bytes per second.
+    The three values are for copies from pinned host memory, to pinned host memory, and within the GPU's memory (one
+    way).
     """
 
     to_device_gb_s: float
@@ -184,15 +185,14 @@ def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
 
 
 class Rule(NamedTuple):
-    """Defines when a link, or another thing that is measured, is slow: only if its time is too long in every round.
+    """Defines when a measured time, such as that of a link, is too long.
 
-    A time is too long if all of these are true:
+    A link is slow only if its time is too long in every round. One round is not enough, because another job may use the
+    network for a moment. A time is too long if all of these are true:
 
     factor: it is more than `factor` times the median of all times.
     mads: it is more than `mads` median absolute deviations above the median.
     least: it is more than `least` above the median.
-
-    One round is not enough, because another job may use the network for a moment.
     """
 
     factor: float

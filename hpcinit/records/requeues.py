@@ -12,7 +12,7 @@ from hpcinit.records import run_folder
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart.
+    """One restart of a run after a requeue.
 
     restart: the number of the attempt that starts.
     reason: why the previous attempt ended.

@@ -47,7 +47,10 @@ def reported(value: object) -> Any:
 
 
 def numbers(value: object) -> Value:
-    """Return a result as floats, for a sweep's search. Raise RequestError if it isn't a number or a list of numbers."""
+    """Return a result as a float or a list of floats, for the search of a sweep.
+
+    Raise RequestError if the result isn't a number or a list of numbers.
+    """
     if _is_number(value):
         return float(value)  # type: ignore[arg-type]
     if isinstance(value, list) and value and all(map(_is_number, value)):

@@ -106,7 +106,7 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
 def read_lines(kind: type[T], path: str | Path) -> Iterator[T]:
     """Yield the records in a file that contains one record per line. If the file cannot be read, yield none.
 
-    Lines that a full disk cut short or that another version wrote are skipped.
+    Lines are skipped if a full disk cut them short, or if another version wrote them.
     """
     with suppress(OSError):
         for line in safe_files.read_text(path).splitlines():

@@ -2,10 +2,10 @@
 
 For each name, empty files `.NAME-0042.number` (called marks here) record the highest numbers. The number is in the
 file's name because a name is never half-written, not even over NFS. hpcinit removes a mark only after it has submitted
-runs with higher numbers. So the highest mark remains, whatever several login nodes do at the same time. If all marks
-are missing, only the folders count.
+runs with higher numbers. So the highest mark remains, even if several login nodes submit at the same time. If all marks
+are missing, only the folders show which numbers are used.
 
-A submission may be slow, or may see an old list of the folder over NFS. Meanwhile, another run may have used its
+A submission may be slow, or may see an old list of the folder over NFS. Meanwhile, another run may have used the same
 number, and may even have been removed again. So the last KEPT marks remain as well, and take() refuses a number that
 has a mark.
 """
@@ -66,7 +66,10 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """After `run` was submitted, remove the marks of its name whose numbers are more than KEPT below its own number."""
+    """Remove old marks after `run` was submitted.
+
+    These are the marks with the same name whose numbers are more than KEPT below the number of `run`.
+    """
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):

@@ -61,13 +61,13 @@ def _pipe(folder: Path) -> _Variable:
 
 
 def _caches(kept: Path) -> list[_Variable]:
-    """Return the variables for the kernel caches, in the folder `kept`, which outlives the job.
+    """Return the variables that move the kernel caches to the folder `kept`, which outlives the job.
 
-    They replace unsuitable defaults. Triton's is in the home, where the ranks of several nodes race over NFS.
+    The default folders are unsuitable. Triton's is in the home, where the ranks of several nodes race over NFS.
     Inductor's is /tmp/torchinductor_USER, which another user can create first. MIOpen's is a database in the home,
-    whose locks fail on Lustre; sites advise a folder in /tmp.
+    whose locks fail on Lustre. Sites advise a folder in /tmp.
 
-    torch's folder of extensions is unchanged: it contains what you compiled on a login node, and a compute node may
+    torch's folder of extensions is unchanged. It contains what you compiled on a login node, and a compute node may
     have no compiler.
     """
     found = [

@@ -30,7 +30,7 @@ ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # the local disk of the nodes, from the c
 
 
 def folder_name(job: str) -> str:
-    """Return World.job, such as '43.0.1', in a form that can be a file name: other characters become '-'."""
+    """Return World.job, such as '43.0.1', as a file name. Characters that a file name should not contain become '-'."""
     return re.sub(r"[^\w.+-]", "-", job) or "job"
 
 

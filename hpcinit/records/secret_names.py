@@ -95,8 +95,8 @@ def in_shell(line: str, patterns: Sequence[str] = ()) -> Iterator[tuple[str, str
 def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iterator[tuple[int, str, str]]:
     """Yield (index, name, reason) for each command-line argument that contains a secret.
 
-    It finds arguments such as --api-key X, --api-key=X and job.env.HF_TOKEN=X. For an argument without an option, the
-    name is ARGUMENT.
+    Examples of such arguments are --api-key X, --api-key=X and job.env.HF_TOKEN=X. If the argument belongs to no
+    option, the name is ARGUMENT.
     """
     for at, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")

@@ -146,7 +146,7 @@ class Training:
 
     @property
     def wrapper(self) -> Wrapper:
-        """The way in which `wrap` prepares a model."""
+        """Return the object that describes the wrapper named by `wrap`."""
         return wrappers.get(self.wrap)
 
 
@@ -264,9 +264,9 @@ class Spec:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def shown(self) -> str:
-        """Return the JSON for a run that does not exist yet.
+        """Return the spec as JSON for a run that is not submitted yet.
 
-        Its nonce is a placeholder; the real one is made at submission.
+        The nonce in it is a placeholder, because the real one is created at submission.
         """
         return replace(self, nonce="random").to_json()
 
@@ -328,7 +328,10 @@ def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | 
 
 
 def _value(kind: Any, given: Any) -> Any:
-    """Convert `given`, a value from JSON, to the type `kind`: an object to a part of the Spec, a list to a tuple."""
+    """Convert a value from JSON to the type `kind`.
+
+    A JSON object becomes one of the dataclasses in this module, and a list becomes a tuple.
+    """
     if isinstance(given, list):
         return tuple(_value(next(iter(get_args(kind)), None), each) for each in given)
     if not is_dataclass(kind):

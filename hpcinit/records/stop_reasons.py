@@ -51,7 +51,7 @@ def sentence(token: str) -> str:
 class Stop:
     """The decision of all ranks to stop at the current step.
 
-    rank: the lowest rank that had the reason to stop.
+    rank: the lowest rank that has this reason to stop.
     """
 
     reason: Reason
@@ -92,7 +92,7 @@ class Stopping:
     def margin(self, had: timedelta, longest_save: timedelta) -> timedelta:
         """Return how much time to reserve for the last checkpoint: margin_s plus the time of two saves.
 
-        In a short job it is less, so that most of the job's time remains for training.
+        In a short job, less time is reserved, so that most of the job's time remains for training.
 
         had: how much time the job had left at start-up.
         longest_save: how long the longest save took.

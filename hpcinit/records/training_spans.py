@@ -39,7 +39,10 @@ class Span(NamedTuple):
 
 
 class SpanRecord:
-    """Collects the spans of one rank. In all its methods, `now` is the current time in seconds since 1970."""
+    """Collects the spans of one rank.
+
+    In all methods, `now` is the current time in seconds since 1970.
+    """
 
     def __init__(self, now: float) -> None:
         self.spans: list[Span] = []
@@ -90,7 +93,10 @@ class SpanRecord:
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    """In each block of BLOCK spans, merge the spans of each kind into one, and yield it. The sums stay the same."""
+    """Yield spans after merging: in each block of BLOCK spans, the spans of one kind become one span.
+
+    The sums of durations and steps stay the same.
+    """
     for at in range(0, len(spans), BLOCK):
         block = spans[at : at + BLOCK]
         begin = block[0].begin

@@ -56,8 +56,8 @@ def _ranks(count: int) -> str:
 def differs(spec: Spec, size: int, nodes: int) -> bool:
     """Return whether a group of `size` ranks on `nodes` nodes differs from the submission.
 
-    If the submission has one rank per node, that rank may be a launcher that starts more ranks on its node. Then return
-    False for a group of any size that spans all nodes.
+    A submission with one rank per node is an exception, because that rank may be a launcher that starts more ranks. In
+    that case, return False if the group spans all nodes, whatever its size.
     """
     if nodes == spec.nodes and all(part.ranks_per_node == 1 for part in spec.parts):
         return False

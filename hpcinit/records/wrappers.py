@@ -54,7 +54,10 @@ class Wrapper(abc.ABC):
     def _parts(self, demand: Demand) -> Iterator[Part]: ...
 
     def not_counted(self, demand: Demand) -> Sequence[str]:
-        """Return a line for each part of the memory that memory() can't compute, with the config keys that it needs."""
+        """Return one line for each part of the memory that memory() can't compute.
+
+        The line names the config keys that hpcinit would need to compute that part.
+        """
         return ()
 
 

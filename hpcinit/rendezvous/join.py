@@ -37,7 +37,7 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        """Return rank 0's addresses, likeliest first. Also set `notes` to what to print about the likeliest address."""
+        """Return rank 0's addresses, likeliest first. Store notes about the likeliest address, to print later."""
         best, *others = rank_0.addresses(world, spec.comm.host_template if spec else "")
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]
@@ -59,8 +59,9 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 def _with_candidate_ports(world: World) -> World:
     """Return `world` with candidate ports for the rendezvous, if it has only one port or no job name.
 
-    The program itself will use the only port. Without a job name (PMI without Hydra), two jobs on a node would have the
-    same ports and key. So the name is then the parent's process id if all ranks are on one node, else the port.
+    The program itself needs the only port. Without a job name (PMI without Hydra), two jobs on a node would have the
+    same ports and key. The name is then made from the parent's process id if all ranks are on one node, or else from
+    the port.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:

@@ -166,8 +166,9 @@ def _read(path: Path) -> str:
 def _create_secret(path: Path) -> str:
     """Create the file with a new secret, and return the secret. Return '' if that fails.
 
-    If another rank created the file meanwhile, return that rank's secret. The file is created as a hard link. This
-    fails if the file exists, and shows the whole content at once, even on network file systems.
+    If another rank has created the file meanwhile, return that rank's secret. The complete content is written under a
+    temporary name, and then the file is created as a hard link to it. The link cannot replace an existing file, even on
+    network file systems.
     """
     mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):

@@ -391,7 +391,7 @@ class RendezvousClient(RendezvousEndpoint):
     def _fault_of_rank_0(self, what: str) -> StartupFailure:
         """Return a failure that blames rank 0 itself.
 
-        what: the message after its first part, 'rank 0 on ADDRESS'.
+        what: the rest of the message, which starts with 'rank 0 on ADDRESS'.
         """
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)

@@ -593,7 +593,7 @@ class RendezvousServer(RendezvousEndpoint):
     def _reason_to_refuse(self, peer: Peer) -> str:
         """Return why an authenticated process cannot be the rank that it claims to be, or '' if it can.
 
-        It can replace a rank that has disconnected, but not rank 0.
+        A process can replace a rank that has disconnected, except rank 0.
         """
         before = self.roster.peers.get(peer.rank)
         if peer.rank >= self.roster.world_size:
@@ -628,7 +628,7 @@ class RendezvousServer(RendezvousEndpoint):
     def _recently_missing(self, phase: str) -> StartupFailure:
         """Return the failure that names the missing ranks. It may be up to one second old.
 
-        At the deadline every rank queries it, and computing it each time would take too long.
+        At the deadline, every rank queries this failure. Computing it for each query would take too long.
         """
         at, missing = self._reported_missing.get(phase, (-math.inf, None))
         if missing is None or time.monotonic() - at > 1:

@@ -234,7 +234,11 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
 def _group(
     world: World, spec: Spec | None, plan: Plan, recorded: Mapping[str, object]
 ) -> tuple[frozenset[ProcessGroup] | None, str]:
-    """Create or adopt the default group. Return the adopted groups (None if created) and a note on its origin."""
+    """Create torch's default process group, or adopt the program's.
+
+    Return the groups that the program created before (None if hpcinit creates the default group), and a note for the
+    log.
+    """
     if not dist.is_initialized():
         device = plan.device, plan.binding.device
         met = process_group.make(world, spec, plan.torchs_backends, plan.timeout, *device, recorded)
@@ -246,7 +250,7 @@ def _group(
 
 
 def _settle(plan: Plan, keep: bool) -> timedelta:
-    """Set the timeout of collectives, check all settings of the group, and return the timeout that now applies.
+    """Set the timeout of collectives, and check all settings of the group. Return the timeout that now applies.
 
     keep: whether to leave the timeout unchanged, because the program created the group and requested no other timeout.
     """
@@ -298,7 +302,11 @@ def _destroy(
     timeout: timedelta,
     device: torch.device | None = None,
 ) -> None:
-    """Destroy the groups that hpcinit created. deepspeed_started: whether hpcinit also initialized DeepSpeed."""
+    """Destroy the groups that hpcinit created.
+
+    kept: the groups that the program created, or None if hpcinit created the default group.
+    deepspeed_started: whether hpcinit also initialized DeepSpeed.
+    """
     if kept is None or deepspeed_started:
         deepspeed_setup.forget_deepspeed()
     if kept is None:
@@ -311,7 +319,10 @@ _P = ParamSpec("_P")
 
 
 def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextManager[Runtime]]:
-    """Return a context manager that calls init() with the same arguments, and shutdown() when the block ends."""
+    """Return a function with the same arguments as init() that returns a context manager.
+
+    The context manager calls init() at the start of its block, and shutdown() at the end.
+    """
 
     @functools.wraps(start, assigned=())
     @contextmanager

@@ -94,13 +94,13 @@ def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
 
 
 def for_deepspeed(device: torch.device) -> None:
-    """Make DeepSpeed use `device` where it would use the device whose index is LOCAL_RANK.
+    """Make DeepSpeed use `device` as this rank's device, even if its index is not LOCAL_RANK.
 
-    DeepSpeed (0.19) passes LOCAL_RANK to its accelerator as an index wherever it needs this rank's device: in the
-    engine, zero.Init, pipeline modules and inference. After this call, its accelerator object returns `device` for this
-    index. LOCAL_RANK itself stays unchanged, because DeepSpeed and programs also use it as the local rank. Other
-    indices and torch.devices are passed on unchanged. Call this before deepspeed.initialize or zero.Init. A second
-    call, even for another device, is allowed.
+    DeepSpeed (0.19) assumes that LOCAL_RANK is the index of the device: in the engine, zero.Init, pipeline modules and
+    inference. After this call, DeepSpeed's accelerator object uses `device` if it is called with the index LOCAL_RANK.
+    Other indices and torch.devices are passed on unchanged. The variable LOCAL_RANK stays unchanged, because DeepSpeed
+    and programs also use it as the local rank. Call this before deepspeed.initialize or zero.Init. A second call, even
+    for another device, is allowed.
     """
     if device.type == "cpu":
         return
@@ -212,7 +212,7 @@ def _has_its_own(world: World, device: torch.device, env: Mapping[str, str]) -> 
 
 
 def _node_of(rank: int, device: torch.device, sysfs: Path) -> int:
-    """Return the NUMA node of local rank `rank`'s device. All ranks must share one list of devices."""
+    """Return the NUMA node of the device that local rank `rank` uses. All ranks must share one list of devices."""
     return _numa_node(pci_address(torch.device(device.type, rank)), sysfs)
 
 

@@ -96,7 +96,7 @@ class _Guard:
 
 
 def _guard_torch_save(torch: Any) -> None:
-    """Make torch.save raise the audit event 'open'. It raises none itself, because it opens files in C++."""
+    """Make torch.save raise the audit event 'open', because torch.save opens files in C++, without an event."""
     save = torch.save
 
     def audited(obj: Any, f: Any, *arguments: Any, **keys: Any) -> Any:
@@ -173,9 +173,9 @@ def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any
 
 
 def _is_of_a_load() -> bool:
-    """Return whether torch itself takes this optimizer step.
+    """Return whether torch itself takes this optimizer step, while it loads an optimizer's state.
 
-    Before torch loads an optimizer's state, it takes a step with lr 0.
+    torch takes such a step with lr 0, so that the optimizer creates its state.
     """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":

@@ -62,9 +62,9 @@ def mesh_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def _in_use(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the dimensions larger than 1, plus the parts edp_... of a split dimension, even if their size is 1.
+    """Return the dimensions larger than 1, and the dimensions whose names start with edp_, whatever their size.
 
-    The edp_... parts show which dimension `ep` is a part of.
+    An edp_ dimension shows from which data parallel dimension the ranks of `ep` are taken.
     """
     return {name: size for name, size in sizes.items() if size > 1 or name.startswith("edp_")}
 
@@ -135,7 +135,7 @@ def _shown(ranks: range) -> str:
 
 
 class NotMade:
-    """A placeholder for the group that contains only this rank, until Mesh.of_one() creates the group."""
+    """A placeholder for the group that contains only this rank. Mesh.of_one() replaces it by a group."""
 
     group_name = "the group of one rank, which is made at its first use"
 
@@ -297,9 +297,9 @@ def _flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def _called(mesh: DeviceMesh, name: str) -> str:
-    """Return the name by which the mesh contains a dimension or combination.
+    """Return the name that the mesh uses for a dimension or combination.
 
-    If several combinations consist of the same dimensions, only the first of them is in the mesh.
+    If several combinations consist of the same dimensions, the mesh contains only the first of them.
     """
     made = _members(mesh, name)
     if len(made) == 1:

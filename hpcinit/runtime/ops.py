@@ -1,8 +1,8 @@
 """Compiles DeepSpeed's ops once into a folder that all jobs use, and loads them from there.
 
-Each build uses a private folder, which is renamed when the op is complete. So a killed build leaves nothing for which a
-later build would wait. The lock only prevents two processes from compiling the same op, and the kernel releases it when
-its process ends.
+Each build uses a private folder, which is renamed when the op is complete. So if a build is killed, later builds need
+not wait for it. A lock prevents two processes from compiling the same op. The kernel releases the lock when its process
+ends.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class ProcessState:
     def leave_to_the_parent(self) -> None:
         """In a forked child, drop what belongs to the parent: close its files, and send nothing to other ranks.
 
-        Keep state that only describes the past, such as the phase, because a data loader's child can also fail in that
-        phase.
+        Keep state that only describes the past, such as the phase, because a forked child can fail in that phase too.
+        An example is a DataLoader worker.
         """
         self.runtime = self.background_saves = self.training_record = None
         if self.rendezvous is not None:

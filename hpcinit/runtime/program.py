@@ -112,9 +112,9 @@ def _python(program: Program, world: World) -> int:
 
 
 def _accelerates_worlds(world: World) -> str:
-    """Return a note for rank 0 if accelerate made a separate world of each rank, else ''.
+    """Return a warning for rank 0 if accelerate made each rank a separate world of one rank, else ''.
 
-    accelerate silently does so on machines without a GPU, even under torchrun.
+    accelerate does so without a message on machines without a GPU, even under torchrun.
     """
     accelerate = sys.modules.get("accelerate.state")
     found = getattr(getattr(accelerate, "PartialState", None), "_shared_state", {}).get("num_processes")
@@ -179,7 +179,7 @@ def _command(program: Program) -> int:
 
 
 def _status(error: SystemExit) -> int:
-    """Return the status with which Python exits after sys.exit(): 0 for None, or 1 for a text. Print the text."""
+    """Return the exit status for sys.exit(): 0 for None, and 1 for a text, which is also printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -230,7 +230,7 @@ def record(error: BaseException, world: World) -> None:
 def _cause(error: BaseException) -> BaseException:
     """Return the error that made a program call sys.exit(1), as Hydra, argparse and click do, or else `error` itself.
 
-    A status of 128 or more means a signal. Then return `error`, because the signal may have arrived while the program
+    If the exit status means a signal (128 or more), return `error`. The signal may have arrived while the program
     handled an unrelated error.
     """
     status = error.code if isinstance(error, SystemExit) else None
@@ -248,7 +248,7 @@ def _fields(error: BaseException) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(world: World) -> Iterator[None]:
-    """If the block raises a BringUpError, record it as this rank's error and raise it again."""
+    """Write this rank's error record if the block raises a BringUpError, and raise the error again."""
     try:
         yield
     except BringUpError as error:

@@ -50,7 +50,10 @@ def at_step(seed: int, step: int) -> int:
 
 
 def _mixed(text: str, number: int) -> int:
-    """Return 31 bits of a hash of both arguments, then 32 bits that differ for each number with the same text."""
+    """Return a number of 63 bits that is derived from both arguments.
+
+    The upper 31 bits are a hash. The lower 32 bits differ for each `number` with the same text.
+    """
     high = hashlib.sha256(f"{text}/{number}".encode()).digest()
     low = hashlib.sha256(text.encode()).digest()
     return (int.from_bytes(high[:4], "big") >> 1) << 32 | (int.from_bytes(low[:4], "big") + number * WEYL) % 2**32

@@ -19,7 +19,7 @@ class Slot:
     """One rank's part of a table in shared memory. The rank writes it, and the fork server reads it."""
 
     def __init__(self, cells: Any) -> None:
-        """Use `cells`, and set the steps in them to -1, which means none so far.
+        """Use `cells` as this rank's part of the table. Set the steps in it to -1, which means 'none so far'.
 
         cells: a memoryview of doubles, one for each of NAMES.
         """

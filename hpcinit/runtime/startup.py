@@ -56,7 +56,7 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
 
 def announce(world: World, run: Path) -> None:
-    """Record, in the fork server, its own start-up events for a rank that is not forked yet."""
+    """Write the fork server's start-up events to the timeline of a rank that is not forked yet."""
     writer = timeline.Writer(_timeline_file(world, run))
     writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
     writer.close()
@@ -103,14 +103,12 @@ def reach(event: str, **more: object) -> None:
 
 
 def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> RendezvousEndpoint | None:
-    """Find the other ranks of this attempt, and return the rendezvous. If there already is one, return that.
+    """Connect to the other ranks of this attempt, and return the rendezvous. A second call returns the same object.
 
-    hpcinit.run creates the rendezvous and init() continues with it. After shutdown(), the next rendezvous gets a new
-    number, so that ranks of different ones never mix.
+    Return None for a single rank. Also return None under a torchrun that the user started, because torchrun has its own
+    rendezvous. With launch=torchrun, hpcinit's rendezvous is used. Raise BringUpError if a rank is missing.
 
-    For a single rank, return None. Under a torchrun that the user started, also return None, because torchrun has its
-    own rendezvous. With launch=torchrun the agents know the hosts, and the ranks use this rendezvous. Raise
-    BringUpError if a rank is missing.
+    Each rendezvous of a process has a number, which grows after shutdown(). Ranks with different numbers never connect.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
@@ -153,7 +151,7 @@ def record_return() -> None:
 
 
 def _events_before_writing(env: Mapping[str, str], first_line: bool) -> dict[str, float]:
-    """Return the events that occurred before this process could write."""
+    """Return the start-up events that occurred before this process opened the timeline file."""
     found: dict[str, float | None] = {}
     found["allocated"] = _number_or_none(env.get(timeline.ENV_ALLOCATED, ""))
     if elastic_restarts.ENV_ROUND in env:  # a warm restart: the fork server and its imports were there before

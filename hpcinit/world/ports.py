@@ -52,9 +52,10 @@ def candidate_ports(job: str) -> tuple[int, ...]:
 
 
 def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Sort the ports: first those that this node does not assign to outgoing connections, then the others.
+    """Return the ports sorted by safety, and a warning or ''.
 
-    Also return a warning if there are fewer than two of the former, because rank 0 needs two; else ''.
+    Ports are unsafe if this node may assign them to outgoing connections. The safe ports are first. The warning reports
+    that fewer than two ports are safe, because rank 0 needs two.
     """
     try:
         first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())

@@ -179,9 +179,9 @@ class Heartbeat:
         _write(self._heartbeats / f"{host}.json", NodeHeartbeats(host, time.time(), tuple(found)).to_json())
 
     def _measure(self) -> None:
-        """Update the longest step, without the time in which the process was suspended.
+        """Update the duration of the longest step, without the time in which the process was suspended.
 
-        This thread assumes that the process was suspended if it wakes up late.
+        If this thread wakes up late, it assumes that the process was suspended.
         """
         late = time.monotonic() - self._due
         stopped = late if late > self._period else 0.0
@@ -289,7 +289,7 @@ class Heartbeat:
 def _is_first(folder: Path, report: HangReport) -> bool:
     """Write the report of a hang, unless another rank has written one. Return whether this rank wrote it.
 
-    On a full disk no rank can find out whether it is the first. Then return True, so that each rank reports.
+    If the disk is full, also return True, so that each rank prints the report.
     """
     # Write the text last: hpcinit.after waits for it, and then reads the record.
     text = "".join(f"{line}\n" for line in report.lines())
@@ -305,7 +305,7 @@ def _is_first(folder: Path, report: HangReport) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process as the kernel reports it. Use this if its heartbeat thread does not run."""
+    """Return the state of a process as the kernel reports it, for a process whose heartbeat thread does not run."""
     try:
         # The name in the second field may contain spaces and parentheses; the state follows the last ')'.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]

@@ -68,11 +68,11 @@ def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
-    """Replace Process.start(): start a protected process with blocked signals, until it has its own handler.
+    """Replace Process.start(): start protected processes with blocked signals.
 
-    A process inherits blocked signals from the process that starts it. In multiprocessing's fork server the signals
-    stay blocked, because a signal that ends the fork server would end its workers too. Its other children unblock the
-    signals when they unpickle an _Unblock.
+    A process inherits blocked signals from the process that starts it. A protected process unblocks them when its own
+    handler is set. multiprocessing's fork server keeps them blocked, because a signal that ends the fork server would
+    end its workers too. Other children of the fork server unblock them when they unpickle an _Unblock.
     """
     mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
@@ -105,7 +105,7 @@ def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.P
 
 
 def _check_workers(original: Callable[[], None]) -> None:
-    """Replace the function that torch's SIGCHLD handler calls, and that raises an error if a worker has failed.
+    """Replace the function that torch's SIGCHLD handler calls. It raises an error if a DataLoader worker has failed.
 
     Ignore this error if this rank ended the worker itself, or can continue without it.
     """
@@ -121,10 +121,10 @@ def _check_workers(original: Callable[[], None]) -> None:
 
 
 def behind(error: BaseException) -> BaseException:
-    """Return torch's error about a dead DataLoader worker if that caused `error`, else `error`.
+    """Return torch's error about a dead DataLoader worker if that worker caused `error`, else return `error`.
 
-    When a worker dies, its connection breaks too, and the rank may notice that first. Call this after torch's SIGCHLD
-    handler has been removed.
+    If a worker dies, its connection breaks too, and the rank may notice the broken connection first. Call this after
+    torch's SIGCHLD handler has been removed.
     """
     torch_signals = sys.modules.get(TORCH_SIGNALS)
     if torch_signals is None:

@@ -1,8 +1,9 @@
 """Notices when no rank prints anything anymore, and writes all stacks. For programs that report no training steps.
 
-Rank 0 checks the logs of all ranks. If none has changed for long, it creates a file, and the other ranks notice the
-file. All ranks also look for the file that marks a hang of ranks that do report steps. The stacks are only evidence for
-`hpcinit why`: silence never ends a rank. Nothing is printed about it either, because that would end the silence.
+Rank 0 checks the logs of all ranks. If none has changed for long, rank 0 creates a file. When the other ranks see this
+file, they write their stacks too. They also do so when a rank that reports steps marks a hang with another file. The
+stacks are only evidence for `hpcinit why`. Silence never ends a rank, and nothing is printed about it, because printing
+would end the silence.
 """
 
 from __future__ import annotations

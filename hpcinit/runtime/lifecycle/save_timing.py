@@ -1,8 +1,8 @@
 """Implements `run.should_save()`: all ranks agree, at the same step, that it is time for a checkpoint.
 
 Rank 0 decides. It considers how long a save takes, as measured here, and how often this run has failed. The ranks do
-not communicate at every step. Rank 0 also sends after how many calls the ranks should agree again: half of the steps
-that remain until the next save.
+not communicate at every step. Each time they agree, rank 0 also sends after how many calls they must agree again. This
+number is half of the steps that remain until the next save.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def note(number: int, frame: FrameType | None) -> None:
 
 
 def hold(number: int) -> None:
-    """Keep this signal from ending the process until a Watch handles it. Call this in the main thread."""
+    """Keep this signal from ending the process until a Watch handles the signal. Call this in the main thread."""
     signals.Handlers([number], note, only_free=True)
 
 

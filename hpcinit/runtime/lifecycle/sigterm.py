@@ -94,7 +94,10 @@ def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
 
 
 def _main_thread() -> tuple[Sequence[tuple[str, str, int]], str]:
-    """Return where the main thread is and how often it has waited. Neither changes while it waits for a dead peer."""
+    """Return the stack of the main thread, and how often that thread has waited.
+
+    Neither value changes while the main thread waits for a dead rank.
+    """
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # the kernel restricts /proc

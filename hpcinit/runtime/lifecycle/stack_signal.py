@@ -1,10 +1,12 @@
 """Lets `hpcinit stacks` collect this rank's Python stacks: a thread writes them, or a signal handler if it cannot run.
 
-The thread waits for a byte in a pipe. Then it writes the stacks of all threads to a file in memory. It has the GIL
-while it writes, so the stacks do not change. If C code keeps the GIL, the thread cannot run. After some seconds, the
-collector then sends a signal to this thread, and a handler in C writes the stacks. The handler may read stacks while
-they change. In a program whose threads run Python code, it ended one process with a segmentation fault in 83 signals.
-So if the thread answers, the program never gets the signal. No thread of the program is interrupted.
+The thread waits for a byte in a pipe. Then it writes the stacks of all threads to a file in memory. The thread has the
+GIL while it writes, so the stacks do not change.
+
+If C code keeps the GIL, the thread cannot run. After some seconds, the collector sends a signal to this thread, and a
+handler in C writes the stacks. This is less safe, because the handler may read stacks while they change: in a program
+whose threads ran Python code, one of 83 signals ended the process with a segmentation fault. So the collector sends the
+signal only if the thread does not answer. No thread of the program is interrupted.
 
 The name of the file contains all that observe/stack_collector.py needs. The collector finds the name in /proc/PID/fd.
 The file and the handler both disappear with exec, so a process without the handler never gets the signal.
@@ -56,7 +58,7 @@ def _answer(reads: int, file: list[int]) -> None:
     """Write the stacks of all threads for each byte that arrives.
 
     reads: the descriptor from which the bytes are read.
-    file: contains the descriptor of the output file at the latest when the first byte arrives.
+    file: a list that contains the descriptor of the output file. The list may be empty until the first byte arrives.
     """
     with contextlib.suppress(OSError):  # the program has closed one of them
         while os.read(reads, 1):

@@ -1,8 +1,8 @@
-"""Maintains `stopped.json`, which exists while a run that can stop early is training, and stays if it stopped early.
+"""Maintains `stopped.json`, a file that exists while a run that can stop early trains, and after it stopped early.
 
-Rank 0 writes the file at the first `run.should_stop()`, replaces it when the ranks agree to stop, and removes it when a
-program ends that did not stop early. If the file cannot be replaced, for example on a full disk, the first file stays
-and the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
+Rank 0 writes the file at the first `run.should_stop()`, and replaces it when the ranks agree to stop. If the program
+ends without stopping early, rank 0 removes the file. If the file cannot be replaced, for example on a full disk, the
+first file stays and the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # end of torch's message 
 
 
 class Stopper:
-    """Decides for one rank when to stop. All its collectives are in ask(), which every rank calls after each step."""
+    """Decides for one rank when to stop. Every rank calls ask() after each step, and only ask() uses collectives."""
 
     def __init__(
         self, world: World, asked: Stopping, timeout: timedelta, folder: Path | None, env: Mapping[str, str],
@@ -166,9 +166,9 @@ class Stopper:
             self._set_left(None if left_s is None else timedelta(seconds=left_s))
 
     def _who_told(self, reason: Reason) -> Reason:
-        """Return a more precise reason, because a signal does not show why it was sent.
+        """Return a more precise reason for the stop, because a signal does not show why it was sent.
 
-        For a preempted job, Slurm reports a preemption time.
+        For example, a job was preempted if Slurm reports a preemption time for it.
         """
         if reason is Reason.USER and not self._file_seen:  # judged by that rank's remaining time
             self._ask_left(ASK_ORIGIN_S)
@@ -196,11 +196,12 @@ class Stopper:
         return Watch(self._asked.numbers, self._noted)
 
     def _worker_died(self, error: str) -> bool:
-        """Return True if the rank continues although a DataLoader worker died, because it was requested to stop.
+        """Return whether the rank can continue although a DataLoader worker died.
 
-        If SIGTERM ended the worker, the rank counts as requested to stop. The rank saves if the ranks agree to stop
-        before it needs a batch from this worker. Otherwise torch raises an error when the rank reads that batch. This
-        function prints nothing, because it runs in a signal handler.
+        It can if the rank was requested to stop, or if SIGTERM ended the worker, because SIGTERM was then sent to the
+        whole job step. The rank saves if the ranks agree to stop before it needs a batch from this worker. Otherwise,
+        torch raises an error when the rank reads that batch. This function prints nothing, because it runs in a signal
+        handler.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
@@ -217,7 +218,10 @@ class Stopper:
             threading.Thread(target=self._end_if_stuck, name="hpcinit-stuck", daemon=True).start()
 
     def _of_own_signal(self) -> Reason:
-        """Return the reason for the signal of --signal: TIME_LIMIT if the time limit is near or unknown, else USER."""
+        """Return the reason for a signal that sbatch's --signal requested.
+
+        The reason is TIME_LIMIT if the time limit is near or unknown, and USER otherwise.
+        """
         left = self.left()
         near = left is None or self._had is None or left < max(SIGNAL_EARLY, 0.5 * self._had)
         return Reason.TIME_LIMIT if near else Reason.USER

@@ -1,8 +1,8 @@
 """Records on rank 0 what the program is doing (building the model, loading, training, ...) for `hpcinit report`.
 
 A step costs only a few microseconds. A thread writes the file, at most once per second and 1,000 times in all, so a
-slow or full disk neither slows the program down nor ends it. If a rank is killed, its record is at most a second old,
-or a thousandth of the rank's run time if that is longer.
+slow or full disk neither slows the program down nor ends it. If a rank is killed, the file lacks at most the last
+second, or the last thousandth of the run time if that is longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TrainingRecord:
         self._record.loaded(step)
 
     def switch(self, what: str) -> str:
-        """Record that the rank starts to do something else, `what`, and return what it did before."""
+        """Record that the rank now does `what`. Return what it did before."""
         before = self._record.what
         if threading.current_thread() is threading.main_thread():  # others work beside the training steps
             self._record.switch(what, startup.now())

@@ -46,9 +46,8 @@ def check_loader(loader: object) -> None:
 def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, write: Write) -> list[str]:
     """Write the loader's position to a file, on the first rank of each share of the data.
 
-    Return the file's relative path.
-
-    Raise RequestError if the file could not be read back, OSError if it cannot be written.
+    Return the file's relative path, or [] if this rank has nothing to write. Raise RequestError if the file could not
+    be read back, and OSError if it cannot be written.
     """
     place = layout.coordinate(rank)
     if loader is None or place["pp"] or place["cp"] or place["tp"]:

@@ -103,11 +103,11 @@ def wrap_ddp(
 def fsdp_meshes(
     mesh: DeviceMesh, layout: Layout, device: torch.device, sharded: bool
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh over which fully_shard shards and replicates parameters, and the tensor parallel mesh or None.
+    """Return the mesh for fully_shard, and the tensor parallel mesh or None. Both are parts of the same mesh.
 
-    Both are parts of the same mesh. Ranks with different parts of a sequence count as data parallel. If `sharded` is
-    False, each data parallel rank has whole parameters: fully_shard gets a mesh whose last dimension is 1. DDP is not
-    used then, because it would convert DTensors in each forward pass.
+    Ranks with different parts of a sequence count as data parallel. If `sharded` is False, each data parallel rank has
+    whole parameters, and the last dimension of fully_shard's mesh has size 1. DDP is not used in that case, because it
+    would convert DTensors in each forward pass.
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
     if found is not None:

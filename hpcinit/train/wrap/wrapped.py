@@ -207,7 +207,10 @@ class Wrapped(abc.ABC):
     def _offload(
         self, chosen: frozenset[states.State], named: bool, pin_memory: bool, non_blocking: bool
     ) -> frozenset[states.State]:
-        """Move the states and return them. named: whether the user named `chosen`, so that each must be moved."""
+        """Move the states to the CPU and return those that were moved.
+
+        named: whether the user named the states. If so, each of them must be moved.
+        """
 
     @abc.abstractmethod
     def _reload(self, non_blocking: bool) -> None: ...

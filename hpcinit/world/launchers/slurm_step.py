@@ -149,7 +149,7 @@ def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_h
 
 
 def _repeated(word: str) -> list[str]:
-    """Return [n1, n2] for 'n[1-2]', and [n1, n1, n1] for 'n1*3'."""
+    """Return the hosts of one entry in a host file, such as [n1, n2] for 'n[1-2]', and [n1, n1, n1] for 'n1*3'."""
     names, _, times = word.partition("*")
     return nodelist.expand(names) * (int(times) if times.isdigit() and len(times) < 6 else 1)
 
@@ -165,7 +165,7 @@ def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) 
 
 
 def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
-    """Return the hosts with `own` swapped to the index `to`, so that at least this node's host has the right place."""
+    """Return the hosts after exchanging `own` with the host at index `to`, which is this node's index."""
     swapped = list(hosts)
     at = swapped.index(own)
     swapped[at], swapped[to] = swapped[to], swapped[at]
