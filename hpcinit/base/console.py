@@ -68,9 +68,9 @@ def _shown(character: str) -> str:
 
 
 def color_system() -> Literal["auto"] | None:
-    """Return the color_system for rich's Console.
+    """Return the argument color_system for rich's Console: 'auto', or None if NO_COLOR is set.
 
-    It is None if NO_COLOR is set, because with 'auto', rich would still print bold text.
+    With 'auto', rich would print bold text even if NO_COLOR is set.
     """
     return None if os.environ.get("NO_COLOR") else "auto"
 

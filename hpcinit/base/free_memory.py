@@ -13,8 +13,8 @@ CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 def free_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
     """Return how many bytes this process can still allocate, or 0 if that is unknown.
 
-    It is the smallest of the amounts left on the node and in each memory cgroup that contains this process. If a
-    process exceeds its cgroup's limit, the kernel kills it instead of refusing the allocation.
+    Memory may be limited by the node and by each memory cgroup that contains this process. The smallest remaining
+    amount counts. If a process exceeds its cgroup's limit, the kernel kills it instead of refusing the allocation.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_or_empty(proc / "meminfo"), re.MULTILINE)
     left = [int(found[1]) * 1024 if found else 0]

@@ -186,11 +186,11 @@ class Listener:
 
 
 class Descriptor:
-    """Waits for the signals `numbers` without a thread. They must be blocked in this process. Linux only.
+    """Waits for the signals `numbers` without a thread. This process must have blocked them. Linux only.
 
-    It replaces signal.sigtimedwait, which has a bug in Python 3.11. If the process is stopped, and continues after the
-    timeout, sigtimedwait returns a number from uninitialized memory. As a result, scontrol suspend and resume ended the
-    job.
+    The class replaces signal.sigtimedwait, which has a bug in Python 3.11. If the process is stopped, and continues
+    after the timeout, sigtimedwait returns a number from uninitialized memory. As a result, scontrol suspend and resume
+    ended the job.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:

@@ -138,7 +138,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
 def without_ranks(chosen: Options) -> dict[str, Any]:
     """Return the part of build()'s ds_config that does not depend on ranks, batch or precision.
 
-    It is enough to find out which ops must be compiled.
+    This part is enough to find out which ops must be compiled.
     """
     theirs = {name: value for name, value in chosen.ds_config.items() if name not in TRIPLE}
     return _merge(_without_layout(chosen), theirs, 1)[0]

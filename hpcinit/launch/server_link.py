@@ -137,8 +137,8 @@ class Link:
 def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
     """Wait until all fork servers have started. Return this server's connections, each with the number of its node.
 
-    Raise BringUpError if a server is missing. Call this before the first fork, because it starts threads. They have
-    ended when it returns.
+    Raise BringUpError if a server is missing. The function uses threads, which end before it returns. So call it before
+    the first fork.
 
     servers: the World of the fork servers, in which each server is a rank.
     """

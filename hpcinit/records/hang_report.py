@@ -388,10 +388,10 @@ def report(
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
-    """Return where each rank is, or where its program raised the error that ended it.
+    """Return the place where each rank is, or where its program raised the error that ended it.
 
-    A rank whose program has ended writes its stack later, outside of the program. The place of its error replaces that
-    stack.
+    A rank whose program has failed writes its stack later, outside of the program. For such a rank, return the place of
+    the error.
 
     stacks: for each rank, the place that its stack shows.
     raised: for each rank whose program raised an error, the place of the error.
@@ -467,8 +467,8 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
     """Return the stuck ranks for which other ranks may be waiting.
 
-    A rank whose program has ended is normally waiting for other ranks itself. It is included only if other ranks wait
-    in a collective and no other rank is stuck.
+    Normally, a rank whose program has ended is omitted, because it waits for other ranks itself. It is included only if
+    other ranks wait in a collective and no other rank is stuck.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])

@@ -157,7 +157,7 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     All attempts, and all jobs of a chain, write to the same log.
 
     ranks_per_task: 1, or the number of ranks on a node if one task starts all of them. Such a task prints how its ranks
-        ended. Those messages then replace srun's message about the task.
+        ended. Its messages then replace srun's message about the task.
     """
     lines = text.splitlines()
     starts = [number + 1 for number, line in enumerate(lines) if line.startswith(f"hpcinit: {NEW_ATTEMPT}")]
@@ -244,8 +244,7 @@ def oom(lines: Iterable[str]) -> str:
 def _ranks(text: str) -> tuple[int, ...] | None:
     """Return the ranks in a text such as '0-3,8', or () if there are more than MOST_RANKS.
 
-    Return None if the text is not a list of ranks. In that case, another program printed a line that looks like
-    Slurm's.
+    Return None if the text is not a list of ranks, because another program's line may look like Slurm's.
     """
     found: list[int] = []
     for part in text.strip("[]").split(","):

@@ -98,7 +98,7 @@ class Demand:
     def copies(self) -> int:
         """Return the number of ranks over which ZeRO shards the parameters of a rank's part of the model.
 
-        These are all data parallel ranks, including ranks that process different parts of a sequence.
+        All data parallel ranks count, including ranks that process different parts of a sequence.
         """
         return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
 
@@ -123,8 +123,8 @@ class Part:
 def total(parts: Sequence[Part], place: str) -> int:
     """Return the most memory needed in `place` at any time.
 
-    That is the sum of the parts that are always needed, plus the larger sum of those for a pass and for an optimizer
-    step.
+    This is the sum of all parts that are always needed, plus the parts of a pass or of an optimizer step, whichever are
+    larger.
     """
     sums = {
         during: sum(part.bytes for part in parts if part.place == place and part.during == during)

@@ -316,9 +316,9 @@ def ranks_per_task(folder: Path) -> int:
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
     """Return the spec and the folder of the run to which this process belongs, or (None, None) if there is none.
 
-    If the world size differs from the spec's, this process is not a rank of the submission: the user ran srun inside
-    the job, or started the rank manually. Then the sizes, the layout and the nonce of the submission do not apply, so
-    return (None, None).
+    Also return (None, None) if the world size differs from the spec's. Then this process is not a rank of the
+    submission: the user ran srun inside the job, or started the rank manually. The sizes, the layout and the nonce of
+    the submission do not apply to such a rank.
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder:

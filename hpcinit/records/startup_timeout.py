@@ -90,9 +90,9 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
 def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
     """Correct the job's end in `environ` if, by this node's clock, it cannot be right. Return a warning, or ''.
 
-    The job's end is a time by the clock of Slurm's controller. If the end is in the past when the job starts, or later
-    than the job's time limit allows, then this node's clock is wrong or the limit was changed. In that case the end
-    becomes now plus the time limit. If the limit is unknown too, the end is removed.
+    The job's end is a time by the clock of Slurm's controller. The end cannot be right if it is in the past when the
+    job starts, or later than the job's time limit allows. The cause is a wrong clock on this node, or a changed limit.
+    The corrected end is now plus the time limit. If the limit is unknown too, the end is removed.
 
     now_s: the current time in seconds since 1970, by this node's clock.
     """

@@ -1,7 +1,7 @@
 """Records a process group whose world size differs from the job's: world-size.json in the run folder.
 
-This happens if a program starts ranks itself, inside ranks that hpcinit started. Then there are several small process
-groups. Each group trains separately, often from the same checkpoint, and the job still ends as COMPLETED.
+The sizes differ if a program starts ranks itself, inside ranks that hpcinit started. The result is several small
+process groups. Each group trains separately, often from the same checkpoint, and the job still ends as COMPLETED.
 """
 
 from __future__ import annotations

@@ -351,10 +351,10 @@ def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None
 
 
 def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinRequest) -> None:
-    """Raise Refused, with a message, if another process acts as rank 0 of this attempt on one of `ports`.
+    """Raise Refused if another process acts as rank 0 of this attempt on one of `ports`.
 
-    This happens if a profile or a shell sets RANK=0 or SLURM_PROCID=0, so that several processes consider themselves
-    rank 0. The ports share one time limit, so the check takes no longer for many silent ports than for one.
+    Several processes act as rank 0 if a profile or a shell sets RANK=0 or SLURM_PROCID=0. The ports share one time
+    limit, so the check takes no longer for many silent ports than for one.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:

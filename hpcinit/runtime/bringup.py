@@ -277,9 +277,9 @@ def _by_device(plan: Plan) -> str:
 def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     """Destroy the process group and reset DeepSpeed's module state. Afterwards, init() can be called again.
 
-    It runs automatically at exit. A second call, or a call without init, does nothing. A group that the program created
-    is not destroyed. If a dead or hanging rank delays the shutdown for longer than `timeout`, print a warning and
-    return. This process then cannot create another group, and exits with status 1.
+    shutdown() runs automatically at exit. A second call, or a call without init, does nothing. A group that the program
+    created is not destroyed. If a dead or hanging rank delays the shutdown for longer than `timeout`, print a warning
+    and return. After that, this process cannot create another group, and exits with status 1.
 
     Args:
         timeout: how long destroying the group may take.

@@ -42,7 +42,7 @@ def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None
 def _roots(env: Mapping[str, str]) -> Iterable[Path]:
     """Return the folders of compiled extensions: the folder that the user set, or else torch's default folders.
 
-    An example of the latter is ~/.cache/torch_extensions/py311_cu128.
+    A default folder is, for example, ~/.cache/torch_extensions/py311_cu128.
     """
     if env.get(VARIABLE):
         return [Path(env[VARIABLE])]

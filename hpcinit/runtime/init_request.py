@@ -1,7 +1,4 @@
-"""Decides with which settings init() starts.
-
-They follow from its arguments, the spec and any existing process group.
-"""
+"""Decides which settings init() uses. They follow from its arguments, the spec and any existing process group."""
 
 from __future__ import annotations
 

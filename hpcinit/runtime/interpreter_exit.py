@@ -24,8 +24,8 @@ from typing import TextIO
 def end(status: int) -> None:
     """Exit with `status` if torch was imported. Without torch, just return.
 
-    This does what the interpreter's shutdown does: wait for threads, run atexit handlers, delete the program's
-    variables and flush open files, including those of the C library. Only C++ destructors are not called.
+    Like the interpreter's shutdown, this function waits for threads, runs atexit handlers, deletes the program's
+    variables and flushes open files, including the C library's. Unlike it, this function calls no C++ destructors.
     """
     if "torch" not in sys.modules:
         return

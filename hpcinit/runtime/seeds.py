@@ -30,9 +30,11 @@ def checked(seed: int) -> int:
 def of(seed: int, by: str, rank: int, data_rank: int) -> int:
     """Return this rank's seed, 0 to 2**63 - 1, derived from the seed of the run.
 
-    by: how seeds differ. 'same': every rank gets `seed` itself, so weights and dropout are equal. 'rank': each rank
-        gets its own seed. 'data': each data_rank (Layout.data_rank) gets its own seed, so seeds are equal within a
-        tensor, pipeline or context parallel group and different across data parallel ranks.
+    by: how seeds differ: 'same', 'rank' or 'data'.
+
+    With 'same', every rank gets `seed` itself, so weights and dropout are equal. With 'rank', each rank gets its own
+    seed. With 'data', each data_rank (Layout.data_rank) gets its own seed. Then seeds are equal within a tensor,
+    pipeline or context parallel group, and different across data parallel ranks.
 
     Seeds are hashed, not added, so that seed 1 on rank 1 is not seed 2 on rank 0. The low 32 bits always differ between
     ranks, because torch's CPU generator uses only those. Raise RequestError for another `by`, or for a seed outside of

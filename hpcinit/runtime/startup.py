@@ -41,10 +41,10 @@ def now() -> float:
 def begin_startup(world: World, run: Path | None, first_line: bool = False) -> None:
     """Open the node's timeline file in the run folder `run` and write the first events.
 
-    Without a folder, and if called a second time, do nothing.
+    Do nothing without a run folder, or if called a second time.
 
-    first_line: whether hpcinit was the first code that Python ran. Then the time of hpcinit's first line is recorded as
-        the time when the interpreter was ready.
+    first_line: whether hpcinit was the first code that Python ran. If so, its start is recorded as the time when the
+        interpreter was ready.
     """
     mine = state.timeline
     if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
@@ -67,7 +67,7 @@ def _timeline_file(world: World, run: Path) -> Path:
 
 
 def _start_fields(world: World) -> dict[str, Any]:
-    """Return the fields of the first record. They describe the start and this rank."""
+    """Return the fields of the first record, which describe this start and this rank."""
     about: dict[str, Any] = {
         "job": world.job,
         "launcher": launchers.display_name(world, os.environ),

@@ -1,7 +1,7 @@
 """Finds the first failure of a run: collects what each source of evidence shows, and ranks these findings.
 
-Each source of evidence has a reader, read_*.py, which yields findings. ranking.py decides which finding is the first
-failure. These functions get Evidence and return a Verdict. They read no files.
+Each source of evidence has a module read_*.py, which yields findings. ranking.py decides which finding is the first
+failure. The functions here read no files: they get Evidence and return a Verdict.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
 def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:
     """Return what the ranks are doing if all have stopped printing, else None.
 
-    Ranks that run a command instead of Python write no stacks. Then only their logs show that they have stopped
+    Ranks that run a command instead of Python write no stacks. For them, only their logs show that they have stopped
     printing.
     """
     runs = now.name == "RUNNING"

@@ -432,8 +432,8 @@ class Search:
     def _shows_starts(self, rank: int) -> bool:
         """Return whether the rank's recorder shows when a call starts on the device.
 
-        It does if it has recorded a start. If only another rank's recorder has recorded one, it does unless it has
-        recorded the end of a call without a start.
+        The recorder does so if it has recorded a start. If only another rank's recorder has recorded a start, assume
+        the same for this one, unless it has recorded the end of a call without its start.
         """
         own = self.ranks[rank]
         return own.timed or (self._any_timed() and not own.untimed)
@@ -577,7 +577,7 @@ class Search:
         return bool(call and call.failed_ns and call.created_ns <= one.written_ns < call.failed_ns)
 
     def _look_at_unreadable(self) -> None:
-        """Report each rank whose dump cannot be read. It is not blamed, because its calls are unknown."""
+        """Report each rank whose dump cannot be read. The rank is not blamed, because its calls are unknown."""
         self.unknown += [
             f"what rank {rank} has called: its dump cannot be read: {why}"
             for rank, why in sorted(self.unreadable.items())
@@ -590,8 +590,8 @@ class Search:
     def _drop_guesses(self) -> None:
         """Drop ranks that are blamed only because of uncertain message numbers.
 
-        If a recorder has overwritten calls, the numbers of messages are uncertain. Then a rank seems not to have sent a
-        message. If all ranks that wait for it have a stuck device, that explains their wait.
+        If a recorder has overwritten calls, the numbers of messages are uncertain, and a rank may only seem not to have
+        sent a message. If all ranks that wait for this rank have a stuck device, the stuck devices explain the wait.
         """
         stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
         for one in list(self.found.values()):

@@ -194,8 +194,8 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
 def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
     """Return whether the lines of a log start with a label, such as the task number of `srun -l`.
 
-    They do if more than half of the lines match `label`. One such line is enough if the label precedes a message that
-    normally starts a line.
+    Return True if more than half of the lines match `label`. A single match is enough if the label precedes a message
+    that normally starts a line.
 
     most: the number of lines that may have a label.
     """

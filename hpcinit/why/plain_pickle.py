@@ -1,9 +1,9 @@
 """Reads a pickle of plain values that another user may have written. It calls nothing, and limits time and memory.
 
 Python's own unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every
-value, so a dump of 200 MB takes 2 GB of memory. This reader knows only the opcodes of plain values and executes each in
-constant time. Of a long list of dicts, it creates only the last items. It finds where the other items end with a
-regular expression, because a Python loop over all opcodes of 200 MB takes 10 s.
+value, so a dump of 200 MB takes 2 GB of memory. The Reader in this module knows only the opcodes of plain values and
+executes each in constant time. If the pickle contains a long list of dicts, the Reader creates only the last items. It
+skips the other items with a regular expression, because a Python loop over all opcodes of 200 MB takes 10 s.
 """
 
 from __future__ import annotations

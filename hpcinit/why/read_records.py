@@ -140,9 +140,9 @@ def who(record: ErrorRecord) -> str:
 
 
 def _rival(first: Found, ordered: Sequence[Found], evidence: Evidence) -> str:
-    """Return a clause for the headline, if an error of another rank may be older, or ''.
+    """Return a clause for the headline if another rank's error may be older, else ''.
 
-    This happens only in logs without times, if the other error has a different message.
+    The order is unknown only in logs without times. Errors with the same message do not count.
     """
     other = [one for one in ordered if one.record.rank != first.record.rank and is_cause(one, evidence)]
     same = {brief(one.record.error) for one in other} <= {brief(first.record.error)}

@@ -187,7 +187,8 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
 def _between(at: Mapping[int, object], known: Sequence[Watched]) -> tuple[int, ...]:
     """Return the ranks of a group that did not time out although ranks before and after them did.
 
-    Their global ranks are computed from those of the other members. If these are not evenly spaced, return ().
+    Their global ranks are computed from the global ranks of the other members. If these are not evenly spaced, return
+    ().
     """
     places = {one.place: one.rank for one in known if one.place >= 0}
     (first, low), (last, high) = min(places.items()), max(places.items())

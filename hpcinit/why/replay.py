@@ -65,7 +65,7 @@ class Replay:
 
 
 def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), python: str = "") -> Replay:
-    """Repeat the calls in the dumps with a program, once unchanged and once repaired. Return what happened.
+    """Repeat the calls in the dumps with two programs: one with the fault and one without. Return what happened.
 
     Raise RequestError if the interpreter has no torch.
 

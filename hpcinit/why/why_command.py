@@ -365,9 +365,9 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _with_states(found: Evidence, live: Sequence[stacks.Group]) -> Evidence:
-    """Return the evidence with the current states of ranks that wrote no stack.
+    """Return the evidence with the current process states of the ranks that wrote no stack.
 
-    These ranks are stopped, or C code holds the GIL.
+    A rank writes no stack if it is stopped, or if C code holds the GIL.
     """
     states = stacks.blocked_ranks(live)
     hang = found.hang and hang_report.with_states(found.hang, states)

@@ -31,7 +31,7 @@ def fingerprint(folder: Path | None = None) -> dict[str, str]:
 def commit(folder: Path) -> str:
     """Return the git commit that is checked out in `folder` or in a folder above it, or ''.
 
-    This reads two small files and does not run git.
+    The function reads two small files and does not run git.
     """
     for place in (folder, *folder.parents):
         try:

@@ -1,10 +1,10 @@
 """Computes which ports a job may use for the rendezvous, torch's store and MASTER_PORT.
 
-Every rank computes the same ports.
+Every rank computes the same ports. They are outside of the range that the kernel assigns to connections.
 
-These ports are outside of the range that the kernel assigns to connections. If a site's firewall opens only some ports,
-the user sets `comm.ports`. The batch script exports that value as HPCINIT_PORTS, and rank 0's node then uses no other
-ports. gloo and NCCL still use ports from the kernel's range for connections between ranks.
+If a site's firewall opens only some ports, the user sets `comm.ports`. The batch script exports that value as
+HPCINIT_PORTS, and rank 0's node then uses no other ports. gloo and NCCL still use ports from the kernel's range for
+connections between ranks.
 """
 
 from __future__ import annotations

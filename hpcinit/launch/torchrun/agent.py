@@ -303,9 +303,9 @@ class Node:
         }
 
     def _timeline_times(self) -> dict[str, str]:
-        """Return variables with a time for the timeline.
+        """Return variables with the start time of the ranks for the timeline.
 
-        It is the time when this agent started, or after a restart, the time of the failure.
+        The start time is when this agent started, or after a restart, when the failure occurred.
         """
         if why := self.rendezvous.why:
             return {timeline.ENV_AGENT_BEGAN: "", timeline.ENV_ALLOCATED: str(why.time)}

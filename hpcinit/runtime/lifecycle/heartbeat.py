@@ -165,7 +165,9 @@ class Heartbeat:
         return [slot for slot in SLOT.iter_unpack(self._table.read()) if slot[1]]
 
     def _leads(self) -> bool:
-        """Return whether this rank leads on its node: it is the first of the ranks whose heartbeat thread runs."""
+        """Return whether this rank leads on its node: it is the first of the node's ranks with a running heartbeat
+        thread.
+        """
         fresh = time.monotonic() - FRESH_PERIODS * self._period
         return next((slot[0] for slot in self._slots() if slot[4] > fresh), -1) == self._world.rank
 

@@ -177,7 +177,7 @@ def start(world: World, after_s: float, folder: Path) -> None:
 def stop(failed: bool = False) -> None:
     """Stop watching, because the program has ended or now reports steps, which show more than its output.
 
-    failed: whether the program failed. Then the stacks are kept.
+    failed: whether the program failed. If so, the stacks are kept.
     """
     if state.output_watch is not None:
         state.output_watch.stop(failed)

@@ -125,7 +125,7 @@ class Stopper:
     def _apart(self) -> float:
         """Return the longest permitted time between two agreements, in seconds.
 
-        It is at most a quarter of the margin for the last checkpoint, so it is less than usual in a short job.
+        The time is at most a quarter of the margin for the last checkpoint. So it is shorter than usual in a short job.
         """
         margin = 4 * MOST_S if self._had is None else self._asked.margin(self._had, self.longest_save).total_seconds()
         return max(0.0, min(MOST_S, margin / 4))
@@ -198,10 +198,10 @@ class Stopper:
     def _worker_died(self, error: str) -> bool:
         """Return whether the rank can continue although a DataLoader worker died.
 
-        It can if the rank was requested to stop, or if SIGTERM ended the worker, because SIGTERM was then sent to the
-        whole job step. The rank saves if the ranks agree to stop before it needs a batch from this worker. Otherwise,
-        torch raises an error when the rank reads that batch. This function prints nothing, because it runs in a signal
-        handler.
+        A rank continues if it was requested to stop, because it may save before it needs a batch from this worker.
+        Otherwise, torch raises an error when the rank reads that batch. If SIGTERM ended the worker, the rank counts as
+        requested to stop, because the whole job step was meant. This function prints nothing, because it runs in a
+        signal handler.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):

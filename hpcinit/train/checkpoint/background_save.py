@@ -1,9 +1,9 @@
 """Implements run.save(..., wait=False): a process next to each rank, its writer, saves a copy of the rank's state.
 
 The rank copies its files into memory (staged_files.py) and sends their descriptors to its writer, which runs
-writer_process.py. The writers of all ranks agree through files in the unfinished checkpoint folder. If a writer fails,
-it renames that folder. If a writer was killed, its rank does so. Then the other writers fail too, and rank 0's writer
-publishes nothing.
+writer_process.py. The writers of all ranks agree through files in the unfinished checkpoint folder. A writer that fails
+renames this folder. If a writer was killed, its rank renames the folder. After that, the other writers fail too, and
+rank 0's writer publishes nothing.
 
 The writer is a new Python process, not a fork, because a rank has threads and a device. The kernel kills the writer
 together with its rank, so that it publishes nothing after another attempt may have started.

@@ -167,9 +167,9 @@ def write(path: Path, owner: Owner) -> None:
 def has_ended(owner: Owner, mine: Owner) -> bool | None:
     """Return True if `owner` can certainly publish nothing more, and False if it still can.
 
-    If neither its host nor Slurm shows which is true, return None. Only rank 0 publishes, so the end of its process is
-    enough. If rank 0 ran on another node, it may still be alive (for example suspended), however old its files are.
-    Then only a final state of its Slurm job counts.
+    Return None if neither its host nor Slurm shows which is true. Only rank 0 publishes, so the end of its process is
+    enough. If rank 0 ran on another node, only a final state of its Slurm job proves the end. Old files do not prove
+    it, because rank 0 may be suspended.
     """
     if owner.token == mine.token or mine.is_restart_of(owner):
         return True

@@ -1,6 +1,6 @@
 """Saves and loads the program's own state: the loader's position, random generators, and values that it passes.
 
-These are written with torch.save and read with weights_only, so they may only contain plain values and tensors. Each
+This state is written with torch.save and read with weights_only, so it may only contain plain values and tensors. Each
 file is read back once before the checkpoint is complete. So an error appears now and not when a later job loads the
 checkpoint.
 """

@@ -42,9 +42,9 @@ class Loaded:
         step: the saved step.
         samples: how many samples all ranks together had processed by that step.
         extra: the value of `extra` that was passed to save().
-        loader: whether the loader's position was restored. It is False if no position was saved, if load() got no
-            loader, or if the data is now divided into another number of shares. Then skip `samples` samples of the
-            whole data set.
+        loader: whether the loader's position was restored. If not, skip the first `samples` samples of the whole data
+            set. It is False if no position was saved, if load() got no loader, or if the number of shares of the data
+            has changed.
         random: whether the states of the random generators were restored. It is False if the layout has changed. The
             generators are then seeded again, see random_state.
     """

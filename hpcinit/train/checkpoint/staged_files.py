@@ -1,7 +1,7 @@
 """Keeps the files of a checkpoint in memory until the rank's writer process has written them to the disk.
 
-Each file is a memfd, whose descriptor is passed to the writer. /dev/shm is not used, because a container's may be
-small, and SIGBUS kills a process that writes more than fits.
+Each file is a memfd. The rank passes its descriptor to the writer. /dev/shm is not used, because it may be small in a
+container, and SIGBUS kills a process that writes more than fits.
 """
 
 from __future__ import annotations

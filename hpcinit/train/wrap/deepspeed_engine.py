@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def undo_first_step(engine: Any) -> None:
-    """Undo the step that DeepSpeed's optimizer makes at its start with ZeRO 0 in 16 bits. Otherwise, do nothing.
+    """Undo the step that DeepSpeed's optimizer makes at its start with ZeRO 0 in 16 bits. In other cases, do nothing.
 
     DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes this step with zero gradients. If it were kept, Adam's count would start at 2. Then the bias correction would
+    makes this step with zero gradients. If the step were kept, Adam's count would start at 2. The bias correction would
     be wrong, and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many.
     After this function, the first real step creates the states, as in stages 1 to 3.
     """
@@ -106,7 +106,7 @@ def check_movable(engine: Any, chosen: frozenset[State]) -> None:
 def offload_zero_states(
     engine: Any, chosen: frozenset[State], pin_memory: bool, non_blocking: bool
 ) -> frozenset[State]:
-    """Move the chosen states to the CPU. Return the names of those that DeepSpeed has moved."""
+    """Move the chosen states to the CPU. Return the names of the states that DeepSpeed has moved."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum  # noqa: PLC0415 - takes a second to import
 
     wanted = [OffloadStateTypeEnum(name) for name in sorted(chosen)]
@@ -138,8 +138,8 @@ def _with_cpu_adam(
 ) -> Optimizer:
     """Return DeepSpeed's CPUAdam if it can replace the optimizer, else the optimizer itself. Every rank must call it.
 
-    It can if the optimizer is torch's Adam or AdamW, its states are offloaded, and every node has built CPUAdam's op.
-    Then, or if only the op is missing, rank 0 prints which optimizer is used.
+    CPUAdam can replace torch's Adam and AdamW if the states are offloaded and every node has built CPUAdam's op. If all
+    conditions are true, or if only the op is missing, rank 0 prints which optimizer is used.
 
     config: the config of DeepSpeed's engine.
     chosen: the part of the config that the user has set.

@@ -98,8 +98,8 @@ def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 class Ulysses(TorchFunctionMode):
     """Makes attention work on whole sequences. Ranks exchange data before each call, and exchange the result back.
 
-    A rank that has all heads of a part of the sequence gets some heads of the whole sequence. This is DeepSpeed-Ulysses
-    (arXiv:2309.14509). It affects only calls of F.scaled_dot_product_attention.
+    Each rank has all heads for a part of the sequence. The exchange gives it some heads for the whole sequence, as in
+    DeepSpeed-Ulysses (arXiv:2309.14509). Only calls of F.scaled_dot_product_attention are affected.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

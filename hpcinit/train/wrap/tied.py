@@ -35,7 +35,7 @@ def ties(model: nn.Module) -> list[list[Place]]:
 def refuse_broken(before: list[list[Place]]) -> None:
     """Raise RequestError if fully_shard or a tp_plan has replaced a tied parameter in only some of its places.
 
-    In that case torch prints no message, and each place trains its own copy.
+    torch prints no message about this, and each place would train its own copy.
 
     before: what ties() returned before the model was wrapped.
     """

@@ -168,7 +168,7 @@ def _present(env: Mapping[str, str], process: Process) -> Launcher:
 def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
     """Raise WorldError if two of Open MPI, MPICH and Horovod claim this process with different ranks or world sizes.
 
-    It is unknown which of them started the other.
+    In such a case, it is unknown which of the two launchers started the other.
     """
     if chosen not in (horovod, openmpi, mpich):
         return

@@ -21,10 +21,10 @@ from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 class Rank0Unnamed:
     """The common part of the launchers that don't name rank 0's host.
 
-    That host is certain if all ranks are on one node, or if the user sets MASTER_ADDR.
+    Rank 0's host is certain only if all ranks are on one node, or if the user sets MASTER_ADDR.
 
-    DO: what the user should do if a variable is missing.
-    LOST: the error message if there is no address. {size} and {here} are filled in.
+    DO: what the user should do if a variable is missing. LOST: the error message if there is no address. {size} and
+    {here} are filled in.
     """
 
     NAME: str
@@ -127,7 +127,7 @@ class Mpich(Rank0Unnamed):
     """Hydra, which is the launcher of MPICH, Intel MPI and MVAPICH, or another launcher that uses PMI.
 
     PMI_RANK and PMI_SIZE are from PMI. MPI_LOCALRANKID and MPI_LOCALNRANKS are from Hydra (recorded from 4.0.2, Debian
-    12). Cray's launcher calls the latter two PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
+    12). Cray's launcher calls the two local values PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
     """
 
     NAME = "mpich"

@@ -1,9 +1,10 @@
 """Reads the world of ranks that srun started, one Slurm task per rank.
 
 The local engine and launch=fork set the same variables. In all recorded launches (tests/data), these variables were
-right: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of SLURM_GTIDS, SLURM_STEP_NUM_TASKS. These were sometimes
-wrong: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE, ntasks // nodes, the first host of any list (see
-place_of_rank).
+right: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of SLURM_GTIDS, SLURM_STEP_NUM_TASKS.
+
+Other values were sometimes wrong: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE, ntasks // nodes, and the
+first host of any list (see place_of_rank).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Process:
     """This process, as Slurm started it.
 
     pid: its process id, or 0 if unknown.
-    step: the Slurm step to which it belongs, such as '43.0' or '43.batch', according to the slurmstepd process above
-        it. '' if no slurmstepd is visible. That proves nothing, because a container or hidepid can hide it.
+    step: the Slurm step of the slurmstepd process above this process, such as '43.0' or '43.batch'. '' if no slurmstepd
+        is visible: there may be none, or a container or hidepid may hide it.
     """
 
     pid: int = 0
@@ -286,7 +287,7 @@ def _refuse_two_sizes(env: Mapping[str, str]) -> None:
 def present(env: Mapping[str, str]) -> bool:
     """Return whether this process is in a Slurm task, a batch script or a salloc shell.
 
-    This does not check that all Slurm variables are set: read() reports those that are missing.
+    Some of Slurm's variables may still be missing. read() reports the missing ones.
     """
     return "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
 

@@ -19,7 +19,7 @@ class Torchrun:
     """torchrun (`python -m torch.distributed.run`), or a launcher that is based on it, such as accelerate.
 
     Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun, the agents are tasks of a
-    Slurm step, one per node, and set HPCINIT_AGENT. Then the step's variables name the hosts.
+    Slurm step, one per node, and set HPCINIT_AGENT. In this case, the variables of the Slurm step name the hosts.
     """
 
     NAME = "torchrun"
