@@ -53,14 +53,15 @@ def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> st
 class Decider:
     """Decides for all nodes when ranks end and restart.
 
-    Call it with each message of a server. It yields the orders for all servers.
+    Call the object with each message of a server. The call yields the orders for all servers.
 
     hosts: the names of the nodes.
     limit_s: how many seconds a server may take to report that its ranks have ended.
-    decide: called with the cause when no rank is running any more. It records the restart and returns '', or returns
-    why the ranks must not restart.
-    nodes: how many nodes have ranks; the others are spare nodes.
-    lost: returns the failure of a lost node, given its place among the nodes with ranks and its host.
+    decide: a function that is called with the cause of a failure when no rank is running any more. It records the
+        restart and returns '', or it returns why the ranks must not restart.
+    nodes: how many nodes have ranks. The others are spare nodes.
+    lost: a function that returns the failure of a lost node. Its arguments are the node's place among the nodes with
+        ranks, and its host.
     """
 
     def __init__(

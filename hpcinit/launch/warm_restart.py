@@ -184,7 +184,7 @@ class WarmRestarts:
     def _orphans(self, ranks: Ranks) -> set[int]:
         """Return the processes that ranks started and that became children of this process when the ranks ended.
 
-        Only processes with a session of their own are left, such as a daemon or an inference server. Processes in a
+        Only processes with their own session are left, such as a daemon or an inference server. Processes in a
         rank's group ended with the rank.
         """
         own = {child.pid for child in ranks.children.values()}

@@ -142,9 +142,8 @@ def path(run: Path, job: str, host: str) -> Path:
 class Writer:
     """Appends start-up events to the file of this node.
 
-    It never raises, because a failed record must not fail the start-up.
-
-    If an event can't be written, the next write tries again, before the next event.
+    A Writer never raises, because a failed record must not fail the start-up. If an event can't be written, the next
+    write tries again, before it writes its own event.
     """
 
     def __init__(self, file: Path) -> None:

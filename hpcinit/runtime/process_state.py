@@ -120,17 +120,17 @@ class ProcessState:
 
     runtime: the Runtime that init() returned. None before init() and after shutdown().
     rendezvous: the current rendezvous.
-    rendezvous_count: how many rendezvous there were, so that ranks of different ones never mix.
+    rendezvous_count: how many rendezvous this process has had. Ranks with different counts never connect.
     agent_store_rounds: how often torchrun's store was used. Its keys stay after each use.
     stuck_group: why a process group of this process could not be destroyed, or ''.
     checkpoint_group: the group in which ranks agree on a checkpoint.
     claimed: (folder, token) of each checkpoint folder that this process claimed.
-    damaged: for each (checkpoint, its save), what load() found wrong in it.
+    damaged: what load() found wrong, for each pair of a checkpoint's path and the id of its save.
     removal: the last thread that removes old checkpoints.
     background_saves: this rank's saves with run.save(wait=False). None before the first.
     output_watch: this rank's OutputWatch, or None before it starts.
-    stacks_of: the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
-    slot: where a rank of a fork server with restart.warm reports its progress. None for other ranks.
+    stacks_of: the id of the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
+    slot: where a rank reports its progress to the fork server, with restart.warm. None for other ranks.
     stopped_early: whether the ranks agreed to stop before the program's end.
     stop_not_recorded: whether the ranks agreed to stop early but no file records it.
     training_record: what rank 0 records for `hpcinit report`, if there is a run folder.

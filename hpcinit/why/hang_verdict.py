@@ -442,7 +442,10 @@ class Search:
         return any(one.timed for one in self.ranks.values())
 
     def _blame(self, rank: int, kind: str, operation: Operation, waiting: Sequence[int], clause: Clause) -> None:
-        """Add a rank to the root causes. If several operations wait for it, keep the one that has waited longest."""
+        """Add a rank to the root causes.
+
+        If ranks wait for it in several operations, keep the operation in which a rank has waited longest.
+        """
         calls = [call for other in waiting if (call := self.ranks[other].call(operation))]
         since = min((call.created_ns for call in calls), default=0)
         before = self.found.get(rank)
@@ -726,7 +729,7 @@ class Search:
 
 
 class Clause(NamedTuple):
-    """The evidence against one rank, and against several ranks, as the end of a sentence without its subject."""
+    """The evidence against a rank, worded as the end of a sentence whose subject is one rank, or several ranks."""
 
     one: str
     several: str
@@ -775,9 +778,9 @@ def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
 
 
 def _described(calls: Sequence[Call]) -> list[str]:
-    """Return each of several different calls as text, such as 'all_reduce of [1024, 8]'.
+    """Return each call as text, such as 'all_reduce of [1024, 8]'. The calls differ, and so must the texts.
 
-    The text shows the input. If all of these texts are equal, add the output.
+    The text shows the size and type of the input. If all texts would be equal, also show the output.
     """
     shown = [f"{call.name}{_shape(call.input_sizes)}{_type(call.input_dtypes)}" for call in calls]
     if len(set(shown)) > 1:

@@ -46,9 +46,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return the first end by a signal before the step was aborted, or None if there is none.
+    """Return how the first rank was killed by a signal other than SIGTERM, if Slurm had not aborted the step before.
 
-    Also return None if the launcher listed a rank that failed with an error before.
+    Return None if there is no such rank, or if the launcher listed a rank with an error before.
     """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:

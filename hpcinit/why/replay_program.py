@@ -186,7 +186,7 @@ class Program:
     def _gates(self, operation: Operation) -> dict[int, list[Operation]]:
         """Return for each rank the older unfinished calls that its device must finish before this call.
 
-        Sends and receives have streams of their own. They count only if no rank has an older unfinished collective.
+        Sends and receives have separate streams. They count only if no rank has an older unfinished collective.
         """
         if not self.is_queued(operation):
             return {}

@@ -243,7 +243,10 @@ def _is_other(path: Path, job_id: str, submitted: str) -> bool:
 
 
 def _explain(path: Path, now: state.State) -> Verdict:
-    """Return the verdict on a run, and record nodes at fault (hpcinit nodes). now: the run's state."""
+    """Return the verdict on a run. Also add the nodes at fault to the record that `hpcinit nodes` shows.
+
+    now: the state of the run.
+    """
     if now.name == "PENDING" and not now.requeued:
         meaning = reasons.explain(now.reason)
         return Verdict(

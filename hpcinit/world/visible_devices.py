@@ -143,7 +143,7 @@ def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
 def xpu(env: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the XPU devices that this process can see, or None if no variable restricts them.
 
-    Each tile counts as a device. With ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE, each card does.
+    Each tile of a card counts as a device. With ZE_FLAT_DEVICE_HIERARCHY=COMPOSITE, each card counts as one device.
     """
     text = env.get("ZE_AFFINITY_MASK")
     if not text:

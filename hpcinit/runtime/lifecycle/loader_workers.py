@@ -105,7 +105,7 @@ def _terminate(original: Callable[[popen_fork.Popen], None], popen: popen_fork.P
 
 
 def _check_workers(original: Callable[[], None]) -> None:
-    """Replace the function that torch's SIGCHLD handler calls. It raises an error if a DataLoader worker has failed.
+    """Replace the function with which torch's SIGCHLD handler raises an error if a DataLoader worker has failed.
 
     Ignore this error if this rank ended the worker itself, or can continue without it.
     """

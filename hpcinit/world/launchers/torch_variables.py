@@ -39,7 +39,10 @@ class Torchrun:
         return "TORCHELASTIC_RUN_ID" in env
 
     def by_our_agent(self, env: Mapping[str, str]) -> bool:
-        """Return True if hpcinit.elastic itself started this rank. A torchrun inside such a rank does not count."""
+        """Return whether an agent of launch=torchrun started this rank.
+
+        Return False for a rank of another torchrun that the program started inside such a rank.
+        """
         return self.present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
