@@ -139,7 +139,10 @@ def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
 
 
 def _set_aside(folder: Path, number: str) -> None:
-    """Move the records of the ranks that have ended to the subfolder `before-JOB`. number: the job's SLURM_JOB_ID."""
+    """Move the records of the ranks that have ended to the subfolder `before-JOB`.
+
+    number: the job's SLURM_JOB_ID.
+    """
     aside = folder / f"{elastic_restarts.ASIDE}{number}"
     for path in [*folder.glob("rank-*.json"), *folder.glob(f"{number}.*")]:
         with suppress(OSError):

@@ -49,7 +49,10 @@ class ForkSupervisor(Supervisor):
         monitor: SignalMonitor,
         restarts: WarmRestarts | None = None,
     ) -> None:
-        """Create the supervisor. restarts: the warm restarts of this step, or None without restart.warm."""
+        """Create the supervisor.
+
+        restarts: the warm restarts of this step, or None without restart.warm.
+        """
         super().__init__()
         self._restarts = restarts
         self.ended_by_order = False  # the first server ordered this, because a rank of another node failed

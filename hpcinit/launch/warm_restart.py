@@ -271,7 +271,7 @@ class WarmRestarts:
     # --- in the first server
 
     def _of_lost(self, place: int, host: str) -> Restart:
-        """Return the failure of a lost node, attributed to its first rank.
+        """Return the failure of a lost node, recorded as the failure of the node's first rank.
 
         place: the node's place among the nodes with ranks.
         """

@@ -57,11 +57,11 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 
 
 def _with_candidate_ports(world: World) -> World:
-    """Return `world` with candidate ports for the rendezvous, if it has only one port or no job name.
+    """Return `world` with several candidate ports, and with a job name. If it has both already, return it unchanged.
 
-    The program itself needs the only port. Without a job name (PMI without Hydra), two jobs on a node would have the
-    same ports and key. The name is then made from the parent's process id if all ranks are on one node, or else from
-    the port.
+    The launcher may provide only one port, which the program itself needs. Without a job name (PMI without Hydra), two
+    jobs on a node would have the same ports and key. In that case, the name is made from the parent's process id if all
+    ranks are on one node, or else from the port.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:

@@ -275,7 +275,7 @@ def place(mesh: DeviceMesh, name: str) -> int:
 
 
 def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
-    """Return the dimensions in use that form a dimension or combination."""
+    """Return the mesh dimensions of size above 1 that together form the dimension or combination `name`."""
     _check(name)
     return members(tuple(_in_use(_sizes(mesh))), name)
 

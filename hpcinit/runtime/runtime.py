@@ -573,7 +573,10 @@ class Runtime:
                 safe_files.write_atomically(self.folder / run_folder.TRACKER, f"{value}\n")
 
     def _send_heartbeat(self, step: int) -> None:
-        """Record a heartbeat. step: as reported by progress(), else the number of calls of should_stop()."""
+        """Record a heartbeat.
+
+        step: the step that was passed to progress(), else the number of calls of should_stop().
+        """
         session = self._session
         if self.folder is None or not self.hang.after_s:
             return

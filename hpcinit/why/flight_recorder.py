@@ -338,7 +338,7 @@ def _has_a_batch_without_end(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
-    """Return the groups for which the rank lists members, by name."""
+    """Return the groups whose members are listed in the rank's dump, by name."""
     config = dump.get("pg_config")
     found = {}
     for name, one in (config if isinstance(config, dict) else {}).items():

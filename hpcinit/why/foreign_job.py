@@ -243,7 +243,10 @@ def _last_attempt(lines: list[Line]) -> list[Line]:
 
 
 def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
-    """Return the lines that may show a failure, with their ranks. lines: those after the last training step."""
+    """Return the lines that may show a failure, with their ranks.
+
+    lines: the lines after the last training step.
+    """
     return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
 
 

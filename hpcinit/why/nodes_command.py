@@ -120,7 +120,10 @@ def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path], as_json
 
 
 def _print_change(nodes: Sequence[tuple[str, str]], excluded: bool, line: str, as_json: bool) -> None:
-    """Print that nodes are excluded now, or no longer. nodes: pairs (cluster, host)."""
+    """Print that nodes are excluded now, or no longer.
+
+    nodes: pairs (cluster, host).
+    """
     if as_json:
         for cluster, host in nodes:
             print(_json(cluster, host, excluded))

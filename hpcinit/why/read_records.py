@@ -150,7 +150,7 @@ def _rival(first: Found, ordered: Sequence[Found], evidence: Evidence) -> str:
 
 
 def _doubt(error: str) -> str:
-    """Return a clause for the headline if several causes may have this message, else ''."""
+    """Return a clause for the headline if this message may have several causes, else ''."""
     return "; its cause is unknown" if causes.has_several_causes(error) else ""
 
 

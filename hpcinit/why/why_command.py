@@ -197,7 +197,10 @@ _WITHOUT: Mapping[str, Any] = {
 
 
 def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, unknown: Sequence[str] = ()) -> str:
-    """Return the verdict as JSON, with the verdict on the flight recorder's dumps. where: additional fields."""
+    """Return the verdict as JSON, with the verdict on the flight recorder's dumps.
+
+    where: additional fields.
+    """
     fields = asdict(verdict)
     hang = verdict.flight.document()
     if verdict.rank is not None and verdict.rank not in [one["rank"] for one in hang["culprits"]]:

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class ReceivedSignal(NamedTuple):
-    """A signal that the agent has received. forward: whether to forward it, because the ranks have not received it."""
+    """A signal that the agent has received.
+
+    forward: whether to forward the signal, because the ranks have not received it.
+    """
 
     number: signal.Signals
     forward: bool

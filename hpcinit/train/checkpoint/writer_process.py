@@ -108,7 +108,8 @@ def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
 def _copy(descriptor: int, size: int, unfinished: Path, path: Path) -> None:
     """Copy the file to `path` and sync it.
 
-    If the folder of `path` is missing, create it, unless it is `unfinished`: another job may have removed that.
+    If the folder of `path` is missing, create it. Only the folder `unfinished` is never created, because another job
+    may have removed it on purpose.
     """
     if path.parent != unfinished:
         path.parent.mkdir(exist_ok=True)

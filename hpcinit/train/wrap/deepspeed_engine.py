@@ -360,11 +360,12 @@ def _divided_by(mpu: Any) -> int:
 
 
 def _summed(engine: Any) -> int:
-    """Return over how many ranks of a sequence DeepSpeed sums gradients instead of averaging them.
+    """Return over how many ranks DeepSpeed sums gradients instead of averaging them.
 
-    In stages 0 to 2, it sums over all ranks of a sequence (stage_1_and_2.py: world size / sequence_parallel_size). In
-    stage 3, the result is 1, because reduce_scatter_coalesced divides by the world size (both in 0.18.5 and 0.19.8).
-    Raise RequestError if stage 3 has reduce_scatter=false, because the scale then depends on a parameter's size.
+    In stages 0 to 2, DeepSpeed sums over all ranks that have parts of the same sequence (stage_1_and_2.py: world size /
+    sequence_parallel_size). In stage 3, the result is 1, because reduce_scatter_coalesced divides by the world size
+    (both in 0.18.5 and 0.19.8). Raise RequestError if stage 3 has reduce_scatter=false, because the scale then depends
+    on a parameter's size.
     """
     size: int = engine.sequence_parallel_size
     if engine.zero_optimization_stage() < 3 or size == 1:

@@ -23,8 +23,8 @@ class Rank0Unnamed:
 
     Rank 0's host is certain only if all ranks are on one node, or if the user sets MASTER_ADDR.
 
-    DO: what the user should do if a variable is missing. LOST: the error message if there is no address. {size} and
-    {here} are filled in.
+    DO: what the user should do if a variable is missing.
+    LOST: the error message if there is no address. {size} and {here} are filled in.
     """
 
     NAME: str
@@ -42,13 +42,13 @@ class Rank0Unnamed:
         node_rank: str = "",
         node_count: int = 0,
     ) -> World:
-        """Return the world.
+        """Return the world that the launcher's variables describe.
 
         names: the variable for each value.
         job: the name of this start.
         own: this node's name.
         guess: an address that may be rank 0's.
-        node_rank: the variable with the node's number, or '' if nodes are filled in order.
+        node_rank: the variable with the node's number, or '' if the launcher fills one node after the other.
         node_count: the number of nodes, or 0 if unknown.
 
         Raise WorldError if a value is missing, or if there is no address for the rendezvous.
