@@ -161,7 +161,7 @@ def _clock(at: float, evidence: Evidence) -> str:
 def _place(record: ErrorRecord) -> str:
     """Return the phase and the last step as text, such as ' (saving, step 40)'.
 
-    The phase 'training' is omitted. Return '' if nothing is known.
+    The phase 'training' is omitted. Return '' if both are unknown or omitted.
     """
     phase = [record.phase] if record.phase not in ("", "training") else []
     step = [f"step {record.step}"] if record.step >= 0 else []

@@ -1,6 +1,6 @@
 """Reads errors from log lines: tracebacks of Python and rich, exception groups, and messages without a traceback.
 
-If several ranks write to the same log, their tracebacks are interleaved. Therefore the lines of each process are read
+If several ranks write to the same log, their tracebacks are interleaved. Therefore, the lines of each process are read
 separately. If an exception was raised while another one was handled, only the last exception counts. An error counts as
 handled if its process continued training afterwards.
 """

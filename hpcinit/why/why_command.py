@@ -300,7 +300,7 @@ def _evidence(path: Path, now: state.State) -> Evidence:
     """Return the evidence about a run. Read it again if it has only secondary errors.
 
     On a shared file system, the record of the first error may become visible late. So if all errors are recent, wait a
-    moment and read the evidence once more.
+    moment and read the evidence again.
     """
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):

@@ -264,10 +264,10 @@ def unmatched_by_gloo(value: str, there: Collection[str]) -> list[str]:
 def unmatched_by_nccl(value: str, there: Collection[str]) -> list[str]:
     """Return [value] if NCCL_SOCKET_IFNAME selects none of this node's interfaces, else [].
 
-        eth,ib          interfaces whose names start with eth or ib
-        =eth0,ib0       only eth0 and ib0
-        ^docker,lo      all interfaces whose names start with neither docker nor lo
-        ^=docker0       all interfaces except docker0
+        eth,ib          interfaces whose names start with eth or ib.
+        =eth0,ib0       only eth0 and ib0.
+        ^docker,lo      all interfaces whose names start with neither docker nor lo.
+        ^=docker0       all interfaces except docker0.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
 
