@@ -319,10 +319,7 @@ _P = ParamSpec("_P")
 
 
 def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextManager[Runtime]]:
-    """Return a function with the same arguments as init() that returns a context manager.
-
-    The context manager calls init() at the start of its block, and shutdown() at the end.
-    """
+    """Return a context manager that calls init() with the same arguments, and shutdown() when the block ends."""
 
     @functools.wraps(start, assigned=())
     @contextmanager
