@@ -261,6 +261,11 @@ ADVICE = {
 }
 
 
+def unquoted(error: str) -> str:
+    """Return an error message without its quoted parts, which can be values, as in KeyError: 'nan'."""
+    return _QUOTED.sub("''", error)
+
+
 def is_secondary_text(error: str, traceback: str = "") -> bool:
     """Return whether another program's error message is secondary: a consequence of another rank's failure.
 
@@ -268,10 +273,10 @@ def is_secondary_text(error: str, traceback: str = "") -> bool:
 
     traceback: the traceback of the error, or '' if unknown.
     """
-    unquoted = _QUOTED.sub("''", error)
-    if not (found := SECONDARY.search(unquoted)) or NAMES_THE_CAUSE.search(error):
+    plain = unquoted(error)
+    if not (found := SECONDARY.search(plain)) or NAMES_THE_CAUSE.search(error):
         return False
-    if not traceback.strip() or not OF_ANY_SOCKET.fullmatch(found[0]) or OF_RANKS.search(unquoted):
+    if not traceback.strip() or not OF_ANY_SOCKET.fullmatch(found[0]) or OF_RANKS.search(plain):
         return True
     return bool(TO_RANKS.search(traceback))
 
@@ -300,9 +305,9 @@ def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
     Return None if no row matches. Quoted text is ignored, because it may be a value, as in KeyError: 'nan'. Only
     patterns that contain quotes themselves also match quoted text.
     """
-    unquoted = _QUOTED.sub("''", error)
+    plain = unquoted(error)
     for row in KINDS:
-        if found := re.search(row.pattern, error if "'" in row.pattern else unquoted, re.MULTILINE):
+        if found := re.search(row.pattern, error if "'" in row.pattern else plain, re.MULTILINE):
             named = " ".join(filter(None, found.groupdict().values()))
             ranks = (int(each) for each in re.findall(r"\d{1,7}", named))
             return row, tuple(rank for rank in ranks if rank < MOST_RANKS)
@@ -343,8 +348,12 @@ _OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in furt
 
 def has_several_causes(error: str) -> bool:
     """Return whether the message alone does not show the cause, such as 'unhandled system error' of NCCL."""
-    found = SEVERAL_CAUSES.search(error)
-    return found is not None and not (found[0].startswith("DataLoader") and "killed by signal" in error)
+    return SEVERAL_CAUSES.search(error) is not None
+
+
+def detail(error: str) -> str:
+    """Return the first line of an error message without the name of its type."""
+    return brief(error).partition(": ")[2]
 
 
 def short(error: str) -> str:

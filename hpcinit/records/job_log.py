@@ -57,6 +57,7 @@ _NODE_FAILURE = re.compile(r"(?i)node failure")
 
 
 SUCCEEDED = "Exited with exit code 0"
+CONSEQUENCES = ("code 134", "code 143")  # SIGABRT and SIGTERM, as a shell reports them
 
 
 def how(code: int) -> str:
@@ -95,6 +96,11 @@ class End:
         srun reports only failures. hpcinit prints this line for ranks that finished before another rank failed.
         """
         return self.how == SUCCEEDED
+
+    @property
+    def is_consequence(self) -> bool:
+        """Return whether these tasks ended as they do after another failure: by SIGTERM, or because they abort themselves."""
+        return self.after_abort or self.how.startswith(("Terminated", "Aborted")) or self.how.endswith(CONSEQUENCES)
 
 
 @dataclass(frozen=True)

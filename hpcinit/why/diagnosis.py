@@ -40,8 +40,9 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 def diagnose(evidence: Evidence) -> Verdict:
     """Return the verdict: what failed first, and why."""
-    first = ranking.first(findings(evidence))
-    verdict = replace(first.verdict, ranks=first.ranks)
+    every = findings(evidence)
+    first = ranking.first(every)
+    verdict = ranking.judged(first, every, evidence)
     if evidence.setup and not evidence.setup.ended:
         line = f"before the ranks started, a line of the setup failed: {setup_failure.described(evidence.setup)}"
         verdict = replace(verdict, evidence=(*verdict.evidence, line))

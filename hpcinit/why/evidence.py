@@ -86,6 +86,9 @@ class Evidence:
     trains: whether a log shows training steps.
     finished: whether a log shows that the program or the job completed.
     over: whether a line after the last training step reports that the training finished.
+    unread: lines before the failure that no reader understands, and that may show an earlier failure.
+    skipped: whether parts of the logs were not read, or are missing.
+    last_words: the ranks whose error is the last output of their process.
     """
 
     state: str
@@ -118,6 +121,9 @@ class Evidence:
     trains: bool = False
     finished: bool = False
     over: bool = False
+    unread: Sequence[str] = ()
+    skipped: bool = False
+    last_words: frozenset[int | None] = frozenset()
 
     @property
     def at_step(self) -> str:
@@ -174,6 +180,8 @@ class Verdict:
         advice (observe/continuation.py).
     error: the program's error without rank and time, or '' if the kind is enough. Failed tasks of a sweep are grouped
         by it.
+    certain: whether the evidence proves the verdict (ranking.py).
+    doubt: what would make it certain, or ''.
     """
 
     headline: str
@@ -189,6 +197,8 @@ class Verdict:
     resubmit: bool = False
     error: str = ""
     ranks: tuple[int, ...] = ()
+    certain: bool = True
+    doubt: str = ""
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -43,6 +43,13 @@ _ALARM = re.compile(
     r"missing ranks|no such file|closing signal|truncated|non-?finite|heartbeats?"
     r"|(?:is|are|was|became|found|detected) (?:nan|inf)s?)\b"
 )
+# Lines of Slurm, launchers, torch's watchdogs and stacks, and lines that the program itself does not call an error
+_UNDERSTOOD = re.compile(
+    r"^(?:srun|sbatch|slurmstepd\S*|hpcinit): |torch/distributed/|torch\.distributed\.elastic|\[launch\.py:"
+    r"|ProcessGroup[NG]|^=====|^-----|^Root Cause|^frame #\d|^\S+ FAILED$|Exception raised from|closing signal SIG"
+    r"|^\s*(?:time|host|rank|exitcode|error_file|traceback) *:|\b(?:INFO|DEBUG|WARN|WARNING)\b|^\[?[IW]\d{3,4}\b"
+    r"|Warning: |^\.\.\.$|^File \"|last\):"
+)
 _EVENT = re.compile(
     r"\bWarning +(?:Evicted|OOMKilling|SystemOOM|FailedMount|FailedScheduling|NodeNotReady|Preempt\w*)\b"
 )
@@ -67,6 +74,7 @@ _OVER = re.compile(
 MOST_OF_NODE = 8  # ranks; with more, a local rank may not be the rank
 _HIGH_RANK = re.compile(r"(?i)rank[^\w\n]{0,12}(?:[89]|\d{2,6})\b|num processes: (?:9|\d{2})")
 _ABORTED = ("code 134", "code 137", "code 143")  # SIGABRT, SIGKILL and SIGTERM, as a shell reports them
+SHORTEST = 8  # characters of a message that another line may repeat
 MOST_LAST = 20  # lines in which a program reports that it is finished
 _STACK = "(most recent call first):"  # of faulthandler
 _PY_SPY = re.compile(r'^Thread \S+ \(\w+\): "MainThread"$', re.MULTILINE)
@@ -150,6 +158,7 @@ def gather(
         )
         for one in _first_of_each(errors)
     )
+    first = next((one for one in errors if not causes.is_secondary_text(one.text, one.traceback)), None)
     trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
     evidence = Evidence(
         state or ("FAILED" if records or slurm.ends else "UNKNOWN"),
@@ -171,6 +180,9 @@ def gather(
         finished=state == "COMPLETED" or any(_FINISHED.search(line.text) for line in lines[-MOST_LAST:]),
         over=any(_OVER.search(line.text) for line in lines[trained + 1 :]),
         hang=_of_stacks(logs),
+        unread=_unread(lines, traced, first, several=len(logs) > 1),
+        skipped=bool(cut) or any(log.skipped for log in logs),
+        last_words=frozenset(one.rank if one.rank >= 0 else None for one in errors if _is_last(one, lines)),
     )
     skipped = sum(log.skipped for log in logs) >> 20
     unread = f"what {skipped} MB of the logs contain: hpcinit only searched them for messages of failures"
@@ -248,6 +260,66 @@ def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
     lines: the lines after the last training step.
     """
     return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
+
+
+def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None, *, several: bool) -> list[str]:
+    """Return the lines that no reader understands and that may show a failure before `first`.
+
+    These are lines that look like an error, and the last output of a process if no other process printed such a line.
+
+    errors: the errors that are understood.
+    several: whether there are several logs, so that the order of the lines is not that of time.
+    """
+    known = {part.strip() for one in errors for part in f"{one.text}\n{one.traceback}".splitlines()}
+    messages = [text for one in errors if len(text := causes.detail(one.text)) > SHORTEST]
+    own, end = "", len(lines)
+    if first and first.number < len(lines):
+        own, end = lines[first.number].stream, end if several else first.number
+    steps: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        if read_tracebacks.TRAINS.search(line.text):
+            steps.setdefault(line.stream, []).append(number)
+    # While a rank fails, another one can finish the step that both have started.
+    most = max(steps.values(), key=len, default=[])
+    since = most[-1 - read_tracebacks.HANDLED_AFTER] if len(most) > read_tracebacks.HANDLED_AFTER else -1
+    last: dict[str, str] = {}
+    shapes: dict[str, set[str]] = {}
+    found = []
+    for number, line in enumerate(lines[:end]):
+        text = line.text.strip()
+        if number <= steps.get(line.stream, [since])[-1]:
+            continue
+        is_known = text in known or any(message in text for message in messages) or _is_understood(text)
+        if is_known or not text or line.text.startswith("  "):
+            last[line.stream] = "" if is_known else last.get(line.stream, "")
+            continue
+        shapes.setdefault(_shape(text), set()).add(line.stream)
+        last[line.stream] = text
+        if _ALARM.search(text) and not (line.stream == own and read_tracebacks.is_exception(text)):
+            found.append(text)
+    odd = [text for stream, text in last.items() if text and stream != own and len(shapes[_shape(text)]) == 1]
+    return list(dict.fromkeys([*found, *odd]))
+
+
+def _is_understood(text: str) -> bool:
+    return bool(
+        _UNDERSTOOD.search(text) or _SIZE.search(text) or causes.is_secondary_text(text)
+        or read_launchers.is_end(text) or job_log.oom([text]) or read_tracebacks.is_chain(text)
+    )  # fmt: skip
+
+
+def _shape(text: str) -> str:
+    """Return the text without its numbers."""
+    return re.sub(r"[\d.]+", "", text.strip())
+
+
+def _is_last(error: Error, lines: Sequence[Line]) -> bool:
+    """Return whether the process of an error printed nothing after it."""
+    if error.number >= len(lines):
+        return False
+    stream, message = lines[error.number].stream, error.text.splitlines()
+    after = [line.text.strip() for line in lines[error.number + 1 :] if line.stream == stream and line.text.strip()]
+    return all(text in message or _is_understood(text) for text in after)
 
 
 def _events(logs: Sequence[Sequence[Line]]) -> list[tuple[int, str]]:

@@ -29,16 +29,42 @@ highest grade.
 
 "A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain
 every hang. MEMORY and NOTED explain an abort, too.
+
+A verdict is certain if its evidence proves it. Otherwise its headline starts with "probably", and `doubt` is what would
+make it certain.
+
+| verdict on                                       | is certain if all of these are true              |
+|--------------------------------------------------|--------------------------------------------------|
+| PROVEN, WAITING, NODE, MEMORY                    | SHOWN: dumps, stacks, Slurm, the kernel prove it |
+| RAISED, STATED in records of hpcinit             | SHOWN, ONE_CAUSE, FIRST                          |
+| RAISED in the log of another launcher            | SHOWN, ONE_CAUSE, FIRST, OWN, ENDED_BY_IT, READ  |
+| STATED in the log of another launcher            | SHOWN, ONE_CAUSE, FIRST, READ                    |
+| KILLED, HUNG, ENDED, STOPPED, TERMINATED         | SHOWN, FIRST, READ                               |
+| INTERRUPTED, EXITED, EARLY, SCRIPT               | SHOWN, FIRST, READ                               |
+| NOTHING, if the logs show no failure             | FINISHED                                         |
+| others: only one line, or consequences, show it  | never                                            |
+
+- SHOWN: the rank and the cause do not follow only from what is missing, or from what most ranks do.
+- ONE_CAUSE: the message has only one cause.
+- FIRST: no finding about another process is left, and no other rank failed at the same time.
+- OWN: the message is not about other processes, whose failure could have caused it.
+- ENDED_BY_IT: of all ranks whose end is unexplained, the launcher lists this one first. Without such a list, the error
+  is the last output of its process.
+- READ: the log is complete, and each line that looks like an error, and the last line of each process, is understood.
+- FINISHED: the log shows that the program or the job completed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
 from hpcinit.base import failure_kinds
-from hpcinit.why.evidence import Verdict
+from hpcinit.base.text import brief
+from hpcinit.records import causes
+from hpcinit.why.evidence import Evidence, Verdict
 
 
 class Grade(IntEnum):
@@ -68,6 +94,22 @@ class Grade(IntEnum):
 
 
 HANGS = (Grade.PROVEN, Grade.WAITING, Grade.STATED, Grade.HUNG)
+UNSHOWN = "the log of the rank that failed first, which shows its error"
+RIVALS = (*HANGS, Grade.KILLED, Grade.RAISED, Grade.NODE, Grade.MEMORY)  # no consequences of any failure
+# Errors of the process itself, whichever processes their messages name
+OWN_KINDS = (
+    failure_kinds.CUDA_MEMORY, failure_kinds.HOST_MEMORY, failure_kinds.SHARED_MEMORY, failure_kinds.DISK,
+    failure_kinds.IMPORT, failure_kinds.NO_GPU, failure_kinds.NOT_A_NUMBER,
+)  # fmt: skip
+OWN_ERRORS = re.compile(
+    r"(?:[\w.]+\.)?(?:Type|Name|Attribute|Index|Syntax|Import|ModuleNotFound|ZeroDivision|UnboundLocal)Error\b"
+)
+# Messages about other processes, and errors that are raised if these are gone
+OF_OTHERS = re.compile(
+    r"(?i)(?<![\w-])(?:\w*connect\w*|peers?|remote|ranks?|workers?|replicas?|process(?:es)?|quorum|waited"
+    r"|\w*time(?:d ?)?out\w*|sockets?|broken\w*|closed|reset|lost|abort\w*|cancel\w*|interrupt\w*|\w*gather|\w*reduce"
+    r"|barrier|others?|collectives?|rendezvous\w*|heartbeats?|EOFError|(?:_?queue\.)Empty|received|\d+ of \d+)(?![\w-])"
+)
 OF_RANKS = (Grade.KILLED, Grade.RAISED, Grade.TERMINATED, Grade.EXITED, Grade.EARLY)
 
 
@@ -78,7 +120,10 @@ class Finding:
     verdict: the answer to the user if this is the first cause.
     ranks: the ranks at fault, or () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
-    shown: False if the finding only follows from a missing line in the log. Such a finding does not explain others.
+    shown: False if only a missing line suggests the failure. Such a finding does not explain another one.
+    inferred: whether its rank or its cause follows only from what is missing, or from the majority of the ranks.
+    message: the whole message of the error, or ''.
+    together: the ranks that failed with another error at the same time, as text, or ''.
     """
 
     grade: Grade
@@ -86,6 +131,9 @@ class Finding:
     ranks: tuple[int, ...] = ()
     abort: bool = False
     shown: bool = True
+    inferred: bool = False
+    message: str = ""
+    together: str = ""
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
@@ -103,13 +151,17 @@ def explains(cause: Finding, effect: Finding) -> bool:
     return cause.grade in OF_RANKS and not set(cause.ranks).isdisjoint(effect.ranks)
 
 
+def left(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that no other one explains, or all if each one is explained."""
+    return [one for one in findings if not any(explains(other, one) for other in findings)] or list(findings)
+
+
 def first(findings: Sequence[Finding]) -> Finding:
     """Return the finding that is the first cause of the failure.
 
     If findings have the same grade, the first in the list counts, because readers yield findings in the order of time.
     """
-    left = [one for one in findings if not any(explains(other, one) for other in findings)]
-    found = min(left or findings, key=lambda one: one.grade)
+    found = min(left(findings), key=lambda one: one.grade)
     named = [one for one in findings if one.grade in HANGS and len(one.ranks) == 1 and explains(found, one)]
     return _with_rank(found, named[0]) if named and not found.ranks and found.grade is Grade.RAISED else found
 
@@ -117,6 +169,97 @@ def first(findings: Sequence[Finding]) -> Finding:
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
     """Return the failure. If its rank is unknown, add the rank for which others waited according to `hang`."""
     (rank,), known = hang.ranks, failure.verdict
-    head, lines = f"{known.headline} (probably rank {rank})", (*known.evidence, hang.verdict.headline)
-    verdict = replace(known, headline=head, rank=rank, host=known.host or hang.verdict.host, evidence=lines)
-    return replace(failure, verdict=verdict, ranks=hang.ranks)
+    lines = (*known.evidence, hang.verdict.headline)
+    verdict = replace(known, rank=rank, host=known.host or hang.verdict.host, evidence=lines)
+    return replace(failure, verdict=verdict, ranks=hang.ranks, inferred=True)
+
+
+def judged(found: Finding, findings: Sequence[Finding], evidence: Evidence) -> Verdict:
+    """Return the verdict with its certainty. If it is not certain, its headline starts with 'probably'."""
+    verdict, missing = replace(found.verdict, ranks=found.ranks), doubt(found, findings, evidence)
+    unknown = verdict.kind == failure_kinds.UNKNOWN
+    if not missing and not unknown:
+        return verdict
+    if (
+        verdict.kind == failure_kinds.NONE
+        or found.grade is Grade.NOTHING
+        or (unknown and verdict.rank is None and found.grade is not Grade.RAISED)
+    ):
+        return replace(verdict, certain=False)  # it names no cause and no rank
+    return replace(verdict, headline=f"probably {verdict.headline}", certain=False, doubt=missing)
+
+
+def doubt(found: Finding, findings: Sequence[Finding], evidence: Evidence) -> str:
+    """Return what would make the verdict certain, or '' if its evidence proves it. The module's docstring has the rule.
+
+    found: the finding that is reported.
+    findings: all findings.
+    """
+    if found.grade not in NEEDS:
+        return UNSHOWN
+    rivals = [one for one in left(findings) if one.grade in RIVALS and not set(one.ranks) & set(found.ranks)]
+    needs = OF_A_RECORD if evidence.has_clock and found.grade in (Grade.RAISED, Grade.STATED) else NEEDS[found.grade]
+    return next((text for need in (*needs, _shown) if (text := need(found, rivals, evidence))), "")
+
+
+def _one_cause(found: Finding, _: Sequence[Finding], __: Evidence) -> str:
+    several = causes.has_several_causes(found.message)
+    return "what the rank printed before this message, which has several causes" if several else ""
+
+
+def _first(found: Finding, rivals: Sequence[Finding], evidence: Evidence) -> str:
+    if found.together:
+        return f"clocks that agree: {found.together} failed at the same time"
+    others = [one for one in rivals if not (one.abort or one is found or one.verdict.error == found.verdict.error)]
+    if evidence.has_clock or not others:
+        return ""
+    return f"the times of the failures; another one is: {brief(others[0].verdict.headline)}"
+
+
+def _own(found: Finding, _: Sequence[Finding], evidence: Evidence) -> str:
+    message = causes.unquoted(found.message)
+    own = found.verdict.kind in OWN_KINDS or OWN_ERRORS.match(message)
+    of_others = found.verdict.kind == failure_kinds.NETWORK or OF_OTHERS.search(message)
+    if evidence.size < 2 or own or not of_others:
+        return ""
+    return "the last lines of the other ranks: the message is about other processes, and one may have failed before"
+
+
+def _ended_by_it(found: Finding, _: Sequence[Finding], evidence: Evidence) -> str:
+    rank = found.verdict.rank
+    ends = [end for end in evidence.log.ends if not (end.succeeded or end.is_consequence)]
+    with_error = {one.record.rank for one in evidence.found}
+    for end in ends:
+        if rank is None or rank in end.ranks or not end.ranks:
+            return ""
+        if not with_error.issuperset(end.ranks):
+            return f"why {evidence.named(end.ranks)} ended: {end.how}"
+    return "" if rank in evidence.last_words else "the exit status of this rank, which srun prints, or sacct -j JOB"
+
+
+def _read(found: Finding, _: Sequence[Finding], evidence: Evidence) -> str:
+    if evidence.skipped:
+        return "the parts of the log that hpcinit did not read"
+    same = found.verdict.kind
+    unread = [text for text in evidence.unread if same == failure_kinds.PROGRAM or causes.kind(text)[0] != same]
+    return f"what this line means, which hpcinit does not understand: {brief(unread[0])}" if unread else ""
+
+
+def _shown(found: Finding, _: Sequence[Finding], __: Evidence) -> str:
+    return UNSHOWN if found.inferred else ""
+
+
+def _finished(_: Finding, __: Sequence[Finding], evidence: Evidence) -> str:
+    return "" if evidence.finished else "how the job ended"
+
+
+Need = Callable[[Finding, Sequence[Finding], Evidence], str]
+OF_A_RECORD: tuple[Need, ...] = (_one_cause, _first)
+NEEDS: Mapping[Grade, tuple[Need, ...]] = {
+    **dict.fromkeys((Grade.PROVEN, Grade.WAITING, Grade.NODE, Grade.MEMORY), ()),
+    Grade.RAISED: (_one_cause, _first, _own, _ended_by_it, _read),
+    Grade.STATED: (_one_cause, _first, _read),
+    **dict.fromkeys((Grade.KILLED, Grade.HUNG, Grade.ENDED, Grade.TERMINATED, Grade.INTERRUPTED), (_first, _read)),
+    **dict.fromkeys((Grade.STOPPED, Grade.EXITED, Grade.EARLY, Grade.SCRIPT), (_first, _read)),
+    Grade.NOTHING: (_finished,),
+}

@@ -26,7 +26,6 @@ UNSEEN = (
 )
 _INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
 _PEER = re.compile(r"(?i)\b(?:from|to|with|peer|remote) (?:peer )?rank \[?(\d{1,6})")
-UNSHOWN = {"Aborted": "; the reason of the abort is unknown", "Terminated": "; the sender of the signal is unknown"}
 SHELL = 128  # a shell adds it to the number of a signal
 NOT_STARTED = (125, 126, 127)  # of a container runtime or a shell that cannot start the program
 READ_LOGS = "read the job's log, and the logs of ranks without an error record"
@@ -64,7 +63,9 @@ def _signals(evidence: Evidence) -> Iterator[Finding]:
         aborted = {rank for one in evidence.log.ends if one.how.startswith("Aborted") for rank in one.ranks}
         if end.how.startswith("Aborted") and len(aborted) > 1:  # which was first is unknown
             end = replace(end, ranks=())
-        yield Finding(Grade.KILLED, _of_signal(end, evidence), end.ranks, end.how.startswith("Aborted"))
+        abort = end.how.startswith("Aborted")  # the message that shows its reason may be missing in a log
+        inferred = abort and not evidence.has_clock
+        yield Finding(Grade.KILLED, _of_signal(end, evidence), end.ranks, abort, inferred=inferred)
 
 
 def _sigterm(evidence: Evidence) -> Iterator[Finding]:
@@ -75,7 +76,7 @@ def _sigterm(evidence: Evidence) -> Iterator[Finding]:
             return  # the launcher ends the others after the first failure
         known = bool(end.ranks) and recorded.issuperset(end.ranks)
         if not end.after_abort and end.how.startswith("Terminated") and not known:
-            yield Finding(Grade.TERMINATED, _of_signal(end, evidence), end.ranks)
+            yield Finding(Grade.TERMINATED, _of_signal(end, evidence), end.ranks, inferred=not evidence.has_clock)
 
 
 def _of_signal(end: End, evidence: Evidence) -> Verdict:
@@ -95,8 +96,6 @@ def _of_signal(end: End, evidence: Evidence) -> Verdict:
     unnamed = f"a rank on {host}" if host else "a rank"
     who = replace(evidence, hosts=dict.fromkeys(end.ranks, host)).named(end.ranks) if end.ranks else unnamed
     head = f"{who} {how} first{evidence.at_step}"
-    if kind == failure_kinds.SIGNAL and not evidence.has_clock:  # lines of the log may be missing
-        head += UNSHOWN.get(name, "")
     return evidence.verdict(head, kind, do, rank=rank, host=host, evidence=tuple(line for line in lines if line))
 
 
@@ -126,11 +125,9 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
         kind, do, head = failure_kinds.SIGNAL, causes.SIGNALS[signal], f"{head} (signal: {signal})"
     if kind == failure_kinds.PROGRAM and code in NOT_STARTED:
         kind, do = failure_kinds.SCRIPT, "the program did not start: the shell or the container runtime printed why"
-    elif not evidence.has_clock and not causes.message(tail):
-        head += "; its error is unknown"
     known, error = rank if rank >= 0 else None, brief(tail) or end.how
     verdict = evidence.verdict(head, kind, do, rank=known, host=end.host, error=error)
-    yield Finding(Grade.EXITED, verdict, (rank,))
+    yield Finding(Grade.EXITED, verdict, (rank,), inferred=not evidence.has_clock and not causes.message(tail))
 
 
 def _ended_early(evidence: Evidence) -> tuple[int, ...]:
@@ -154,12 +151,13 @@ def _early(evidence: Evidence) -> Iterator[Finding]:
     ranks = _ended_early(evidence)
     if not ranks:
         return
-    shown = evidence.has_clock or _succeeded(evidence).issuperset(ranks)
-    head = f"{evidence.named(ranks)}{'' if shown else ' probably'} ended first, with exit status 0{evidence.at_step}"
+    head = f"{evidence.named(ranks)} ended first, with exit status 0{evidence.at_step}"
     waiting = tuple(f"{call} when {'they' if len(ranks) > 1 else 'it'} ended" for call in _calls(evidence))
     verdict = _of_ranks(head, failure_kinds.EARLY_END, EARLY, ranks, evidence)
     lines = (*waiting, *read_hang.in_dumps(evidence))
-    yield Finding(Grade.EARLY, replace(verdict, evidence=lines), ranks, shown=_succeeded(evidence).issuperset(ranks))
+    shown = _succeeded(evidence).issuperset(ranks)
+    inferred = not (shown or evidence.has_clock)
+    yield Finding(Grade.EARLY, replace(verdict, evidence=lines), ranks, shown=shown, inferred=inferred)
 
 
 def _unlisted(evidence: Evidence) -> Iterator[Finding]:
@@ -167,7 +165,7 @@ def _unlisted(evidence: Evidence) -> Iterator[Finding]:
     timed_out = any(causes.is_timeout(one.record) for one in evidence.found)
     if evidence.lists_failed_ranks and evidence.found and not _without_error(evidence) and not timed_out:
         lost = named(one.record.rank for one in evidence.found)
-        head = f"a rank that is not among the failed ones probably ended first, with exit status 0; {lost} lost it"
+        head = f"a rank that is not among the failed ones ended first, with exit status 0; {lost} lost it"
         yield Finding(Grade.UNLISTED, evidence.verdict(head, failure_kinds.EARLY_END, EARLY))
 
 
@@ -187,7 +185,7 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
     elif not missing and (peers := _peers(evidence)):
         late = any(causes.is_timeout(one.record) for one in evidence.found)
         how = "did not answer in time" if late else "disappeared without an error"
-        head = f"{evidence.named(peers)} probably {how}: {brief(evidence.ordered[0].record.error)}"
+        head = f"{evidence.named(peers)} {how}: {brief(evidence.ordered[0].record.error)}"
         kind, do = (failure_kinds.HANG, UNSEEN) if late else (failure_kinds.UNKNOWN, READ_LOGS)
         yield Finding(Grade.LOST, _of_ranks(head, kind, do, peers, evidence), peers)
     elif not missing and evidence.found:

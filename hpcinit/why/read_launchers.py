@@ -88,6 +88,11 @@ def is_report(error: Error) -> bool:
     return bool(_LAUNCHER.search(error.text))
 
 
+def is_end(text: str) -> bool:
+    """Return whether a launcher reports in this line how a rank ended."""
+    return any(pattern.search(text) for pattern in (*_SIGNALS, _END, _OF_AGENT, _RETURNED, _MPI_ABORT))
+
+
 def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
     """Yield an error for each host that pdsh could not reach, with the message that ssh printed before."""
     for number, line in enumerate(lines):

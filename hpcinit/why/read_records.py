@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hpcinit.base import failure_kinds
 from hpcinit.base.text import brief, rank_names
@@ -66,10 +67,11 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
         failed = {one for end in ends for one in end.ranks}
         own = {rank} if rank >= 0 else failed if len(failed) == 1 else set()
         ranks = named_ranks or tuple(own if row.kind not in OF_OTHERS else ())
-        head = f"{evidence.named(ranks) if ranks else 'a message shows a failure'}: {brief(text)}" + _doubt(text)
+        head = f"{evidence.named(ranks) if ranks else 'a message shows a failure'}: {brief(text)}"
         known = ranks[0] if ranks else None
         grade = Grade.STATED if named_ranks and row.kind in OF_OTHERS else Grade.NOTED
-        yield Finding(grade, evidence.verdict(head, row.kind, row.advice, rank=known, error=brief(text)), ranks)
+        verdict = evidence.verdict(head, row.kind, row.advice, rank=known, error=brief(text))
+        yield Finding(grade, verdict, ranks, message=text)
         return
 
 
@@ -104,17 +106,22 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
     ]
     lines += _source(record.traceback) + [evidence.oom] * bool(evidence.oom) + _others(first, ordered, evidence)
     if said and kind in OF_OTHERS and not record.kind:
-        return _stated(at_fault, text, kind, do, lines, evidence)
+        return replace(_stated(at_fault, text, kind, do, lines, evidence), message=record.foreign)
     rank = at_fault[0] if at_fault else record.rank
     subject = who(record) if rank == record.rank else evidence.named([rank])
     head = f"{subject} failed first{_clock(at, evidence)}{_place(record)}: {text}"
-    head += _doubt(record.foreign) or "; why the ranks ended is unknown" * (record.rank == LAUNCHER)
-    head += _rival(first, ordered, evidence)
     when = at if evidence.has_clock else None
     host = record.host if rank == record.rank else evidence.hosts.get(rank, "")
     known = rank if rank >= 0 else None
     verdict = Verdict(head, kind, do, known, host, when, record.step, tuple(lines), error=brief(record.error))
-    return Finding(Grade.RAISED, verdict, (rank,) if rank >= 0 else ())
+    together = [
+        one.record.rank
+        for one in ordered
+        if evidence.has_clock and is_cause(one, evidence) and one.record.host != record.host
+        and evidence.when(one) - at < AGREE_S and brief(one.record.error) != brief(record.error)
+    ]  # fmt: skip
+    with_it = evidence.named(together) if together else ""
+    return Finding(Grade.RAISED, verdict, (rank,) if rank >= 0 else (), message=record.foreign, together=with_it)
 
 
 def _stated(
@@ -137,21 +144,6 @@ def who(record: ErrorRecord) -> str:
     """Return the rank with its host, such as 'rank 3 on n2'. Omit the number or the host if it is unknown."""
     subject = f"rank {record.rank}" if record.rank >= 0 else "the launcher" if record.rank == LAUNCHER else "a rank"
     return f"{subject} on {record.host}" if record.host else subject
-
-
-def _rival(first: Found, ordered: Sequence[Found], evidence: Evidence) -> str:
-    """Return a clause for the headline if another rank's error may be older, else ''.
-
-    The order is unknown only in logs without times. Errors with the same message do not count.
-    """
-    other = [one for one in ordered if one.record.rank != first.record.rank and is_cause(one, evidence)]
-    same = {brief(one.record.error) for one in other} <= {brief(first.record.error)}
-    return "" if evidence.has_clock or same else f"; {who(other[0].record)} may have failed before it"
-
-
-def _doubt(error: str) -> str:
-    """Return a clause for the headline if this message may have several causes, else ''."""
-    return "; its cause is unknown" if causes.has_several_causes(error) else ""
 
 
 def _clock(at: float, evidence: Evidence) -> str:
@@ -177,8 +169,7 @@ def _others(first: Found, ordered: Sequence[Found], evidence: Evidence) -> list[
         lines.append(f"the same error on {rank_names(sorted(same))}")
     for one in [one for one in rest if one.record.rank not in same][:2]:
         later = evidence.when(one) - evidence.when(first)
-        doubt = ", which may have failed first" if later < AGREE_S and one.record.host != first.record.host else ""
-        delay = f"{later:.1f} s later{doubt}" if evidence.has_clock else "later"
+        delay = f"{later:.1f} s later" if evidence.has_clock else "later"
         lines.append(f"{who(one.record)} {delay}: {brief(one.record.error)}")
     return lines
 

@@ -115,6 +115,16 @@ def read(lines: Sequence[Line]) -> list[Error]:
     return sorted(found, key=lambda one: one.number)
 
 
+def is_exception(text: str) -> bool:
+    """Return whether this is the line with the message of an exception of Python."""
+    return bool(_ERROR.match(text))
+
+
+def is_chain(text: str) -> bool:
+    """Return whether this line joins two tracebacks, or announces the traceback below it."""
+    return bool(_CHAIN.match(text) or _IGNORED.match(text) or text.startswith("Exception in thread"))
+
+
 def _is_cause(warning: str) -> bool:
     return causes.message(f"NCCL WARN {warning}") is not None and not causes.is_secondary_text(warning)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hpcinit.base import failure_kinds
 from hpcinit.records import causes
@@ -116,8 +117,8 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         yield _finding(head, sorted(late), ADVICE, evidence)
     elif missing := _missing(every, evidence) if groups <= {"", None} else _between(at, known):
         it = "them" if len(missing) > 1 else "it"  # but lines of a log may be missing
-        head = f"{named(missing)} did not report a timeout of {_call(at)}: {named(at)} probably waited for {it}"
-        yield _finding(head, missing, ADVICE, evidence)
+        head = f"{named(missing)} did not report a timeout of {_call(at)}: {named(at)} waited for {it}"
+        yield replace(_finding(head, missing, ADVICE, evidence), inferred=True)
     else:
         head = f"a collective timed out on {named(at)}: {_call(at)}" if at else "a collective timed out"
         head += "; which rank, device or link was late is unknown"
@@ -156,12 +157,13 @@ def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bo
     many = sorted(at.keys() - set(odd))
     mine, theirs = _described(at[shown[0]], usual), _described(usual, at[shown[0]])
     head = f"{named(shown)} {_wait(shown)} in {mine}, and {named(many)} in {theirs}"
-    head += f": the call of {named(shown)} is probably wrong" if most <= 2 * (len(at) - most) else ""
+    close = most <= 2 * (len(at) - most)
+    head += f": the call of {named(shown)} is wrong" if close else ""
     is_majority = 2 * most > max(len(at), evidence.size)
     if not is_majority or not (same_group or len({number for number, _, _ in at.values()}) == 1):
         head = f"the ranks wait in different collectives, and whose call is wrong is unknown: {head}"
         odd = []
-    return _finding(head, odd, causes.DIFFERENT_CALLS, evidence, failure_kinds.MISMATCH)
+    return replace(_finding(head, odd, causes.DIFFERENT_CALLS, evidence, failure_kinds.MISMATCH), inferred=close)
 
 
 def _described(position: Position, other: Position) -> str:

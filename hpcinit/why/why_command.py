@@ -175,13 +175,19 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, M
     known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
     where = {**known, "files": [str(path) for path in job.files], "dumps": sorted(dumps or ())}
     text = [verdict.headline, *(f"  {line}" for line in verdict.evidence)]
-    text += [f"what to do: {verdict.do}"] * bool(verdict.do)
+    text += _advice(verdict)
     text += [f"  {line}" for line in verdict.secondary]
     text += [f"unknown: {line}" for line in job.unknown]
     if job.files:
         more = f" and {len(job.files) - 1} more" if len(job.files) > 1 else ""
         text.append(f"read: {job.files[0]}{more}")
     return _print(options, verdict, where, text, replayed, job.unknown)
+
+
+def _advice(verdict: Verdict) -> list[str]:
+    """Return what would make the verdict certain, and what to do."""
+    text = [f"  to be certain: {verdict.doubt}"] if verdict.doubt else []
+    return text + ([f"what to do: {verdict.do}"] if verdict.do else [])
 
 
 # The fields of a verdict that only one of the three has: on a run, on the logs of another launcher, on dumps.
@@ -401,8 +407,7 @@ def lines(path: Path, verdict: Verdict) -> list[str]:
     run = shlex.quote(str(path))
     before = [restarts.restarts_line(restarts.read(path)), restarts.line_inside(restarts.read_inside(path))]
     text = [verdict.headline, *(f"  {line}" for line in [*verdict.evidence, *before] if line)]
-    if verdict.do:
-        text.append(f"what to do: {verdict.do}")
+    text += _advice(verdict)
     text += [f"  {line}" for line in verdict.secondary]
     if verdict.kind in (OK, STOPPED):
         return text

@@ -49,7 +49,7 @@ VAGUE = ("unknown", "signal")  # a kind that names no cause; with the right rank
 HEDGE = re.compile(
     r"(?i)unknown|perhaps|probabl|\bmay\b|might|possib|likely|seems|not certain|uncertain|cannot|does not show|no failure is"
 )
-FIRST = re.compile(r"^ranks? (\d+(?:(?:, | and |-)\d+)*)\b(?! (?:wait|other))")
+FIRST = re.compile(r"^(?:probably )?ranks? (\d+(?:(?:, | and |-)\d+)*)\b(?! (?:wait|other))")
 CERTAINTIES = ("certain", "unknown acceptable")
 REQUIRED = ("cause", "kind", "ranks", "hosts", "certainty", "because", "source", "shape", "ask")
 OPTIONAL = ("accept", "also_true", "never", "say", "generate")

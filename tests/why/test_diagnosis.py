@@ -184,7 +184,7 @@ def test_clocks_of_nodes_that_differ() -> None:
 
 
 def test_two_at_about_the_same_time() -> None:
-    """Two errors at about the same time are marked as such, and the same error of several ranks is one line."""
+    """Two errors at about the same time make the first uncertain, and the same error of several ranks is one line."""
     verdict = diagnose(
         Evidence(
             "FAILED",
@@ -193,8 +193,9 @@ def test_two_at_about_the_same_time() -> None:
     )
     assert verdict.evidence == (
         "the same error on rank 3",
-        "rank 2 on n2 0.2 s later, which may have failed first: ValueError: b",
+        "rank 2 on n2 0.2 s later: ValueError: b",
     )
+    assert verdict.headline.startswith("probably rank 0") and "rank 2 failed at the same time" in verdict.doubt
 
 
 @pytest.mark.parametrize(

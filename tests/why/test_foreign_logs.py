@@ -59,7 +59,10 @@ def test_errors_of_torchruns_agents_are_secondary() -> None:
     assert (found.headline, found.rank) == ("rank 0 on localhost failed first: ValueError: bad sample 17", 0)
     alone = foreign_job.gather(logs[1:])
     found = diagnosis.diagnose(alone.evidence)
-    assert found.headline.startswith("the launcher failed first: ") and "RendezvousConnectionError" in found.headline
+    assert (
+        found.headline.startswith("probably the launcher failed first: ")
+        and "RendezvousConnectionError" in found.headline
+    )
     assert (found.rank, found.kind) == (None, "network") and any("other nodes" in line for line in alone.unknown)
 
 
@@ -72,7 +75,7 @@ def test_later_errors_of_an_agent_are_not_the_first_cause(error: str) -> None:
     agent = f"Traceback (most recent call last):\n{frame}\n{error}\n"
     rank = 'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\nValueError: bad sample 17\n'
     assert verdict(agent + rank)[0].headline == "a rank failed first: ValueError: bad sample 17"
-    assert verdict(agent)[0].headline == f"the launcher failed first: {error}; its cause is unknown"
+    assert verdict(agent)[0].headline == f"probably the launcher failed first: {error}"
     over = verdict("step 9 loss 1.5\nTraining done in 4:11:07\n" + agent)[0]
     assert over.kind == "none" and over.headline.startswith("the training finished; afterwards the launcher failed: ")
     assert verdict("Training done in 4:11:07\n" + rank)[0].kind == "program"

@@ -123,7 +123,7 @@ def test_a_rank_without_a_line_while_the_job_runs() -> None:
     log = job_log.read("srun: error: n1: tasks 0-1: Exited with exit code 1\n")
     evidence = Evidence("COMPLETING", found=OTHERS, log=log, size=4, hosts=HOSTS, every_end_is_logged=True)
     found = diagnose(evidence)
-    assert found.headline.startswith("rank 3 on n2 disappeared without an error") and found.kind == "unknown"
+    assert found.headline.startswith("probably rank 3 on n2 disappeared without an error") and found.kind == "unknown"
     assert diagnose(replace(evidence, size=0)).headline.startswith("a rank or its node disappeared")
 
 
@@ -135,7 +135,7 @@ srun: error: n2: task 3: Killed
 srun: error: n1: task 1: Exited with exit code 1
 """
     found = verdict(*OTHERS, log=log)
-    assert (found.headline, found.rank) == ("rank 3 on n2 was killed by a signal (Killed) first", 3)
+    assert (found.headline, found.rank) == ("probably rank 3 on n2 was killed by a signal (Killed) first", 3)
     assert found.kind == "signal" and found.evidence[0] == "srun's report: task 3: Killed"
     two = verdict(
         *OTHERS[:2], *OTHERS[:1], log=log.replace("n1: task 1: Exited with exit code 1", "n2: task 2: Killed")
@@ -149,7 +149,7 @@ def test_a_rank_that_called_something_else() -> None:
     found = verdict(*three, error_of(3, TIMED_OUT, 17, "broadcast"))
     assert (found.rank, found.host, found.kind) == (3, "n2", "mismatch")
     assert found.headline == (
-        "the ranks called different collectives: rank 3 waits in broadcast, called at train.py:17 in step; "
+        "probably the ranks called different collectives: rank 3 waits in broadcast, called at train.py:17 in step; "
         "ranks 0-2 wait in all_reduce, called at train.py:9 in step"
     )
     two = [error_of(rank, TIMED_OUT, 17, "broadcast") for rank in (2, 3)]
@@ -159,7 +159,7 @@ def test_a_rank_that_called_something_else() -> None:
 def test_a_rank_that_did_not_call() -> None:
     """A rank without an error while a collective of all others timed out; the advice is what would have shown more."""
     found = verdict(*(error_of(rank, TIMED_OUT) for rank in range(3)), tails={3: "reading shard 17"}, tasks=2)
-    assert found.headline == "a collective timed out, and rank 3 on n2 did not call it"
+    assert found.headline == "probably a collective timed out, and rank 3 on n2 did not call it"
     assert (found.rank, found.kind) == (3, "hang") and "hang.after_s" in found.do
     assert found.evidence[-1] == "the last output of rank 3: reading shard 17"
 
