@@ -99,7 +99,7 @@ class End:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether these tasks ended as they do after another failure: by SIGTERM, or because they abort themselves."""
+        """Return whether these tasks ended as after another failure: by SIGTERM, or by an abort of the process."""
         return self.after_abort or self.how.startswith(("Terminated", "Aborted")) or self.how.endswith(CONSEQUENCES)
 
 
