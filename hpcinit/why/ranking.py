@@ -40,7 +40,7 @@ make it certain.
 | RAISED in the log of another launcher            | SHOWN, ONE_CAUSE, FIRST, OWN, ENDED_BY_IT, READ  |
 | STATED in the log of another launcher            | SHOWN, ONE_CAUSE, FIRST, READ                    |
 | KILLED, HUNG, ENDED, STOPPED, TERMINATED         | SHOWN, FIRST, READ                               |
-| INTERRUPTED, EXITED, EARLY, SCRIPT               | SHOWN, FIRST, READ                               |
+| INTERRUPTED, EXITED, EARLY, DIFFERENT, SCRIPT    | SHOWN, FIRST, READ                               |
 | NOTHING, if the logs show no failure             | FINISHED                                         |
 | others: only one line, or consequences, show it  | never                                            |
 
@@ -260,6 +260,6 @@ NEEDS: Mapping[Grade, tuple[Need, ...]] = {
     Grade.RAISED: (_one_cause, _first, _own, _ended_by_it, _read),
     Grade.STATED: (_one_cause, _first, _read),
     **dict.fromkeys((Grade.KILLED, Grade.HUNG, Grade.ENDED, Grade.TERMINATED, Grade.INTERRUPTED), (_first, _read)),
-    **dict.fromkeys((Grade.STOPPED, Grade.EXITED, Grade.EARLY, Grade.SCRIPT), (_first, _read)),
+    **dict.fromkeys((Grade.STOPPED, Grade.EXITED, Grade.EARLY, Grade.DIFFERENT, Grade.SCRIPT), (_first, _read)),
     Grade.NOTHING: (_finished,),
 }

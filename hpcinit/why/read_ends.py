@@ -39,7 +39,8 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     yield from _early(evidence)
     calls = _calls(evidence)
     if odd := hang_report.different_call(calls):
-        yield Finding(Grade.DIFFERENT, read_hang.of_odd_call(odd, tuple(calls), evidence), odd.ranks)
+        verdict = read_hang.of_odd_call(odd, tuple(calls), evidence)
+        yield Finding(Grade.DIFFERENT, verdict, odd.ranks, inferred=not evidence.has_clock)
     yield from _unlisted(evidence)
     yield from _missing(evidence, calls)
 

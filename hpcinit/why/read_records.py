@@ -44,12 +44,11 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     elif interrupted:
         record, at = interrupted[0].record, evidence.when(interrupted[0])
         head = f"{who(record)} was interrupted by SIGINT first{_clock(at, evidence)}{_place(record)}"
-        head += "" if evidence.has_clock else "; the sender of the signal is unknown"
         when = at if evidence.has_clock else None
         rank = record.rank if record.rank >= 0 else None
         advice = causes.SIGNALS["Interrupt"]
         verdict = Verdict(head, failure_kinds.SIGNAL, advice, rank, record.host, when, record.step)
-        yield Finding(Grade.INTERRUPTED, verdict, (record.rank,))
+        yield Finding(Grade.INTERRUPTED, verdict, (record.rank,), inferred=not evidence.has_clock)
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:

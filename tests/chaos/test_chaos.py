@@ -41,7 +41,7 @@ def start(hpcinit: Run, idle_slurm: MiniSlurm, launch: str) -> Start:
 
 
 # The other ranks notice first that a rank is gone; Slurm notices the node failure some seconds later.
-LOST = r"node n2 was lost|job \d+ waits \(\w+\)|a rank or its node disappeared without an error|rank \d on n\d"
+LOST = r"node n2 was lost|job \d+ waits \(\w+\)|a rank or its node disappeared without an error|(?:probably )?rank \d on n\d"
 
 
 def kept(run: Training, fault: str, why: tuple[str, float], ends: str, first: str, expected: str) -> None:

@@ -149,7 +149,7 @@ def test_a_rank_that_called_something_else() -> None:
     found = verdict(*three, error_of(3, TIMED_OUT, 17, "broadcast"))
     assert (found.rank, found.host, found.kind) == (3, "n2", "mismatch")
     assert found.headline == (
-        "probably the ranks called different collectives: rank 3 waits in broadcast, called at train.py:17 in step; "
+        "the ranks called different collectives: rank 3 waits in broadcast, called at train.py:17 in step; "
         "ranks 0-2 wait in all_reduce, called at train.py:9 in step"
     )
     two = [error_of(rank, TIMED_OUT, 17, "broadcast") for rank in (2, 3)]
