@@ -204,8 +204,8 @@ def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
         if start.resumed >= 0:
             for earlier in before:
                 found[earlier] = _cut(found[earlier], start.resumed, start.resumed_within)
-        elif number and not found[number - 1].stopped and any(one.row == KEPT for one in start.segments):
-            found[number - 1] = _cut_after_save(found[number - 1])
+        elif number and not found[number - 1].stopped:
+            found[number - 1] = _open_after_save(found[number - 1])
     by_allocation: dict[int, list[Start]] = {}
     for (at, _), start in zip(starts, found, strict=True):
         by_allocation.setdefault(at, []).append(start)
@@ -243,18 +243,18 @@ def _when(one: Segment, step: int) -> float:
     return one.begin.at + (one.end.at - one.begin.at) * (step - one.first) / (one.last - one.first)
 
 
-def _cut_after_save(start: Start) -> Start:
-    """Return the start, with the training steps after its last save counted as lost.
+def _open_after_save(start: Start) -> Start:
+    """Return the start before one whose first step is unknown: it may have repeated any step after the last save.
 
-    If it has no save, or if its steps have numbers, return it unchanged.
+    It continued from the last save at the earliest, because a program that saves loads what it saved.
     """
     last = max((at for at, one in enumerate(start.segments) if one.row == SAVE), default=-1)
-    if last < 0 or any(one.row == KEPT and one.last >= 0 for one in start.segments):
-        return start
     return replace(
         start,
         segments=tuple(
-            replace(one, row=REPEATED) if at > last and one.row == KEPT else one
+            replace(one, maybe=_others((*one.maybe, REPEATED), one.row))
+            if at > last and KEPT in (one.row, *one.maybe)
+            else one
             for at, one in enumerate(start.segments)
         ),
     )

@@ -95,6 +95,7 @@ class Event(NamedTuple):
     form: in which form the line shows the step (the index in STEPS), or -1.
     took_s: how long the save or the evaluation took, as printed, or 0.
     timed: whether the time is in this line. Otherwise it is the time of an earlier line, or an estimate.
+    early_s, late_s: by how many seconds the event may have happened before, or after, `time`.
     """
 
     time: float | None
@@ -107,6 +108,8 @@ class Event(NamedTuple):
     form: int = -1
     took_s: float = 0.0
     timed: bool = True
+    early_s: float = 0.0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,7 @@ class _Stamps:
         self._forms = [*TIMES]
         self._last: float | None = None
         self.zoned = self.daily = False
+        self.resolution_s = 0.0  # of the last time: 1 if it had no fraction of a second
 
     def of(self, line: str) -> float | None:
         head = line[:HEAD]
@@ -203,6 +207,8 @@ class _Stamps:
                 if form is not self._forms[0]:
                     self._forms = [form, *(one for one in self._forms if one is not form)]
                 self._last = at
+                part = found.groupdict()
+                self.resolution_s = 0.0 if part.get("f") or "." in (part.get("e") or "") else 1.0
                 return at
         return None
 
@@ -277,7 +283,7 @@ class _Lines:
             if not found and (form or not marked):
                 self.forms[shape] = form
         if form:
-            found.append(_step(line, form, own))
+            found.append(_step(line, form, own, self._stamps.resolution_s))
         return found or ([] if own is None else [Event(own, "line")])
 
 
@@ -361,7 +367,7 @@ def _form(line: str) -> _Form | None:
     return _Form(number, next((one for one in EACH if (found := one[0].search(line)) and _number(found[1])), None))
 
 
-def _step(line: str, form: _Form, at: float | None) -> Event:
+def _step(line: str, form: _Form, at: float | None, resolution_s: float) -> Event:
     found = STEPS[form.number].search(line)
     assert found
     step = int(found[1])
@@ -374,7 +380,8 @@ def _step(line: str, form: _Form, at: float | None) -> Event:
             step, total = step + int(epoch[1]) * int(bar[2]), 0
     each = form.each[0].search(line) if form.each else None
     each_s = form.each[1] * float(each[1]) if form.each and each and _number(each[1]) else 0.0
-    return Event(at, "step", step, each_s=each_s, total=total, bar_s=bar_s, form=form.number)
+    late_s = 0.0 if at is None else resolution_s
+    return Event(at, "step", step, each_s=each_s, total=total, bar_s=bar_s, form=form.number, late_s=late_s)
 
 
 def _number(text: str) -> bool:

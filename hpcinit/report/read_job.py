@@ -306,7 +306,6 @@ def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint]
             [event for event in own if (event.time or at) <= end + NEAR_S],
             [(save.end, save.step) for save in saves if at <= save.end <= end],
             completed=final and one.state == "COMPLETED",
-            lost_node=final and one.state in ("NODE_FAIL", "BOOT_FAIL"),
             known_steps=[save.step for save in saves],
             loose=known.loose,
             paced=known.paced,
@@ -336,7 +335,8 @@ def _unstamped(
         one = allocations[at]
         # After the last step, a program that failed may have been silent until Slurm's message about the end.
         is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120 and one.state == "COMPLETED"
-        yield at, *_placed(chunk, span, one, saves, min(stream.written, one.end) if is_last else None)
+        latest = min(stream.written, one.end) if chunk is every[-1] and one.begin < stream.written else one.end
+        yield at, *_placed(chunk, span, one, saves, latest if is_last else None, latest)
 
 
 def chunks(events: Sequence[Event]) -> list[list[Event]]:
@@ -418,23 +418,32 @@ def _placed(
     one: Allocation,
     saves: Sequence[Checkpoint],
     written: float | None,
+    latest: float,
 ) -> tuple[list[Event], Known]:
     """Return the events of an attempt with times inside its allocation `one`, and how exact these times are.
 
     span: what _relative() returned.
     written: when the last line was written, or None if unknown.
+    latest: a time before which the last step ended.
     """
     if not span:
         return [event for event in chunk if event.timed and event.time is not None], Known(False, True)
     bars = [event.bar_s for event in chunk if event.bar_s >= 0]
     times, known = _times(span, one, saves, written, bool(bars))
-    found = [Event(times[span[0][1]] - bars[0], "stepping")] if bars else []
+    limits = {} if known.loose or not known.paced else _limits(span, one, saves, latest, bool(bars))
+    found: list[Event] = []
+    if bars:
+        first = times[span[0][1]]
+        low, high = limits.get(span[0][1], (first, first))
+        early_s, late_s = max(0.0, first - low), max(0.0, high - first)
+        found.append(Event(first - bars[0], "stepping", early_s=early_s, late_s=late_s))
     now: float | None = None
     for event in chunk:
         if event.kind == "step":
             if event.step in times:
                 now = times[event.step]
-                found.append(event._replace(time=now))
+                low, high = limits.get(event.step, (now, now))
+                found.append(event._replace(time=now, early_s=max(0.0, now - low), late_s=max(0.0, high - now)))
         elif event.timed and event.time is not None:
             found.append(event)
         elif now is not None or event.kind == "load":
@@ -447,7 +456,7 @@ def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint
 
     anchors: steps with their exact times.
     """
-    return _placed(chunk, _relative(chunk), one, anchors, None)[0]
+    return _placed(chunk, _relative(chunk), one, anchors, None, one.end)[0]
 
 
 def _times(
@@ -501,6 +510,33 @@ def _times(
         after = min(30.0 + usual, max(0.0, one.charged_s - length) / 2)  # it ended soon after its last step
         at = one.end - after - length
     return {step: at + seconds for seconds, step in span}, Known(not anchors, paced)
+
+
+def _limits(
+    span: Sequence[tuple[float, int]], one: Allocation, saves: Sequence[Checkpoint], latest: float, bars: bool
+) -> dict[int, tuple[float, float]]:
+    """Return the earliest and the latest possible time of the first and the last step.
+
+    A step ends after the checkpoints of earlier steps were written, and before those of later ones. The time between
+    two steps is at least what the log shows, which progress bars show in whole seconds.
+    """
+    sure, whole_s = (1.0, 1.0) if bars else (0.8, 0.0)
+    usual = span[-1][0] / max(1, span[-1][1] - span[0][1])
+    own = [save for save in saves if one.begin < save.end <= latest]
+    found: dict[int, tuple[float, float]] = {}
+    for seconds, step in (span[0], span[-1]):
+        low, high = one.begin, latest
+        for save in own:
+            if save.step < step:
+                since = next(at for at, number in span if number > save.step)  # the first one after the save
+                low = max(low, save.end + sure * (seconds - since) - whole_s)
+            else:
+                until = max(at for at, number in span if number <= max(save.step, step))
+                high = min(high, save.end - sure * (until - seconds) + whole_s)
+        high = min(high, latest - sure * (span[-1][0] - seconds) + whole_s)
+        low = max(low, one.begin + sure * (seconds - span[0][0]) - whole_s)
+        found[step] = min(low, high) - usual, max(low, high) + usual
+    return found
 
 
 def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:

@@ -21,8 +21,8 @@ from hpcinit.report.log_events import Event
 
 EXCESS = 0.35  # an interval that took so much longer than usual contains something else
 SLACK = 0.15  # of an excess
-SILENT_INTERVALS, SILENT_S = 1.7, 90.0  # a failed attempt that printed nothing for longer had a hang
-HANG_S = 60.0  # a shorter silence is no hang
+HANG_S, HANG_STEPS = 60.0, 10  # a failed attempt whose last step was longer ago had a hang
+UNEVEN = 0.1  # by what share the duration of a few steps may differ from the usual one
 KILL_S = 30.0  # from the signal to the end of the allocation, at most, as far as unknown
 STARTING = (ledger.START, ledger.IMPORTS, ledger.INIT, ledger.FIRST)
 KINDS = {"save": ledger.SAVE, "eval": ledger.PHASES}
@@ -34,7 +34,6 @@ class Piece:
 
     saves: (time, step) of each checkpoint: when its files were complete.
     completed: whether Slurm reports success.
-    lost_node: whether Slurm ended it because a node failed.
     hung: whether a hang was reported.
     before: the last step of earlier starts, or -1 for the first start.
     known_steps: the steps of all checkpoints of the run.
@@ -47,7 +46,6 @@ class Piece:
     events: Sequence[Event]
     saves: Sequence[tuple[float, int]] = ()
     completed: bool = False
-    lost_node: bool = False
     hung: bool = False
     before: int = -1
     known_steps: Sequence[int] = field(default=())
@@ -66,13 +64,31 @@ class Piece:
 
     @property
     def possible(self) -> tuple[str, ...]:
-        return tuple(row for row in ledger.ANY if row not in (ledger.REPEATED, self.completed and ledger.HANG))
+        return tuple(row for row in ledger.ANY if not self.completed or row not in (ledger.REPEATED, ledger.HANG))
 
     @property
     def hidden(self) -> tuple[str, ...]:
         """Return the rows of saves and evaluations, if they may have happened without a line in the log."""
         shown = {one.kind for one in self.events}
         return tuple(row for kind, row in KINDS.items() if kind not in shown)
+
+    @cached_property
+    def limits(self) -> dict[int, Time]:
+        """Return the time of each printed step, with the resolution of its source."""
+        return {
+            one.step: Time(one.time, one.time - one.early_s, one.time + one.late_s)
+            for one in reversed(self.events)
+            if one.kind == "step" and one.time is not None
+        }
+
+    @cached_property
+    def estimated(self) -> bool:
+        """Return whether the times of the steps are estimates, because the log shows no clock."""
+        return self.loose or any(one.early_s for one in self.events)
+
+    def when(self, step: tuple[float, int]) -> Time:
+        known = self.limits.get(step[1])
+        return known if known and known.at == step[0] else exact(step[0])
 
     @cached_property
     def measured(self) -> list[tuple[float, float, str]]:
@@ -227,16 +243,25 @@ def _start_up(
     inside = _inside(piece, first[0] - number * usual, first[0])
     at = max(begin, first[0] - number * usual - sum(inside.values()))
     line = min(max(begin, _first_line(piece)), at)
-    stepping = Time(at, max(begin, at - 0.1 * number * usual), min(first[0], at + (within + 0.2) * usual))
+    known = piece.when(first)
+    uneven = UNEVEN * number * usual
+    earliest = max(begin, at - (known.at - known.low) - uneven)
+    stepping = Time(at, earliest, min(known.high, at + (known.high - known.at) + uneven + within * usual))
     more = (*piece.around, *((ledger.RESTORE,) if resumed > 0 else ()))
     if any(begin <= mark[0] < first[0] for mark in _marks(piece)):
         more += (ledger.SAVE, ledger.PHASES)
     now = exact(begin)
+    begins = {
+        min(at, one.time): Time(min(at, one.time), one.time - one.early_s, one.time + one.late_s)
+        for one in piece.events
+        if one.kind == "stepping" and one.time is not None and begin <= one.time < first[0]
+    }
     if not is_ready:
-        blind = (ledger.FIRST, *more) if line == at else piece.around
-        yield Segment(ledger.START, now, exact(line), maybe=(ledger.IMPORTS, ledger.INIT, *blind))
+        blind = (ledger.FIRST, *more) if line == at else more if line in begins else piece.around
+        until = stepping if line == at else begins.get(line, exact(line))
+        yield Segment(ledger.START, now, until, maybe=(ledger.IMPORTS, ledger.INIT, *blind))
         now = exact(line)
-        more += (ledger.IMPORTS,)
+        more += (ledger.START, ledger.IMPORTS)  # the line may be of a launcher, which starts the program
     loads = [one for one in piece.events if one.kind == "load" and one.timed and line <= (one.time or 0.0) <= first[0]]
     if loads and resumed > 0:
         loading, loaded = (min(at, pick(one.time or 0.0 for one in loads)) for pick in (min, max))
@@ -252,24 +277,24 @@ def _start_up(
         yield Segment(ledger.INIT, now, cut, maybe=(ledger.FIRST, *more))
         yield Segment(ledger.RESTORE, cut, exact(at), maybe=(ledger.INIT, ledger.FIRST, *more))
         now = exact(at)
-    begins = [one.time or 0.0 for one in piece.events if one.kind == "stepping" and now.at <= (one.time or 0.0) <= at]
-    if begins:
-        yield Segment(ledger.INIT, now, exact(begins[-1]), maybe=more)
-        yield Segment(ledger.FIRST, exact(begins[-1]), stepping)
+    if begins and max(begins) >= now.at:
+        begun = begins[max(begins)]
+        yield Segment(ledger.INIT, now, begun, maybe=more)
+        yield Segment(ledger.FIRST, begun, stepping)
     elif is_ready:  # the model was built, or compiled in the first step
         middle = exact((now.at + stepping.at) / 2)
         yield Segment(ledger.INIT, now, middle, maybe=(ledger.FIRST,))
         yield Segment(ledger.FIRST, middle, stepping, maybe=(ledger.INIT,))
     else:
         yield Segment(ledger.INIT, now, stepping, maybe=(ledger.FIRST, *more))
-    stepped = exact(first[0] - sum(inside.values()))
+    stepped = Time(*(time - sum(inside.values()) for time in known))
     yield Segment(ledger.KEPT, stepping, stepped, resumed, first[1], number, piece.around)
     yield from _overheads(stepped, inside, first[1])
 
 
 def _overheads(begin: Time, inside: dict[str, float], step: int) -> Iterator[Segment]:
     for row, seconds in inside.items():
-        end = exact(begin.at + seconds)
+        end = Time(*(time + seconds for time in begin))
         yield Segment(row, begin, end, step, step, int(row == ledger.SAVE))
         begin = end
 
@@ -285,22 +310,26 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
     ]
     noise = statistics.median(map(abs, excesses))
     open_rows = () if piece.paced else piece.possible
+    resolution = statistics.median(piece.when(step).high - step[0] for step in steps)
+    resolution = min(1.0, resolution)  # the rest of a wide limit is common to all steps
     for (a, b), own, excess in zip(pairs, inside, excesses, strict=True):
         (begin, first), (end, last) = a, b
         number = last - first
         until = end - sum(own.values())
+        stop = exact(until) if b is not pairs[-1][1] else Time(*(time - sum(own.values()) for time in piece.when(b)))
         if excess < max(EXCESS * usual, 3 * min(noise, usual), 0.02 * number * usual):
-            yield Segment(ledger.KEPT, exact(begin), exact(until), first, last, number, open_rows)
+            yield Segment(ledger.KEPT, exact(begin), stop, first, last, number, open_rows)
         else:
             rows = sorted({*_between(marks, a, b)}, key=lambda row: row in own)
             found = [*rows, *(row for row in hidden if row not in rows)]
-            slack = SLACK * excess + min(noise, usual)
+            slack = SLACK * excess + min(noise, usual) + resolution
             cut = Time(until - excess, max(begin, until - excess - slack), min(until, until - excess + slack))
             row = rows[0] if rows and rows[0] not in own else ledger.KEPT
-            maybe = (*found, *(() if row != ledger.KEPT else (ledger.KEPT, *KINDS.values())), *open_rows)
+            any_of = (ledger.KEPT, *KINDS.values()) if row == ledger.KEPT or piece.estimated else ()
+            maybe = (*found, *any_of, *open_rows)
             yield Segment(ledger.KEPT, exact(begin), cut, first, last, number, open_rows)
-            yield Segment(row, cut, exact(until), last, last, int(row == ledger.SAVE), maybe)
-        yield from _overheads(exact(until), own, last)
+            yield Segment(row, cut, stop, last, last, int(row == ledger.SAVE), maybe)
+        yield from _overheads(stop, own, last)
 
 
 def _marks(piece: Piece) -> list[tuple[float, str]]:
@@ -329,41 +358,42 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
             at, last, left = until, last + number, left - number
     after = [one for one in piece.events if one.timed and one.time is not None and one.time >= at]
     saved = max([at, *(time for time, _ in piece.saves if time <= end)])
-    seen = max([saved, *(min(end, one.time or 0.0) for one in after if one.kind in (*KINDS, "line"))])
+    seen = max([saved, *(min(end, one.time or 0.0) for one in after if one.kind in KINDS)])
     marked = {row for time, row in _marks(piece) if time >= at}
-    unsure = tuple(row for row in KINDS.values() if row in marked or row in piece.hidden)
-    steps_more = (ledger.KEPT,) if left else ()
+    hidden = tuple(row for row in KINDS.values() if row in marked or row in piece.hidden)
+    unsure = (*hidden, *piece.around)
+    steps_more: tuple[str, ...] = (ledger.KEPT,) if left else ()
+    row = ledger.SAVE if saved > at else ledger.PHASES if ledger.PHASES in marked else ledger.KEPT
     if piece.completed:
-        row = ledger.SAVE if saved > at else ledger.PHASES if ledger.PHASES in marked else ledger.KEPT
-        yield Segment(row, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure, *piece.around))
-        here = (*unsure, *steps_more) if seen == at or unsure else ()
+        seen = max([seen, *(min(end, one.time or 0.0) for one in after if one.kind == "line")])
+        yield Segment(row, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure, ledger.END))
+        here = (*hidden, *steps_more) if seen == at or hidden else ()
         yield Segment(ledger.END, exact(seen), exact(end), maybe=(*here, *piece.around))
         return
-    hangs = [one.time or 0.0 for one in after if one.kind == "hang"]
-    signals = [min(end, one.time or 0.0) for one in after if one.kind in ("signal", "ended", "error")]
-    most = min(end - at, max(1, min(left, every)) * usual)  # of steps
-    silent = end - seen > max(SILENT_S, SILENT_INTERVALS * every * usual)
-    unsure = (*unsure, *piece.around)
+    steps_more += (ledger.REPEATED,)  # the last step was interrupted
     if seen > at:
-        yield Segment(
-            ledger.SAVE if saved > at else ledger.KEPT, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure)
-        )
+        yield Segment(row, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure))
         at = seen
-    ran = Time(min(at + most / 2, end), at, min(end, at + most))
-    if hangs or piece.hung or piece.lost_node or silent:
+    most = min(end - at, max(1, min(left, every)) * usual)  # of whole steps that were not printed
+    hangs = [one.time or 0.0 for one in after if one.kind == "hang"]
+    if hangs or piece.hung or end - at - most > max(HANG_S, HANG_STEPS * usual):
+        ran = Time(at + most / 2, at, at + most)
         yield Segment(ledger.KEPT, exact(at), ran, last, last + every, 0, piece.around)
         stop_at = max(hangs) if hangs else end
         stop = Time(stop_at, max(at, stop_at - 5), min(end, stop_at + KILL_S))
-        sure = hangs or piece.hung
-        yield Segment(ledger.HANG, ran, stop, maybe=piece.around if sure else (ledger.END, *unsure))
+        others = piece.around if hangs or piece.hung else (ledger.END, *unsure)
+        long_step = (ledger.REPEATED,) if piece.estimated and not piece.hung else ()  # the last step may be later
+        yield Segment(ledger.HANG, ran, stop, maybe=(*long_step, *others))
         yield Segment(ledger.END, stop, exact(end), maybe=(ledger.HANG, *piece.around))
         return
-    stop_at = min(signals) if signals else max(at, end - min(KILL_S, (end - at) / 2))
-    stop = exact(max(at, stop_at))
-    more = (*unsure, *((ledger.HANG,) if end - at > HANG_S else ()))
+    # A line does not show that training continued: a launcher prints lines about the end. So what is after the last
+    # step or save is a step, a hang or the end.
+    signals = [min(end, one.time or 0.0) for one in after if one.kind in ("signal", "ended", "error")]
+    stop = exact(max(at, min(signals) if signals else end - min(KILL_S, (end - at) / 2)))
+    more = (*steps_more, *unsure, *((ledger.HANG,) if end - at > HANG_S else ()))
     number = max(1, round((stop.at - at) / usual))
-    yield Segment(ledger.KEPT, exact(at), stop, last, last + number, 0, (ledger.END, ledger.REPEATED, *more))
-    yield Segment(ledger.END, stop, exact(end), maybe=() if signals else (ledger.KEPT, ledger.REPEATED, *more))
+    yield Segment(ledger.KEPT, exact(at), stop, last, last + number, 0, (*more, ledger.REPEATED, ledger.END))
+    yield Segment(ledger.END, stop, exact(end), maybe=(*more, ledger.REPEATED, ledger.KEPT))
 
 
 def _without_steps(piece: Piece, begin: float) -> Start:
@@ -372,10 +402,11 @@ def _without_steps(piece: Piece, begin: float) -> Start:
     first, last = (saves[0], saves[-1]) if saves else (begin, begin)
     line = min(max(begin, _first_line(piece)), first if saves else piece.end)
     possible = piece.possible
+    numbers = [step for _, step in sorted(piece.saves)] or [-1]
     segments = [
         Segment(ledger.START, exact(begin), exact(line), maybe=possible),
         Segment(ledger.UNKNOWN, exact(line), exact(first), maybe=possible),
-        Segment(ledger.KEPT, exact(first), exact(last), maybe=(ledger.SAVE, ledger.PHASES)),
+        Segment(ledger.KEPT, exact(first), exact(last), numbers[0], numbers[-1], maybe=(ledger.SAVE, ledger.PHASES)),
         Segment(ledger.UNKNOWN, exact(last), exact(piece.end), maybe=possible),
     ]
     return Start(tuple(_in_order(segments, piece.end)), stopped=piece.completed)

@@ -358,7 +358,7 @@ def _without_spans(
     events.sort(key=lambda event: event.time or 0.0)
     piece = Piece(
         begin, end, events, [(save.end, save.step) for save in saves], completed=stopped, hung=hung,
-        lost_node=one.state in ("NODE_FAIL", "BOOT_FAIL"), before=number - 1, known_steps=[save.step for save in every],
+        before=number - 1, known_steps=[save.step for save in every],
     )  # fmt: skip
     found = read_logs.divide(piece, begin)
     return list(found.segments), found.resumed, found.resumed_within

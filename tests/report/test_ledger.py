@@ -349,6 +349,43 @@ def test_a_log_without_a_clock_leaves_a_hang_open(tmp_path: Path) -> None:
     assert inside(rows[ledger.HANG], 1700) and 180 <= rows[ledger.KEPT].low <= 200
 
 
+def test_a_line_of_the_launcher_shows_no_step_and_no_start(tmp_path: Path) -> None:
+    """What is between the last step and a launcher's line about the end was a step, lost or not, a hang, or the end."""
+    launcher = "torch/distributed/run.py:852] Setting OMP_NUM_THREADS environment variable"
+    lines = [(5, launcher), *STEPS, (340, "torch/distributed/elastic/agent: Received 15 death signal")]
+    rows = rows_of(tmp_path, clocked(*lines), 342, "CANCELLED")
+    assert inside(rows[ledger.REPEATED], 42) and inside(rows[ledger.KEPT], 200) and rows[ledger.HANG].high == 0
+    assert all(inside(rows[row], seconds) for row in (ledger.START, ledger.IMPORTS) for seconds in (5, 95))
+    lines = [*lines[:-1], (440, lines[-1][1])]
+    rows = rows_of(tmp_path, clocked(*lines), 442, "CANCELLED")
+    assert inside(rows[ledger.HANG], 142) and rows[ledger.HANG].low == 0 and rows[ledger.KEPT].low > 190
+
+
+def test_a_later_attempt_without_steps_may_have_repeated_those_after_the_last_save() -> None:
+    """A start whose steps no line shows may have repeated steps after the last save, but not those before it."""
+    ends = [(ledger.KEPT, 0, 50), (ledger.SAVE, 50, 55), (ledger.KEPT, 55, 95)]
+    early = Start(tuple(Segment(row, exact(begin), exact(end), count=1) for row, begin, end in ends))
+    late = Start((Segment(ledger.UNKNOWN, exact(100), exact(200)),))
+    jobs = [Allocation("1", 0, 0.0, 95.0, starts=(early,)), Allocation("1", 1, 100.0, 200.0, starts=(late,))]
+    rows = ledger.with_repeats(jobs)[0].rows
+    assert rows[ledger.KEPT] == (90, 50, 90) and rows[ledger.REPEATED] == (0, 0, 40)
+
+
+def test_checkpoints_limit_the_times_of_steps_without_a_clock(tmp_path: Path) -> None:
+    """The first step was before the first checkpoint, the last one after the last; the rest depends on their pace."""
+    text = "".join(f"step {step}/100 loss 1.5 (1.000 s/step)\n" for step in range(1, 101))
+    (tmp_path / "slurm-77.out").write_text(text)
+    places = [tmp_path / f"step_{step}.pt" for step in (40, 80)]
+    for place, at in zip(places, (90, 140), strict=True):
+        place.write_text("x")
+        os.utime(place, (START + at, START + at))
+    os.utime(tmp_path / "slurm-77.out", (START + 170, START + 170))
+    job = Allocation("77", 0, START, START + 170, state="CANCELLED")
+    start = read_job._ledger("77", [job], [tmp_path / "slurm-77.out"], places, tmp_path).allocations[0]
+    assert all(inside(start.rows[ledger.INIT], seconds) for seconds in (45, 55)), start.rows
+    assert all(inside(start.rows[ledger.KEPT], seconds) for seconds in (95, 115)), start.rows
+
+
 def test_an_overwritten_log_leaves_all_rows_open(tmp_path: Path) -> None:
     """The time of an attempt without a log belongs to no row for certain; 'unknown' itself may be nothing."""
     rows = rows_of(tmp_path, "nothing about training\n", 900, "FAILED")
