@@ -204,8 +204,8 @@ def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
         if start.resumed >= 0:
             for earlier in before:
                 found[earlier] = _cut(found[earlier], start.resumed, start.resumed_within)
-        elif number and not found[number - 1].stopped:
-            found[number - 1] = _open_after_save(found[number - 1])
+        elif number and not found[number - 1].stopped and any(_steps_in(one) for one in start.segments):
+            found[number - 1] = _open_after_save(found[number - 1], any(one.row == KEPT for one in start.segments))
     by_allocation: dict[int, list[Start]] = {}
     for (at, _), start in zip(starts, found, strict=True):
         by_allocation.setdefault(at, []).append(start)
@@ -243,21 +243,23 @@ def _when(one: Segment, step: int) -> float:
     return one.begin.at + (one.end.at - one.begin.at) * (step - one.first) / (one.last - one.first)
 
 
-def _open_after_save(start: Start) -> Start:
+def _steps_in(one: Segment) -> bool:
+    return one.row == UNKNOWN or KEPT in (one.row, *one.maybe)
+
+
+def _open_after_save(start: Start, repeated: bool) -> Start:
     """Return the start before one whose first step is unknown: it may have repeated any step after the last save.
 
     It continued from the last save at the earliest, because a program that saves loads what it saved.
+    repeated: whether that start certainly made steps.
     """
     last = max((at for at, one in enumerate(start.segments) if one.row == SAVE), default=-1)
-    return replace(
-        start,
-        segments=tuple(
-            replace(one, maybe=_others((*one.maybe, REPEATED), one.row))
-            if at > last and KEPT in (one.row, *one.maybe)
-            else one
-            for at, one in enumerate(start.segments)
-        ),
-    )
+    segments = [*start.segments]
+    for at, one in enumerate(segments):
+        if at > last and KEPT in (one.row, *one.maybe):
+            row = REPEATED if repeated and last >= 0 and one.row == KEPT else one.row
+            segments[at] = replace(one, row=row, maybe=_others((*one.maybe, KEPT, REPEATED), row))
+    return replace(start, segments=tuple(segments))
 
 
 def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
