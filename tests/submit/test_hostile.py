@@ -84,7 +84,7 @@ def test_every_text_of_the_schema_is_tried() -> None:
     assert len(names) > 50
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(KEYS), TEXTS)
 @example(("comment", "text"), "a\\b")
 def test_bash_does_not_run_the_text(tmp_path_factory: pytest.TempPathFactory, key: tuple[str, str], text: str) -> None:
