@@ -83,7 +83,7 @@ def test_a_traceback_among_many_lines_of_srun() -> None:
     """The label of srun -l counts although most lines are srun's own, which have none."""
     lines = [*ERROR, *(f"srun: error: n{number}: task {number}: Exited with exit code 1" for number in range(64))]
     verdict = diagnosis.diagnose(foreign_job.gather([Log("\n".join(lines))]).evidence)
-    assert verdict.headline.startswith("rank 3 on n3 failed first: ValueError: bad sample 17")
+    assert verdict.headline.startswith("probably rank 3 on n3 failed first: ValueError: bad sample 17")
 
 
 @pytest.mark.parametrize("error_at", [0.3, 1.0])
@@ -91,5 +91,5 @@ def test_an_error_anywhere_in_a_large_log(hpcinit: Run, tmp_path: Path, error_at
     """A log of 20 MB is searched completely, and the answer shows how much of it was not read."""
     long_log(tmp_path, 20, ERROR, error_at)
     text = hpcinit("why", str(tmp_path / "train.log")).stdout
-    assert text.startswith("rank 3 failed first: ValueError: bad sample 17"), text
+    assert text.startswith("probably rank 3 failed first: ValueError: bad sample 17"), text
     assert "MB of the logs contain: hpcinit only searched them" in text

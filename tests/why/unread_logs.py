@@ -185,7 +185,7 @@ LOGS: list[tuple[str, str, set[int], set[str]]] = [
     ),
     (
         "no-trace-no-word",
-        "0: world size 4\n3: assertion `n_heads % tp == 0` did not hold\n"
+        "0: world size 4\n3: assertion `n_heads % tp == 0` is false\n"
         + _of("0: ", _trace("RuntimeError: received 0 of 4096 bytes"))
         + EXITED.format(node=1, rank=0, code=1),
         {3},
