@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from hpcinit.records import drill_records, error_records, run_folder
 LOOK_S = 0.01
 CLOCK_S = 0.002  # a file's time may be this much too early, because it is from the kernel's coarse clock
 TIME_MIN = 24 * 60.0  # the drill has its own limit
+# Logs, tables and pictures.
+NO_STATE = re.compile(r"(?i)\.(?:csv|tsv|log|out|err|jsonl|txt|md|html|ya?ml|png|jpe?g|gif|svg|pdf|wav|mp4)$|tfevents")
+WITHOUT_OPTIMIZER = 0.6  # a file with weights only has at most this part of the size of a complete state
 STEP = ["-m", "hpcinit.engine.local_step"]
 
 
@@ -32,6 +36,11 @@ class Save:
 
     steps: int
     files: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> int:
+        """Return the size of the largest file that may contain a training state."""
+        return max((size for name, size in self.files.items() if not NO_STATE.search(name)), default=0)
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,10 @@ class Attempt:
             done=self.steps(),
             status=status,
             read=read,
-            outside=drill_records.read_lines(self.folder / drill_records.OUTSIDE)[0],
+            outside=[
+                one | {"bytes": _bytes(Path(one["path"]))}
+                for one in drill_records.read_lines(self.folder / drill_records.OUTSIDE)[0]
+            ],
             error=f"rank {first.rank}: {first.error}" if first and status else "",
             begin_s=self.first_step - self.began if self.first_step else 0.0,
             seconds=time.monotonic() - self.began,
@@ -251,6 +263,25 @@ class SaveWatch:
             if save.steps and kept:
                 found.append(Save(self.from_step + save.steps, kept))
         return [*self.earlier, *sorted(found, key=lambda save: save.steps)]
+
+
+def states(saves: Sequence[Save], largest: int) -> list[Save]:
+    """Return the saves of a complete training state: not a table of losses, and not only the best weights.
+
+    largest: the size of the largest file of all saves.
+    """
+    return [save for save in saves if save.largest > WITHOUT_OPTIMIZER * largest]
+
+
+def kinds(names: Iterable[str]) -> set[str]:
+    """Return the names with '#' for each number."""
+    return {re.sub(r"\d+", "#", name) for name in names}
+
+
+def _bytes(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size if path.is_file() else 0
+    return 0
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from hpcinit.drill.progress_lines import Point, last_digit
 from hpcinit.records.drill_records import Step
 
 EQUAL = 1e-6  # largest relative difference of sums that count as equal
+AFTER_STEPS = 2  # with equal weights at more steps than this, a resume is exact
 TIMES_NOISE = 4.0  # tolerance of losses, as a multiple of the largest difference between two undisturbed runs
 
 
@@ -28,6 +29,12 @@ class Undisturbed:
         pairs = [*zip(self.first.steps[:1], self.second.steps[:1], strict=False)]
         weights = all(close(a.weights, b.weights) for one, other in pairs for a, b in zip(one, other, strict=False))
         return weights and self._noise() <= self._digit()
+
+    @property
+    def exact(self) -> bool:
+        """Return whether both runs had exactly equal weights at each step."""
+        one, other = ([[step.weights for step in steps] for steps in run.steps] for run in (self.first, self.second))
+        return bool(one) and one == other
 
     @property
     def tolerance(self) -> float:
@@ -79,8 +86,17 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
     """
     reported, weighed = _from_step(alone.first, record), _by_weights(alone, record)
     from_step = weighed if reported is None else reported
-    if weighed is not None and reported is not None and abs(weighed - reported) == 1:
-        from_step = weighed  # a progress bar may be printed before or after it counts the step
+    if (
+        weighed is not None
+        and reported is not None
+        and (
+            abs(weighed - reported) == 1  # a progress bar may be printed before or after it counts the step
+            or 0 < reported < weighed  # the program counts batches of an epoch from its start
+            or (reported == 0 and not _repeats(alone.first, record, weighed))  # it rarely prints a line
+        )
+    ):
+        from_step = weighed
+    exact = alone.exact and from_step is not None and _same_weights(alone, record, from_step)
     differs, largest, compared = None, 0.0, False
     known = losses(alone.first)
     order = {point.step: number for number, point in enumerate(alone.first.points)}
@@ -89,6 +105,8 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
             compared = True
             difference = abs(loss - known[reported_step])
             largest = max(largest, difference)
+            if exact:
+                continue  # the printed loss is an average since the start
             if not difference <= alone.tolerance and not (math.isnan(loss) and math.isnan(known[reported_step])):
                 differs = order[reported_step] if differs is None else min(differs, order[reported_step])
     if alone.deterministic and from_step is not None:
@@ -99,7 +117,7 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 compared = True
                 # Use the second step after the restart: the first step's record may contain further inputs.
                 other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
-                same = close(step.weights, expected.weights, 1e-4) and not other_averages(
+                same = close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4) and not other_averages(
                     alone, rank, from_step + number, step
                 )
                 if other_inputs or not same:
@@ -161,15 +179,34 @@ def _from_step(first: Record, record: Record) -> int | None:
             continue
         if not (record.steps and first.steps):
             return same
-        from_step = _before(first, first.points[same]) - _before(record, point)
+        from_step = before(first, first.points[same]) - before(record, point)
         return from_step if from_step >= 0 else None  # a number that counts something else than steps
     return None
 
 
-def _before(record: Record, point: Point) -> int:
+def before(record: Record, point: Point) -> int:
     """Return how many steps the rank that reported `point` had made by then."""
+    if not record.steps:
+        return next(number for number, one in enumerate(record.points) if one is point)
     steps = record.steps[min(record.reporter, len(record.steps) - 1)]
     return sum(step.time < point.time if point.time else step.at < point.at for step in steps)
+
+
+def _repeats(first: Record, record: Record, from_step: int) -> bool:
+    """Return whether an attempt reports a step that the undisturbed run reported before `from_step`."""
+    known = {point.step: point for point in first.points}
+    return any(before(first, known[point.step]) < from_step for point in record.points[:1] if point.step in known)
+
+
+def _same_weights(alone: Undisturbed, record: Record, from_step: int) -> bool:
+    """Return whether a resumed attempt has exactly the weights of the undisturbed run at each of several steps."""
+    pairs = [
+        (step.weights, expected.weights)
+        for rank, steps in enumerate(record.steps)
+        for number, step in enumerate(steps, from_step)
+        if (expected := at(alone.first, rank, number))
+    ]
+    return len(pairs) > AFTER_STEPS and all(own == expected for own, expected in pairs)
 
 
 def _by_weights(alone: Undisturbed, record: Record) -> int | None:
@@ -180,5 +217,8 @@ def _by_weights(alone: Undisturbed, record: Record) -> int | None:
     own = at(record, 0, 0)
     if own is None or not alone.first.steps or not alone.deterministic:
         return None
-    equal = [number for number, step in enumerate(alone.first.steps[0]) if close(step.weights, own.weights, 1e-9)]
+    steps = alone.first.steps[0]
+    equal = [number for number, step in enumerate(steps) if close(step.weights, own.weights, 1e-9)]
+    if len(equal) > 1:  # the first steps of a warm-up, with lr 0
+        equal = [n for n in equal if steps[n].states == own.states and close(steps[n].state_sum, own.state_sum, 1e-9)]
     return equal[0] if len(equal) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import time
@@ -15,12 +16,15 @@ import psutil
 from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch, handles, send
 from hpcinit.drill.place import changes
 from hpcinit.engine import local_job
+from hpcinit.records import drill_records
 
 PREEMPTED, RANK_KILLED, ALL_KILLED = "preempted", "rank killed", "all ranks killed"
 TIME_LIMIT, WHILE_SAVING, FULL_DISK = "time limit", "killed while it saved", "full disk"
 FEWER_RANKS = "fewer ranks"
 SLICE_S = 0.001  # how long the ranks run between two checks of the files during a save
-MOST_STATES = 2  # from at most this many unfinished saves the program is restarted
+MOST_TORN, MOST_STATES = 2, 4  # from at most this many unfinished saves the program is restarted
+MOST_COPIES = 20  # of the files during a save
+LEAST_TORN = 1024  # bytes; a smaller file is written in one piece
 AFTER_FAILURE_S = 30.0  # how long the other ranks may take to end
 
 
@@ -143,39 +147,96 @@ class Frozen:
     def _save(self, save: Save, watch: SaveWatch) -> None:
         """Copy the unfinished states of a save.
 
-        Let the ranks run for a millisecond at a time until the save is complete.
+        Each rank waits before it opens or renames a file, and a copy is made. For files that are written without
+        Python, let the ranks run for a millisecond at a time until the save is complete.
         """
-        earlier, states = watch.saves(), list[tuple[Path, dict[str, int]]]()
+        earlier, states = watch.saves(), list[State]()
         known: set[object] = set()
-        before, processes = self.attempt.place.written(), self.attempt.of_ranks()
+        place, pause = self.attempt.place, self.attempt.folder / drill_records.PAUSE
+        before, processes, read_at = place.written(), self.attempt.of_ranks(), 0
+        pause.touch()
         while self.attempt.running() and self.attempt.steps() <= save.steps + 1:
             _run_for(processes, SLICE_S)
-            changed = changes(before, self.attempt.place.written())
+            announced, read_at = drill_records.read_lines(self.attempt.folder / drill_records.CHANGES, read_at)
+            changed = changes(before, place.written())
             complete = all(name in changed and changed[name].size == size for name, size in save.files.items())
+            for one in announced or [{}]:
+                name = os.path.relpath(str(one["path"]), place.now) if one else ""
+                # Of files with other names, such as temporary files, only the presence counts.
+                key = (name, *sorted((name, seen.size == save.files.get(name)) for name, seen in changed.items()))
+                useful = changed or one.get("torn")
+                if key not in known and useful and not complete and not place.is_own(name) and len(known) < MOST_COPIES:
+                    known.add(key)
+                    copy = place.copy_state(f"state-{save.steps}-{len(known)}")
+                    sizes = {name: seen.size for name, seen in changed.items()}
+                    states.append(State(copy, sizes, name if one.get("torn") else ""))
+                if one:
+                    (self.attempt.folder / str(one["seen"])).touch()
             if complete:
                 break
-            # Of files with other names, such as temporary files, only the presence counts.
-            key = tuple(sorted((name, seen.size == save.files.get(name)) for name, seen in changed.items()))
-            if changed and key not in known:
-                known.add(key)
-                copy = self.attempt.place.copy_state(f"state-{save.steps}-{len(known)}")
-                states.append((copy, {name: seen.size for name, seen in changed.items()}))
         record = self.attempt.record(True)
+        chosen = _chosen(states, save, place.now)
+        pause.unlink()
         send(processes, signal.SIGCONT)
         self.while_saving = [
             Interruption(
-                WHILE_SAVING, save.steps, save.steps, record, earlier, state=path, unfinished=sizes, expected=save.files
+                WHILE_SAVING,
+                save.steps,
+                save.steps,
+                record,
+                earlier,
+                state=one.path,
+                unfinished=one.sizes,
+                expected=save.files,
             )
-            for path, sizes in _chosen(states)
+            for one in chosen
         ]
 
 
-def _chosen(states: Sequence[tuple[Path, dict[str, int]]]) -> list[tuple[Path, dict[str, int]]]:
-    """Return at most MOST_STATES of the states: the first, the last, and some between them."""
-    if len(states) <= MOST_STATES:
-        return list(states)
-    step = (len(states) - 1) / (MOST_STATES - 1)
-    return [states[round(number * step)] for number in range(MOST_STATES)]
+@dataclass
+class State:
+    """A copy of the files in the middle of a save.
+
+    sizes: the sizes of the files that had changed.
+    opened: the file that a rank was about to write from its start, or ''.
+    """
+
+    path: Path
+    sizes: dict[str, int]
+    opened: str
+
+    def tear(self, whole: Path) -> None:
+        """Write the first half of the opened file, as a kill during the write leaves it. whole: the complete file."""
+        target, size = self.path / self.opened, _size(whole) // 2
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole.open("rb") as file:
+            target.write_bytes(file.read(size))
+        self.sizes[self.opened] = size
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _chosen(states: Sequence[State], save: Save, now: Path) -> list[State]:
+    """Return at most MOST_STATES of the states: two with a torn file, the first, and the last.
+
+    Tear the largest files, and prefer those that keep their names to temporary files.
+
+    now: the folder with the files after the save.
+    """
+    whole = {}
+    for one in states:
+        if one.opened and not (one.path / one.opened).is_symlink():
+            found = max([now, *(other.path for other in states)], key=lambda path: _size(path / one.opened))
+            if _size(found / one.opened) >= LEAST_TORN:
+                whole[one.opened] = (one, found / one.opened)
+    largest = sorted(whole.values(), key=lambda pair: (pair[0].opened in save.files, _size(pair[1])), reverse=True)
+    for one, path in largest[:MOST_TORN]:
+        one.tear(path)
+    torn = [one for one, _ in largest[:MOST_TORN]]
+    real = [one for one in states if one.sizes and one not in torn]
+    return [*torn, *real[:1], *real[1:][-1:]]
 
 
 def _run_for(processes: Sequence[psutil.Process], seconds: float) -> None:

@@ -6,6 +6,7 @@ first step after the resume (learning rates, optimizer state, inputs, random sta
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,17 @@ from pathlib import Path, PurePath
 
 from hpcinit.base.text import counted
 from hpcinit.drill import faults
-from hpcinit.drill.attempt import Record, Save
-from hpcinit.drill.comparison import Resumed, Undisturbed, at, close, other_averages, reads_other, values
+from hpcinit.drill.attempt import Record, Save, kinds
+from hpcinit.drill.comparison import Resumed, Undisturbed, at, before, close, other_averages, reads_other, values
 from hpcinit.drill.faults import Interruption
+from hpcinit.records import drill_records
 from hpcinit.records.drill_records import Step
 
 LEAST_S = 0.25  # a program that continues to its own end for at least this long ignores the signal
 SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this many bytes
 MOST_NAMES = 3
+POINTER = re.compile(r"(?i)latest|last|newest|current|resume|pointer")  # the name of a file that names a checkpoint
+IN_TMPDIR = re.compile(r"/attempt-\d+/tmp/")  # a file in the TMPDIR of an attempt
 NO_STEP = "read a batch that no step of the undisturbed run read"
 # What torch, pickle, safetensors and json print about an incomplete file.
 DAMAGED = re.compile(
@@ -70,12 +74,15 @@ class Finding:
         return ADVICE[self.cause]
 
 
-def of_interruption(alone: Undisturbed, cut: Interruption) -> Iterator[Finding]:
-    """Yield a finding if the interrupted attempt ignored SIGTERM."""
+def of_interruption(alone: Undisturbed, cut: Interruption, stops: bool = False) -> Iterator[Finding]:
+    """Yield a finding if the interrupted attempt ignored SIGTERM.
+
+    stops: whether the program stopped after an earlier SIGTERM. It may now finish its last epoch first.
+    """
     if cut.signal in ("caught", "ignored"):
         after = cut.done - cut.at
         # A short program may end before the signal arrives, and a slow exit is not a further step.
-        if after > 1 and (cut.ran_on or (cut.done >= alone.first.done and cut.after_s > LEAST_S)):
+        if after > 1 and (cut.ran_on or (cut.done >= alone.first.done and cut.after_s > LEAST_S and not stops)):
             yield Finding(
                 IGNORES_SIGNAL,
                 f"SIGTERM is {cut.signal}: the program made {counted(after, 'more step')} instead of stopping",
@@ -89,9 +96,11 @@ def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
     cut: the attempt that the fault ended.
     record, found: the results of the next attempt, and their comparison with the undisturbed run.
     """
-    findings = [*_of_end(cut, record), *_of_place(alone, cut, record, found), *_of_start(cut, record, found)]
+    findings = [*_of_end(cut, record), *_of_place(alone, cut, record, found), *_of_start(alone, cut, record, found)]
     if not findings or findings[0].cause == WRONG_FILE:
         findings += _of_state(alone, record, found)
+    if not findings:
+        findings += _of_length(alone, cut, record, found)
     if not findings and found.differs is not None:
         findings = [
             Finding(UNKNOWN, f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}")
@@ -108,6 +117,9 @@ def _of_end(cut: Interruption, record: Record) -> Iterator[Finding]:
         failed_rank = error.removeprefix("rank ").partition(":")[0]
         cause = SHARDED if failed_rank.isdigit() and int(failed_rank) and _is_missing(error) else CRASH
         cause = TORN if DAMAGED.search(error) else cause
+        cause = (
+            NODE_LOCAL if IN_TMPDIR.search(error) or any(name in error for name in _elsewhere(cut.record)) else cause
+        )
         yield Finding(cause, f"the next attempt failed: {error.splitlines()[-1][:200]}")
 
 
@@ -118,16 +130,34 @@ def _is_missing(error: str) -> bool:
 def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
     if found.from_step != 0 or record.status:
         return
-    elsewhere = [str(one["path"]) for one in cut.record.outside if not one["refused"]]
-    elsewhere += [f"$TMPDIR/{name}" for name, size in cut.record.left_in_tmp.items() if size > 0]
-    if elsewhere and not cut.saves:
-        places = ", ".join(elsewhere[:MOST_NAMES])
+    elsewhere = _elsewhere(cut.record) or _elsewhere(alone.first)
+    here = max((save.largest for save in cut.saves), default=0)
+    if elsewhere and max(elsewhere.values()) > here:
+        places = ", ".join(list(elsewhere)[:MOST_NAMES])
         yield Finding(NODE_LOCAL, f"the program saves to {places}, which the next attempt does not share")
     elif not alone.saves:
         yield Finding(SAVES_NOTHING, "the program wrote no checkpoint")
 
 
-def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+def _elsewhere(record: Record) -> dict[str, int]:
+    """Return the files that an attempt left in node-local folders, with their sizes."""
+    found = {f"$TMPDIR/{name}": size for name, size in record.left_in_tmp.items() if size}
+    return found | {str(one["path"]): int(str(one["bytes"])) for one in record.outside if one.get("bytes")}
+
+
+def _of_length(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+    """Yield a finding if the attempt ended without an error after too many or too few steps."""
+    if record.status != 0 or cut.fault == faults.FEWER_RANKS or alone.first.done != alone.second.done:
+        return
+    total = alone.first.done
+    if record.done == 0 and cut.done < total - 1:
+        yield Finding(EPOCH, f"the program ended without a step, although {counted(total - cut.done, 'step')} remained")
+    elif found.by_weights is not None and abs(found.by_weights + record.done - total) > 1:
+        made = found.by_weights + record.done
+        yield Finding(EPOCH, f"the program made {counted(made, 'step')} in total, instead of {total}")
+
+
+def _of_start(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
     """Yield a finding if the attempt started at a wrong step."""
     if record.status or found.from_step is None or not cut.saves:
         return
@@ -135,18 +165,44 @@ def _of_start(cut: Interruption, record: Record, found: Resumed) -> Iterator[Fin
     read = [name for name in record.read if any(name in save.files for save in cut.saves)]
     weights = found.by_weights
     if found.from_step == 0 and weights:
-        yield Finding(EPOCH, f"the weights are those after step {weights}, but the program counts from the start again")
+        if weights >= _epoch_length(alone):  # otherwise it may read the first epoch again
+            yield Finding(
+                EPOCH, f"the weights are those after step {weights}, but the program counts from the start again"
+            )
     elif found.from_step == 0:
         seen = f"it read {_names(read)}, but" if read else "the program loaded nothing:"
         left = _names(list(latest.files))
         yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {latest.steps} was there")
-    elif found.from_step < latest.steps - 1 or (weights is not None and weights < latest.steps - 1):
+    elif weights == 0:
+        yield Finding(WEIGHTS, f"the program counts from step {found.from_step}, but its weights are new")
+    else:
         from_step = min(found.from_step, found.from_step if weights is None else weights)
-        from_file = f"read {_names(read)}" if read else "continued"
-        yield Finding(
-            WRONG_FILE,
-            f"{from_file} of step {from_step}, but {_names(list(latest.files))} of step {latest.steps} is newer",
-        )
+        newer = _newer(cut.saves, read, from_step)
+        if newer:
+            from_file = f"read {_names(read)}" if read else "continued"
+            yield Finding(
+                WRONG_FILE,
+                f"{from_file} of step {from_step}, but {_names(list(newer.files))} of step {newer.steps} is newer",
+            )
+
+
+def _newer(saves: Sequence[Save], read: Sequence[str], from_step: int) -> Save | None:
+    """Return the newest save if it is newer than `from_step`, and the program could have read it instead.
+
+    read: the files of saves that the program read.
+    """
+    sizes = {name: size for save in saves for name, size in save.files.items() if name in read}
+
+    def is_alike(name: str, size: int) -> bool:
+        return kinds([name]) <= kinds(sizes) or any(0.8 * size <= other <= 1.25 * size for other in sizes.values())
+
+    found = [
+        save
+        for save in saves
+        if save.steps > from_step + 1 and (not read or any(is_alike(*one) for one in save.files.items()))
+    ]
+    # A save in the background is complete some steps later.
+    return found[-1] if found and not (read and set(read) <= found[-1].files.keys()) else None
 
 
 def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
@@ -238,10 +294,10 @@ def _other_averages(alone: Undisturbed, record: Record, from_step: int) -> int |
 
 
 def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:
-    """Return a finding if the first rate that the program reports differs from the undisturbed run's at that step."""
+    """Return a finding if a rate that the program reports differs from the undisturbed run's at that step."""
     own, expected = values(record, "lr"), values(alone.first, "lr")
-    step = next((step for step in own if step in expected), None)
-    if step is None or close(own[step], expected[step], 1e-3):
+    step = next((step for step in own if step in expected and not close(own[step], expected[step], 1e-3)), None)
+    if step is None:
         return []
     return [Finding(SCHEDULER, f"the learning rate at step {step} is {own[step]:.4g} instead of {expected[step]:.4g}")]
 
@@ -267,23 +323,42 @@ def _of_data(
     shared = next((step for step in own_epochs if step in epochs), None)
     other = shared if shared is not None and own_epochs[shared] != epochs[shared] else None
     longer = record.status in (0, None) and record.done + from_step > alone.first.done
-    for rank in range(len(both)):
-        number = from_step + 1
-        own = at(record, rank, 1)
-        if own is None or not reads_other(alone, rank, number, own):
+    length = _epoch_length(alone)
+    for rank, steps in enumerate(record.steps[: len(both)]):
+        numbers = range(1, len(steps))
+        after = next((one for one in numbers if reads_other(alone, rank, from_step + one, steps[one])), None)
+        if after is None:
             continue
+        own, number = steps[after], from_step + after
         read_at = [number for number, step in enumerate(alone.first.steps[rank]) if step.batch == own.batch]
-        length = _epoch_length(alone)
-        if other is not None or longer or (read_at and length and (number - read_at[0]) % length == 0):
-            what = f"step {number + 1} read step {read_at[0] + 1}'s batch, from an earlier epoch" if read_at else ""
-            if longer:
-                what = "the program made more steps than the undisturbed run"
-            if other is not None:
-                what = f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
-            yield Finding(EPOCH, f"the program counts epochs from the wrong start: {what}")
+        if after > 1 and not read_at:
+            continue  # inputs that depend on the weights
+        other_random = _other_random(alone, rank, steps[0], from_step)
+        again = [one for one in read_at if one < number]
+        if other is not None:
+            yield Finding(
+                EPOCH,
+                "the program counts epochs from the wrong start: "
+                f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}",
+            )
+        elif again and _restarted(alone, rank, steps[0], from_step, own, again[0]):
+            yield Finding(
+                RANDOM_STATE,
+                f"the random state and the data order of step {number + 1} are those of step {again[0] + 1}",
+            )
+        elif length and any((number - one) % length == 0 for one in read_at):
+            yield Finding(
+                EPOCH,
+                "the program counts epochs from the wrong start: "
+                f"step {number + 1} read step {read_at[0] + 1}'s batch, from another epoch",
+            )
+        elif longer and not (again and again[-1] > after):
+            yield Finding(EPOCH, "the program counts epochs from the wrong start: it made too many steps")
+        elif read_at and not again:
+            yield Finding(EPOCH, f"step {number + 1} read the batch of step {read_at[0] + 1}: the program skipped data")
         elif read_at:
-            yield Finding(DATA, f"step {number + 1} read the batch of step {read_at[0] + 1} again")
-        elif _other_random(alone, rank, both[rank][0], from_step):
+            yield Finding(DATA, f"step {number + 1} read the batch of step {again[-1] + 1} again")
+        elif other_random:
             yield Finding(
                 RANDOM_STATE, f"the random state is not that of step {from_step}, and the data order depends on it"
             )
@@ -294,8 +369,8 @@ def _of_data(
         yield Finding(EPOCH, f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}")
 
 
-def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> bool:
-    """Return whether a random generator has a different state than at the same step of the undisturbed runs.
+def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list[str]:
+    """Return the random generators that have a different state than at the same step of the undisturbed runs.
 
     Compare only seeded generators that training uses: those whose state both undisturbed runs changed in the same way.
 
@@ -304,19 +379,34 @@ def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> bool
     """
     start, one, other = at(alone.first, rank, 0), at(alone.first, rank, number), at(alone.second, rank, number)
     if not start or not one or not other:
-        return False
+        return []
     used = [name for name, value in one.rng.items() if other.rng.get(name) == value != start.rng.get(name)]
-    return any(own.rng.get(name) != one.rng[name] for name in used)
+    notes = (drill_records.LOADER, drill_records.SHUFFLE)
+    return [name for name in used if name not in notes and own.rng.get(name) != one.rng[name]]
+
+
+def _restarted(alone: Undisturbed, rank: int, start: Step, from_step: int, own: Step, earlier: int) -> bool:
+    """Return whether a random state that the data order depends on is that of an earlier step.
+
+    start: what the rank recorded at its first step after the resume.
+    own: what it recorded at the step with the wrong batch, which the undisturbed run read at the step `earlier`.
+    """
+    lost, known = _other_random(alone, rank, start, from_step), at(alone.first, rank, earlier)
+    if drill_records.LOADER in own.rng and drill_records.SHUFFLE not in own.rng:
+        # Each loader draws a seed for its workers from torch's generator.
+        lost = [name for name in lost if name != "torch"]
+    names = {name for name in known.rng if name in lost or name.startswith(drill_records.OWN)} if known else set[str]()
+    return bool(lost and known and names) and all(own.rng.get(name) == known.rng[name] for name in names if known)
 
 
 def _epoch_length(alone: Undisturbed) -> int:
-    """Return the number of steps per epoch, or 0 if the program does not report whole epochs."""
-    epochs = [point.values.get("epoch") for point in alone.first.points]
-    whole = [one for one in epochs if one is not None]
-    if not whole or any(one != int(one) for one in whole):
-        return 0
-    counts = [whole.count(one) for one in dict.fromkeys(whole)]
-    return counts[0] if len(counts) > 1 and len(whole) >= alone.first.done - 1 else 0
+    """Return the number of steps per epoch, or 0 if the program does not report whole epochs of equal length."""
+    starts: dict[float, int] = {}  # the number of steps before the first line of each epoch
+    for point in alone.first.points:
+        if "epoch" in point.values:
+            starts.setdefault(point.values["epoch"], before(alone.first, point))
+    lengths = {b - a for a, b in itertools.pairwise(starts.values())}
+    return lengths.pop() if len(lengths) == 1 and all(one == int(one) for one in starts) else 0
 
 
 def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
@@ -334,17 +424,20 @@ def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
 def _refers(path: Path, missing: Sequence[str]) -> bool:
     """Return whether a text file refers to a missing file.
 
-    It does if it contains the name of the file or its folder, or if its whole text is a number in such a name.
+    It does if it contains the name of the file or its folder, or if it is a pointer to a number in such a name.
 
     missing: the names of the files.
     """
     try:
-        text = path.read_text().strip()
+        text = str(path.readlink()) if path.is_symlink() else path.read_text().strip()
     except (OSError, ValueError):
         return False
     parts = {part for name in missing for part in PurePath(name).parts[1:]}
-    numbers = {number for part in parts for number in re.findall(r"\d+", part)}
-    return text in numbers or any(part in text for part in parts if len(part) > 3 and part != path.name)
+    numbers = {int(number) for part in parts for number in re.findall(r"\d+", part)}
+    # {"step": 12} in latest.json, or a number in any file
+    is_pointer = text.isdigit() or POINTER.search(path.name)
+    named = {int(number) for number in re.findall(r"\d+", text)} if is_pointer else set[int]()
+    return bool(named & numbers) or any(part in text for part in parts if len(part) > 3 and part != path.name)
 
 
 def _names(paths: Sequence[str]) -> str:

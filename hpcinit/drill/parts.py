@@ -12,7 +12,7 @@ from typing import Any
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
 from hpcinit.drill import comparison, faults, findings
-from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch
+from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch, kinds, states
 from hpcinit.drill.comparison import Resumed, Undisturbed
 from hpcinit.drill.faults import Faults, Frozen, Interruption
 from hpcinit.drill.findings import Finding
@@ -78,6 +78,8 @@ class Drill:
         self.most_steps, self.grace_s = most_steps, grace_s
         self.reader: Reader | None = None
         self.saves: list[Save] = []
+        self.largest = 0  # bytes of the largest file of a save
+        self.stops = False  # whether the program has stopped after SIGTERM
         self.restarts = 0
 
     def start(self, state: Path | None = None, restart: int = 1) -> Attempt:
@@ -106,7 +108,10 @@ class Drill:
             record = attempt.record(killed)
         finally:
             attempt.kill()
-        self.saves = self.saves or watch.saves()
+        if not self.saves:
+            found = watch.saves()
+            self.largest = max((save.largest for save in found), default=0)
+            self.saves = states(found, self.largest)
         if refused := [str(one["path"]) for one in record.outside if one["refused"]]:
             raise RequestError(
                 f"the program writes to {', '.join(refused[:3])}, outside of its working folder, expected all files "
@@ -118,15 +123,16 @@ class Drill:
                 or (attempt.log() or attempt.job_log()).decode(errors="replace").strip().rpartition("\n")[2]
             )
             raise Failure(f"the program failed in the undisturbed run, with exit status {record.status}: {last}")
+        loaded = [name for name in record.read if name in self.place.given and not name.endswith(".py")]
         if record.done == 0:
-            loaded = [name for name in record.read if name in self.place.given and not name.endswith(".py")]
             seen = f" after the program read {loaded[-1]}" if loaded else ""
             raise RequestError(
                 f"no step was recognized{seen}, expected an optimizer of torch, run.progress(step, total, loss=...), "
                 "or lines such as 'step 3 loss 2.31': give the pattern of your lines, "
                 "drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)'"
             )
-        if record.steps and record.steps[0] and record.steps[0][0].states:
+        # Adagrad has a state before its first step.
+        if record.steps and record.steps[0] and record.steps[0][0].states and loaded:
             raise RequestError(
                 "the program resumed at its first start, from a checkpoint in the current folder, expected a new "
                 "training run: omit that folder with --without FOLDER"
@@ -198,8 +204,8 @@ class Drill:
         if frozen.killed:
             yield from self._after_loss(alone, plan, self._whole(frozen.killed), doing)
         if frozen.while_saving:
-            records = [self._ended(self._next(one), AFTER_STATE) for one in frozen.while_saving]
-            yield self._part(alone, frozen.while_saving, records)
+            cuts = [self._whole(one) for one in frozen.while_saving]
+            yield self._part(alone, cuts, [self._ended(self._next(one), AFTER_STATE) for one in cuts])
         if frozen.killed and self.fewer:
             cut = replace(self._whole(frozen.killed), fault=faults.FEWER_RANKS)
             yield self._part(alone, [cut], [self._ended(self._with_fewer_ranks(cut, self.fewer), AFTER_STATE)])
@@ -220,20 +226,25 @@ class Drill:
     def _after_loss(self, alone: Undisturbed, plan: Plan, killed: Interruption, doing: Faults) -> Iterator[Part]:
         """Yield the result of the kill of all ranks, then the result of a full disk during the next attempt."""
         watch = self._next(killed)
-        disk = doing.full_disk(*plan.disk, watch) if plan.disk else None
+        disk = self._whole(doing.full_disk(*plan.disk, watch)) if plan.disk else None
         yield (part := self._part(alone, [killed], [disk.record if disk else self._ended(watch)]))
         if disk and not part.findings:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
-        """Return `cut` without interrupted saves: those that are smaller than the same save of the undisturbed run."""
+        """Return `cut` without interrupted saves, which are smaller than the same save of the undisturbed run.
+
+        Omit files that are no complete training state, too.
+        """
         files = {save.steps: save.files for save in self.saves}
 
         def is_whole(save: Save) -> bool:
-            # Compare the total size, because a folder's name may contain the time.
-            return sum(save.files.values()) >= 0.99 * sum(files.get(save.steps, {}).values())
+            # Compare the total size and the kinds of names, because a name may contain the time. A complete temporary
+            # file has the right size: a kill may come between the last write and the rename.
+            expected = files.get(save.steps, {})
+            return sum(save.files.values()) >= 0.99 * sum(expected.values()) and kinds(save.files) >= kinds(expected)
 
-        return replace(cut, saves=[save for save in cut.saves if is_whole(save)])
+        return replace(cut, saves=[save for save in states(cut.saves, self.largest) if is_whole(save)])
 
     def _next(self, cut: Interruption) -> SaveWatch:
         """Start the program again after a fault."""
@@ -257,7 +268,8 @@ class Drill:
                 found = replace(found, differs=None, compared=False)
             part.from_step.append(found.from_step)
             part.lost_s += max(0, cut.at - (found.from_step or 0)) * alone.step_s + record.begin_s
-            new = [*findings.of_interruption(alone, cut), *findings.of_resume(alone, cut, record, found)]
+            new = [*findings.of_interruption(alone, cut, self.stops), *findings.of_resume(alone, cut, record, found)]
+            self.stops = self.stops or (cut.signal == "caught" and cut.done < alone.first.done and not cut.ran_on)
             part.findings += [one for one in new if one.cause not in {other.cause for other in part.findings}]
             part.text = part.text or _text(cut, found)
         if len(cuts) > 1:

@@ -98,13 +98,17 @@ class Place:
         """Return all files in the working folder and in the run folder, except hpcinit's own files."""
         found: dict[str, Seen] = {}
         for path, entry in _entries(self.now):
-            parts = path.parts
-            if parts[0] == "runs" and len(parts) > 2 and (parts[2] in OWN_FOLDERS or _is_own(parts[2])):
+            if self.is_own(path):
                 continue
             with contextlib.suppress(OSError):  # it was removed or renamed
                 status = entry.stat(follow_symlinks=False)
                 found[str(path)] = Seen(status.st_size, status.st_mtime_ns)
         return found
+
+    def is_own(self, name: str | Path) -> bool:
+        """Return whether hpcinit itself writes the file `name`, which is relative to `now`."""
+        parts = Path(name).parts
+        return len(parts) > 2 and parts[0] == "runs" and (parts[2] in OWN_FOLDERS or _is_own(parts[2]))
 
     def forget_reads(self) -> None:
         """Set the access times of all files to 1970."""

@@ -18,9 +18,13 @@ _STEP = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?|train[_ ]?)?(?:step|iter(?:ation)?|update)s?"
     r"['\"]?\s*[:=#\[]?\s*['\"]?(\d+)\b(?!\.\d)"
 )
+# Only in a line without such a step. "batch=32" may also be the size of the batch.
+_OTHER_STEP = re.compile(
+    r"(?i)(?<![a-z])(?:it|batch(?:[_ ](?:idx|index))?|episode)['\"]?\s*[:=#\[]?\s*['\"]?(\d+)\b(?!\.\d)"
+)
 # loss 2.31, loss=2.31, 'loss': '2.31', lm loss: 2.31E+00, train_loss 2.31
 _LOSS = re.compile(
-    rf"(?i)(?<!val )(?<!val_)(?<!eval_)(?<!eval )loss(?:_(?!scale)\w+)?['\"]?\s*[:=|]?\s*['\"\[]?({NUMBER})"
+    rf"(?i)(?<!val )(?<!val_)(?<!eval_)(?<!eval )loss(?:[_/.](?!scale)\w+)?['\"]?\s*[:=|]?\s*['\"\[]?({NUMBER})"
 )
 _RATE = re.compile(rf"(?i)(?<![a-z])(?:lr|learning[_ ]rate)['\"]?\s*[:=|]?\s*['\"\[]*({NUMBER})")
 _EPOCH = re.compile(rf"(?i)(?<![a-z])epoch['\"]?\s*[:=\[]?\s*['\"]?({NUMBER})")
@@ -58,8 +62,22 @@ def _values(line: str) -> dict[str, float]:
 
 
 def _plain(line: str, at: int) -> Point | None:
-    step, values = _STEP.search(line), _values(line)
+    step, values = _STEP.search(line) or _OTHER_STEP.search(line), _values(line)
     return Point(int(step[1]), at, values) if step and "loss" in values else None
+
+
+def _in_epoch_plain(line: str, at: int) -> Point | None:
+    point = _plain(line, at)
+    if not point or "epoch" not in point.values:
+        return None
+    return Point(round(point.values["epoch"] * LONGEST_EPOCH) + point.step, at, point.values)
+
+
+def _epoch(line: str, at: int) -> Point | None:
+    values = _values(line)
+    if not {"loss", "epoch"} <= values.keys() or values["epoch"] != int(values["epoch"]):
+        return None
+    return Point(int(values["epoch"]), at, values)
 
 
 def _bar(line: str, at: int) -> Point | None:
@@ -103,6 +121,8 @@ FORMATS: Mapping[str, Reader] = {
     "a progress bar": _bar,
     "lines with a step and a loss": _plain,
     "lines with an epoch, a batch and a loss": _in_epoch,
+    "lines with an epoch, a step in this epoch and a loss": _in_epoch_plain,
+    "lines with an epoch and a loss": _epoch,
 }
 
 
@@ -149,8 +169,9 @@ def best_reader(data: bytes) -> Reader | None:
     """Return the reader that finds the most steps in increasing order, or None if no known format fits."""
 
     def grown(reader: Reader) -> int:
-        steps = [point.step for point in points(data, 0, reader)]
-        return len(steps) if steps == sorted(steps) else 0
+        # Steps that start again in each epoch would make two different steps equal.
+        steps = [point.step for line, at in _lines(data, 0) if (point := reader(line, at))]
+        return len(set(steps)) if steps == sorted(steps) else 0
 
     counts = {reader: grown(reader) for reader in FORMATS.values()}
     best = max(counts, key=lambda reader: counts[reader])
@@ -158,6 +179,7 @@ def best_reader(data: bytes) -> Reader | None:
 
 
 MOST_NEEDED = 3  # a format must find this many steps in a log
+LONGEST_EPOCH = 10**7  # steps
 
 
 def reported(documents: Iterable[Mapping[str, Any]]) -> list[Point]:

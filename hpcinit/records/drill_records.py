@@ -19,6 +19,11 @@ from hpcinit.records.run_folder import from_known_fields
 ENV_DRILL = "HPCINIT_DRILL"  # environment variable: the folder of this attempt. All files in its parent may be written
 OUTSIDE = "outside.jsonl"  # {path, action, refused} of each file that a rank wrote elsewhere, or wanted to
 PROGRESS = "progress.jsonl"  # {step, time, values} of each run.progress() of rank 0; time: since 1970
+# While the file PAUSE exists, a rank announces each change of a file in CHANGES, as {seen, path, torn}, and then waits
+# for the file `seen`.
+PAUSE, CHANGES = "pause", "changes.jsonl"
+# In Step.rng: generators that the program created; whether a loader, or a shuffling sampler, uses torch's generator.
+OWN, LOADER, SHUFFLE = "own ", "loader", "shuffle"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,16 @@ Limitation: if the program writes files without Python, for example in compiled 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import random
 import sys
+import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +37,7 @@ CHANGES = {
     "os.symlink": (1,),
 }
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+LONGEST_PAUSE_S = 5.0
 MOST_ELEMENTS, MOST_TENSORS = 4096, 256
 
 
@@ -61,10 +65,35 @@ class _Guard:
         self.home = str(Path.home().resolve())
         self.reported: set[str] = set()
         self.busy = False
+        self.pause, self.announced, self.lock = folder / drill_records.PAUSE, 0, threading.RLock()
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.busy or (event != "open" and event not in CHANGES):
             return
+        self._check(event, arguments)
+        target = arguments[1 if event == "os.symlink" else 0]
+        flags = arguments[2] if event == "open" and isinstance(arguments[2], int) else 0
+        changes = flags & WRITING if event == "open" else event in ("os.rename", "os.symlink")
+        if changes and isinstance(target, str | bytes | os.PathLike) and self.pause.exists():
+            self._wait(os.path.realpath(os.fsdecode(target)), torn=bool(flags & (os.O_TRUNC | os.O_EXCL)))
+
+    def _wait(self, path: str, torn: bool) -> None:
+        """Wait until the drill has copied the files as they are just before this rank changes one of them.
+
+        torn: whether the file is written from its start, so that a kill leaves only a part of it.
+        """
+        if not path.startswith(f"{self.report.parent.parent.resolve()}/now/"):
+            return
+        with self.lock:
+            self.announced += 1
+            seen = self.pause.with_name(f"{os.getpid()}-{self.announced}.seen")
+            held = {"seen": seen.name, "path": path, "torn": torn}
+            drill_records.append(self.pause.with_name(drill_records.CHANGES), held)
+            deadline = time.monotonic() + LONGEST_PAUSE_S
+            while self.pause.exists() and not seen.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    def _check(self, event: str, arguments: tuple[Any, ...]) -> None:
         self.busy = True
         try:
             if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & WRITING):
@@ -101,14 +130,24 @@ def _guard_torch_save(torch: Any) -> None:
 
     def audited(obj: Any, f: Any, *arguments: Any, **keys: Any) -> Any:
         if isinstance(f, str | os.PathLike):
-            sys.audit("open", os.fspath(f), "wb", os.O_WRONLY)
+            sys.audit("open", os.fspath(f), "wb", os.O_WRONLY | os.O_TRUNC)
         return save(obj, f, *arguments, **keys)
 
     torch.save = audited
+    with contextlib.suppress(ImportError):  # not every program has it
+        safetensors: Any = importlib.import_module("safetensors")
+        serialize = safetensors.serialize_file
+
+        def audited_serialize(data: Any, filename: Any, *arguments: Any, **keys: Any) -> Any:
+            sys.audit("open", os.fspath(filename), "wb", os.O_WRONLY | os.O_TRUNC)
+            return serialize(data, filename, *arguments, **keys)
+
+        safetensors.serialize_file = audited_serialize
 
 
 def _record_steps(torch: Any, path: Path) -> None:
     batch, first, known = [0, 0], list[Any](), list[weakref.ref[Any]]()  # batch: checksum and number of inputs
+    generators = _Generators(torch)
     evaluated = weakref.WeakSet[Any]()
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
@@ -130,7 +169,12 @@ def _record_steps(torch: Any, path: Path) -> None:
             evaluated.add(module)
 
     def on_step(optimizer: Any, *_: Any) -> None:
+        number = next((number for number, one in enumerate(known) if one() is optimizer), 0)
         if not first:
+            counted = _counted_optimizer(path, number)
+            # The same optimizer in each attempt, although another one may be the first to make a step.
+            if counted != number and counted < len(known) and known[counted]() is not None:
+                return
             first.append(optimizer)
         inputs, batch[:] = tuple(batch), [0, 0]
         if optimizer is not first[0] or _is_of_a_load():
@@ -148,7 +192,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "weights": _sum(parameters),
                     "state_sum": _sum(states),
                     "states": len(states),
-                    "rng": _random_states(torch),
+                    "rng": _random_states(torch) | generators.states(),
                     "batch": inputs[0],
                     "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
@@ -158,6 +202,19 @@ def _record_steps(torch: Any, path: Path) -> None:
     base.__init__ = created
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(on_step)
+
+
+def _counted_optimizer(path: Path, number: int) -> int:
+    """Return the number of the optimizer whose steps are counted: the one that made the first step of the drill.
+
+    path: the file of this rank's steps.
+    number: the number of the optimizer that makes a step now.
+    """
+    kept = path.parent.parent / f"{path.stem}.optimizer"
+    if kept.exists():
+        return int(kept.read_text())
+    kept.write_text(str(number))
+    return number
 
 
 def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -202,3 +259,57 @@ def _random_states(torch: Any) -> dict[str, int]:
     if numpy := sys.modules.get("numpy"):
         found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes()) + int(numpy.random.get_state()[2])
     return found
+
+
+class _Generators:
+    """Finds the random generators that the program itself created, and returns their states."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch, self.found, self.steps = torch, list[Any](), 0
+        self.uses: dict[str, int] = {}
+        data = importlib.import_module("torch.utils.data")
+        self._note(data.DataLoader, drill_records.LOADER)
+        self._note(data.RandomSampler, drill_records.SHUFFLE)
+
+    def _note(self, kind: Any, name: str) -> None:
+        """Note when an object of this class without a generator is iterated."""
+        iterate = kind.__iter__
+
+        def iterated(one: Any) -> Any:
+            if getattr(one, "generator", None) is None:
+                self.uses[name] = 1
+            return iterate(one)
+
+        kind.__iter__ = iterated
+
+    def states(self) -> dict[str, int]:
+        """Return a name for each state. Look for new generators after 1, 2, 4, 8, ... steps."""
+        self.steps += 1
+        numpy = sys.modules.get("numpy")
+        kinds: tuple[Any, ...] = (random.Random, self.torch.Generator)
+        kinds += (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+        if not self.steps & (self.steps - 1):
+            shared = [self.torch.default_generator, getattr(random.random, "__self__", None)]
+            shared += [numpy.random.rand.__self__] if numpy else []
+            known = {id(one) for one in [*shared, *self.found]}
+            self.found += [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]
+        # One that only this list refers to is no longer used.
+        self.found = [one for one in self.found if sys.getrefcount(one) > 3]
+        return self.uses | {f"{drill_records.OWN}{zlib.crc32(self._text(one).encode())}": 1 for one in self.found}
+
+    def _text(self, generator: Any) -> str:
+        if isinstance(generator, random.Random):
+            return repr(generator.getstate())
+        if isinstance(generator, self.torch.Generator):
+            return str(zlib.crc32(generator.get_state().numpy().tobytes()))
+        bits = getattr(generator, "bit_generator", None)
+        state = bits.state if bits else generator.get_state(legacy=False)
+        return repr({name: value.tolist() if hasattr(value, "tolist") else value for name, value in _flat(state)})
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield name, value

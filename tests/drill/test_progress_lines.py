@@ -76,6 +76,22 @@ LINES = {
         3,
         0.8,
     ),
+    "a step in each epoch": (
+        b"INFO:root:epoch=0 step=1 loss=2.5\nINFO:root:epoch=0 step=2 loss=2.25\nINFO:root:epoch=1 step=1 loss=2.0\n",
+        3,
+        2.0,
+    ),
+    "a batch in each epoch": (
+        b'{"epoch": 0, "batch": 0, "train/loss": 2.5}\n{"epoch": 0, "batch": 1, "train/loss": 2.25}\n'
+        b'{"epoch": 1, "batch": 0, "train/loss": 2.0}\n',
+        3,
+        2.0,
+    ),
+    "one line per epoch": (
+        b"Epoch 1/3 train_loss 0.5 val_loss 0.6\nEpoch 2/3 train_loss 0.4\nEpoch 3/3 train_loss 0.3 val_loss 0.6\n",
+        3,
+        0.3,
+    ),
     "DCGAN": (
         b"[0/5][62/64]\tLoss_D: 1.50\tLoss_G: 2.10\n[0/5][63/64]\tLoss_D: 1.40\tLoss_G: 2.0\n"
         b"[1/5][0/64]\tLoss_D: 1.30\tLoss_G: 1.9\n",
@@ -100,6 +116,8 @@ def test_other_output_has_no_steps() -> None:
     """Lines without a step and a loss are no progress; neither are two lines."""
     assert progress_lines.best_reader(b"loading data\nstep 1 done\nstep 2 done\nstep 3 done\n") is None
     assert progress_lines.best_reader(b"step 1 loss 2\nstep 2 loss 1\n") is None
+    repeated = b"step 1 loss 2\nstep 2 loss 1\n" * 3  # in each epoch, without a number of the epoch
+    assert progress_lines.best_reader(repeated) is None
 
 
 def test_a_pattern_of_the_user() -> None:
