@@ -53,7 +53,8 @@ def __dir__() -> list[str]:
 class Run:
     """A submitted run, identified by its run folder.
 
-    path: the absolute path of the run folder. notes: the warnings and notes of the submission, one line each.
+    path: the absolute path of the run folder.
+    notes: the warnings and notes of the submission, one line each.
     combination: for a task of a sweep, its overrides; otherwise ''.
     """
 
@@ -78,9 +79,9 @@ class Run:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """Return what `run.progress()` reported last: {step, total, values, time}.
+        """Return the last step, the total number of steps and the values that the program passed to `run.progress()`.
 
-        It is empty before the first step.
+        The keys are step, total, values and time. The dict is empty before the first step.
         """
         return progress.read(self.path)
 
@@ -125,7 +126,8 @@ class Run:
     def cancel(self, save: bool = False) -> None:
         """Cancel the run.
 
-        save: let the program end the run instead: `run.should_stop()` returns a reason, so the program saves and exits.
+        save: if True, do not stop the run at once. `run.should_stop()` then returns a reason in the program, so that
+            the program can save and exit.
         """
         _documents("cancel", *["--save"] * save, str(self.path))
 
@@ -146,14 +148,18 @@ class Run:
 def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **keys: Any) -> Run:
     """Submit one run and return it.
 
-    overrides: as on the command line, "cluster=x" or "cluster.partition=gpu". program: the script with its arguments,
-    ["train.py", "--lr", "3e-4"], or ["-m", "package.train"], or a command. keys: top-level config keys and groups, such
-    as nodes=8 or cluster="x". A value can be None, a bool, a number, a string, a list or a dict.
+    overrides: as on the command line, "cluster=x" or "cluster.partition=gpu".
+    program: the script with its arguments, such as ["train.py", "--lr", "3e-4"]; or ["-m", "package.train"]; or a
+        command.
+    keys: top-level config keys and groups, such as nodes=8 or cluster="x". A value can be None, a bool, a number, a
+        string, a list or a dict.
 
-    Raise RequestError if arguments have a wrong type (the message lists all), or if the same request is in the queue.
-    Raise ConfigError with all problems of the config, SubmitError if no job was created, and MaybeSubmitted if there
-    might be a job. KeyboardInterrupt is raised only after the submission has ended. Its argument names the run if a job
-    was created.
+    Raise RequestError if arguments have a wrong type, with a message that lists all of them, or if the same request is
+    already queued. Raise ConfigError with all problems of the config, SubmitError if no job was created, and
+    MaybeSubmitted if there might be a job.
+
+    KeyboardInterrupt is raised only after the submission has ended. If a job was created, the argument of the exception
+    names the run.
     """
     submitted = _submit(overrides, program, keys, multirun=False)
     if len(submitted) != 1:

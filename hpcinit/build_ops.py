@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _config(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the ds_config that is given as a file or made from the overrides. It is {} if they need no DeepSpeed."""
+    """Return the ds_config from the given file, or the one that hpcinit makes from the overrides.
+
+    Return {} if the run that the overrides describe does not use DeepSpeed.
+    """
     if given.ds_config:
         return _read(given.ds_config)
     from hpcinit.config import compose, job_spec  # noqa: PLC0415 - imports Hydra, which the other options do not need

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _cpus_of_ranks(spec: Spec) -> list[set[int]] | None:
-    """Return the CPUs of each local rank, or None if the ranks use the CPUs of this process."""
+    """Return the set of CPUs for each local rank, or None if every rank may use all CPUs of this process."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return rank_binding.cpus(spec.launch, spec.ranks_per_node, os.sched_getaffinity(0), os.environ)

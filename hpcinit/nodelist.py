@@ -1,4 +1,4 @@
-"""Expands and compresses Slurm nodelists in pure Python: the public names of `hpcinit.slurm.nodelist`."""
+"""The public functions of `hpcinit.slurm.nodelist`, which expand and compress Slurm nodelists in pure Python."""
 
 from hpcinit.base.errors import NodelistError
 from hpcinit.slurm.nodelist import MAX_HOSTS, compress, expand, expand_counts, first

@@ -68,8 +68,8 @@ def become_rank(
 
     argv: the arguments of main().
     spec: the spec of the run, or None if argv contains the program.
-    protected: the names of the safeguards (environment variables) that are already set.
-    imported: a line for the log about what launch=fork imported, or ''.
+    protected: the names of the environment variables that hpcinit has already set to protect the run.
+    imported: a line for the log about the modules that launch=fork imported before the fork, or ''.
     check: the running check of this node, or None.
     """
     rank_log.protect()

@@ -3,12 +3,14 @@
     python train.py -m hydra/launcher=hpcinit hydra.launcher.cluster=x hydra.launcher.nodes=2 lr=1e-3,3e-4
 
 Each rank calls the pickled function of the program with the job's config (hpcinit/jobs/hydra_task.py). If that is not
-possible, each rank runs the program again with the job's overrides. The sweeper gets rank 0's return value. `hpcinit
-submit -m` with a sweeper that waits for results uses the same launcher, but its trials are already runs of hpcinit
-(hpcinit/config/search_space.py).
+possible, each rank runs the program again with the job's overrides. The sweeper gets rank 0's return value.
 
-Hydra imports this module in every program of the environment, so it imports hpcinit only when it is used. Hydra does so
-without an entry in sys.modules, hence no `from __future__ import annotations`: @dataclass would look for one.
+`hpcinit submit -m` also uses this launcher if the sweeper waits for results. The trials of such a sweeper are already
+runs of hpcinit (hpcinit/config/search_space.py).
+
+Hydra imports this module in every program of the environment, so the module imports hpcinit only when it is used. Hydra
+does not add the module to sys.modules. Therefore there is no `from __future__ import annotations`, with which
+@dataclass would look up the module there.
 """
 
 import logging
@@ -37,7 +39,10 @@ OF_THE_SWEEP = ("hydra.mode=", "hydra/launcher=", "hydra.launcher.", "hydra/swee
 
 @dataclass
 class HpcinitLauncherConf:
-    """The keys of hydra.launcher. None: hpcinit's default. overrides: more overrides of hpcinit, 'parallel=fsdp'."""
+    """The keys of hydra.launcher. A key that is None keeps hpcinit's default.
+
+    overrides: further overrides for hpcinit, such as 'parallel=fsdp'.
+    """
 
     _target_: str = f"{HERE}.HpcinitLauncher"
     cluster: str | None = None
@@ -63,7 +68,7 @@ class HpcinitLauncher(Launcher):
         self._keys = {name: value for name, value in keys.items() if value is not None}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what `launch` needs."""
+        """Store what launch() needs later. Hydra calls this method first."""
         self._context, self._config, self._function = hydra_context, config, task_function
         self._batch = getattr(task_function, "launch_batch", None)  # hpcinit's own search, which submits its trials
 
@@ -87,7 +92,7 @@ class HpcinitLauncher(Launcher):
             raise
 
     def _composed(self, words: list[str], number: int) -> DictConfig:
-        """Return the config of a job, and make its output folder."""
+        """Return the config of job `number`, composed with the overrides `words`. Create the job's output folder."""
         config = self._context.config_loader.load_sweep_config(self._config, words)
         with open_dict(config):
             config.hydra.job.num, config.hydra.job.id = number, str(number)
@@ -95,7 +100,11 @@ class HpcinitLauncher(Launcher):
         return config
 
     def _run(self, configs: Sequence[DictConfig], runs: list[Path]) -> "dict[Path, State]":
-        """Submit the jobs and return the final states of their runs: all together, or without a queue one by one."""
+        """Submit the jobs, append their run folders to `runs`, wait for the jobs, and return their final states.
+
+        On Slurm, submit all jobs together. With cluster=local, which has no queue, run them one by one. If
+        hydra.launcher.wait is false, do not wait, and return {}.
+        """
         from hpcinit.config import folders  # noqa: PLC0415
         from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
@@ -114,7 +123,10 @@ class HpcinitLauncher(Launcher):
         return ends
 
     def _submit_functions(self, configs: Sequence[DictConfig], cluster: str, words: Sequence[str]) -> list[Path]:
-        """Submit calls of the program's function; return [] if they must be programs."""
+        """Submit jobs that call the program's function, and return their run folders.
+
+        Return [] if the function can't be submitted. The jobs must then run the whole program instead.
+        """
         from hpcinit.jobs import hydra_task  # noqa: PLC0415
         from hpcinit.submit.function_executor import ForPrograms, FunctionExecutor  # noqa: PLC0415
 
@@ -133,7 +145,7 @@ class HpcinitLauncher(Launcher):
             return []
 
     def _submit_programs(self, configs: Sequence[DictConfig], words: Sequence[str]) -> list[Path]:
-        """Submit the program with the overrides of each job."""
+        """Submit jobs that run the whole program with their overrides, and return their run folders."""
         from hpcinit import api  # noqa: PLC0415
         from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
 
@@ -143,7 +155,10 @@ class HpcinitLauncher(Launcher):
     def _returned(
         self, configs: Sequence[DictConfig], runs: Sequence[Path], ends: "Mapping[Path, State]"
     ) -> Sequence[JobReturn]:
-        """Return the result of each job, and print all failed jobs. The sweeper raises the error of the first."""
+        """Return the result of each job, and print all failed jobs.
+
+        A failed job's result contains its error. The sweeper raises the error of the first failed job.
+        """
         from hpcinit.jobs import hydra_task  # noqa: PLC0415
         from hpcinit.records import results  # noqa: PLC0415
         from hpcinit.submit import launcher_output  # noqa: PLC0415
@@ -168,7 +183,7 @@ class HpcinitLauncher(Launcher):
 
 
 class ResultCallback(Callback):
-    """In a job that runs the program again, writes rank 0's return value to the run folder."""
+    """Writes rank 0's return value to the run folder, in a job that runs the whole program again."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Write the return value if JSON can contain it and the program has written no result."""
@@ -185,7 +200,7 @@ class ResultCallback(Callback):
 
 
 def _job_return(config: DictConfig) -> JobReturn:
-    """Return the known fields of a job, without its results."""
+    """Return a JobReturn with the job's config and overrides, but without a return value."""
     return JobReturn(
         overrides=OmegaConf.to_container(config.hydra.overrides.task),  # type: ignore[arg-type]
         cfg=OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
@@ -197,9 +212,10 @@ def _job_return(config: DictConfig) -> JobReturn:
 
 
 def _exception(of_rank_0: JobReturn | None, about: str) -> Exception:
-    """Return an error that Hydra prints as one line, `about`. It is also an instance of the function's exception class.
+    """Return an error that Hydra prints as the single line `about`.
 
-    For other errors Hydra prints a traceback, which would only show how it called its launcher.
+    If possible, the error is also an instance of the exception class that rank 0 raised. For other errors Hydra prints
+    a traceback, which would only show how Hydra called its launcher.
     """
     if of_rank_0 is None or of_rank_0.status != JobStatus.FAILED:
         return CompactHydraException(about)
@@ -215,7 +231,7 @@ def _exception(of_rank_0: JobReturn | None, about: str) -> Exception:
 
 
 def _arguments(config: DictConfig) -> list[str]:
-    """Return the arguments with which the program runs as this job."""
+    """Return the command-line arguments that make the program run this one job of the multirun."""
     from hydra._internal.utils import get_args_parser  # noqa: PLC0415 - for the flags of this process
 
     from hpcinit.config.python_arguments import override_value  # noqa: PLC0415
@@ -240,7 +256,7 @@ def _output_folder(config: DictConfig) -> Path:
 
 
 def _program() -> list[str]:
-    """Return the program of this process as hpcinit takes it: a script, or -m and a module."""
+    """Return the program of this process in the form that `hpcinit submit` accepts: a script, or -m and a module."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return ["-m", spec.name.removesuffix(".__main__")]

@@ -1,7 +1,7 @@
-"""snapshot=git: finds which files of the checkout the job's copy contains, and why a copy may be impossible.
+"""Finds the files of the git checkout that a job's copy contains with snapshot=git, and why a copy may be impossible.
 
-hpcinit calls git instead of reading git's files: only git handles worktrees, sparse checkouts and a user's own
-excludes.
+hpcinit calls git instead of reading git's files, because only git handles worktrees, sparse checkouts and the user's
+own exclude rules.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 
 
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot of an earlier run if the working folder is in it, otherwise None.
+    """Return the snapshot that contains the working folder, or None if the working folder is not in a snapshot.
 
-    The working folder is in that snapshot when the user submits the earlier run again.
+    The working folder is in the snapshot of an earlier run if the user submits that run again.
     """
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:

@@ -162,9 +162,12 @@ def has_singleton(config: Config) -> bool:
 
 
 def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
-    """Return why this job can never start because of job `job_id`, or '' if it can wait for that job.
+    """Return why `condition` would keep the new job from starting correctly, or '' if there is no problem.
 
-    Either Slurm does not know job `job_id`, or that job has ended in a way that does not fulfill the condition.
+    There is a problem if Slurm does not know the other job, or if the other job has ended in a way that does not
+    fulfill the condition.
+
+    job_id, states: the id of the other job, and its states (several for an array).
     """
     if any(now.purged for now in states):
         return (

@@ -114,9 +114,10 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script's name, its syntax error (or ''), and whether the ranks' Python certainly has that error too.
+    """Return the script's name, its syntax error, and whether the ranks' Python certainly has the same error.
 
-    That is uncertain if the ranks' Python could not be started, because its version might differ from this Python's.
+    The error is '' if there is none. The last value is False if the ranks' Python could not be started, because its
+    version might differ from this Python's.
     """
     path = source(config)
     if path is None:
@@ -167,8 +168,8 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 def _syntax_error(path: str) -> str:
     """Return why this Python cannot compile the script, as in 'line 3: invalid syntax', or '' if it can.
 
-    hpcinit also runs the source of this function alone in another Python 3, which imports only sys and warnings. Raise
-    OSError if the script cannot be read.
+    Raise OSError if the script cannot be read. hpcinit also runs the source of this function alone in another Python 3,
+    where only the modules sys and warnings are imported.
     """
     with open(path, "rb") as file:  # noqa: PTH123 - pathlib would be another import
         text = file.read()

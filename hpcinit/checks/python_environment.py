@@ -1,4 +1,4 @@
-"""Checks, before the job is queued, that the ranks' Python exists and has hpcinit and torch. It does not start it."""
+"""Checks, before the job is queued, that the ranks' Python exists and has hpcinit and torch. No Python is started."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _similar(name: str, path: str) -> str:
 
 
 def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message if the ranks would run the Python that submits the job, and torch is not installed for it."""
+    """Yield a message if the ranks would use the Python that submits the job, and this Python has no torch."""
     cluster = config.cluster
     variable = {**cluster.env, **config.job.env}.get("PYTHONPATH", "")
     folders = [*map(Path, sys.path), *map(Path, str(variable).split(os.pathsep)), expanded(config.job.workdir or ".")]
@@ -186,7 +186,7 @@ def _needs_torch(config: Config) -> bool:
 def search_path(prefix: Path, env: Mapping[str, str]) -> list[Path]:
     """Return the folders from which the Python in `prefix` imports, or [] if `prefix` is not an environment.
 
-    Only files are read; that Python isn't started.
+    The function only reads files. It does not start that Python.
     """
     found = _site_packages(prefix)
     if not found:

@@ -33,7 +33,9 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[str]:
-    """Yield a message for each of the user's own keys whose value is a secret and would be written to config.yaml.
+    """Yield a message for each of the user's own config keys that contains a secret.
+
+    Such a key would be written to config.yaml in the clear.
 
     patterns: the value of the key secret_names: further patterns for the names of secrets.
     """

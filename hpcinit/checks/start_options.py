@@ -18,7 +18,7 @@ GPU_BIND = r"none|single:1|per_task:\d+|map_gpu:[\d,]+"
 
 
 def slurm_options(config: Config) -> Iterator[str]:
-    """Yield a message for each sbatch or srun option that hpcinit sets itself or that is not valid."""
+    """Yield a message for each invalid option of sbatch or srun, and for each option that hpcinit sets itself."""
     if config.cluster.srun and not config.engine.uses_slurm:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     if name := config.cluster.clusters:

@@ -1,4 +1,7 @@
-"""Checks that the program exists, and that neither the program nor its shell script is a launcher that starts ranks."""
+"""Checks that the program exists, and that it is not a launcher such as torchrun, which starts ranks itself.
+
+A shell script that calls a launcher is refused too.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +150,7 @@ def _fits(config: Config, command: str) -> bool:
 
 
 def _program(*commands: Sequence[str]) -> str:
-    """Return the end of the command that submits the script itself, as in '-- train.py --lr 3'.
+    """Return the arguments with which the user can submit the Python script itself, as in '-- train.py --lr 3'.
 
     commands: command lines; the first one that contains a Python script is used.
     """

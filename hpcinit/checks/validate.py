@@ -1,12 +1,13 @@
 """Asks `sbatch --test-only` whether Slurm would accept the job and when the job would start. Nothing is submitted.
 
-Slurm computes the start time from the time limits of the running jobs. If these jobs end earlier, the job starts
-earlier: a job with a limit of 10 minutes that ends after a second postpones the estimate by 10 minutes. The message
-mentions this.
+Slurm computes the start time from the time limits of the running jobs. The job starts earlier if these jobs end
+earlier. hpcinit's message mentions this.
 
 sbatch prints its answer to stderr. A refusal starts with "allocation failure: ". The exit status of a refusal is 1 in
-Slurm 22.05 and 24.11, and 0 in 26.05, where sbatch accepts a job that can never start. --test-only also refuses jobs
-that need nodes that are down, drained or reserved, although sbatch accepts such jobs and they wait.
+Slurm 22.05 and 24.11. In Slurm 26.05 it is 0, and sbatch accepts a job that can never start.
+
+--test-only also refuses jobs that need nodes that are down, drained or reserved. sbatch itself accepts such jobs, and
+they wait.
 """
 
 from __future__ import annotations

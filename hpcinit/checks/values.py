@@ -65,7 +65,7 @@ def names(config: Config) -> Iterator[str]:
 
 
 def _rewritten(key: str, value: Rewritten) -> str:
-    """Return the message about a text that YAML has read as another value, such as a number."""
+    """Return the error message for a text in a YAML file that YAML has read as another type, such as a number."""
     is_, reads = value.written or "empty", f", which YAML reads as {value}" if value.written != value else ""
     unquoted = "" if value == as_text(None) else f", or write {value}"
     return f'{value.where}: {key} is {is_}{reads}, expected text: quote it, as in "{value.written}"{unquoted}'

@@ -1,7 +1,7 @@
 """The table of commands: module, purpose and examples, in the order of `hpcinit --help`. The man page uses it too.
 
-Each module has a function main(argv), and a function parser() with the options (overrides are not options). Only `run`
-has no options and no parser().
+Each module has a function main(argv), and a function parser() that returns the parser of the command's options. Only
+`run` has no options and no parser().
 """
 
 from __future__ import annotations

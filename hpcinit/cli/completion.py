@@ -137,7 +137,9 @@ def flags(command: str) -> list[str]:
 
 
 def of_config(before: Sequence[str], word: str) -> list[str]:
-    """Return the config groups, choices, keys and partitions that complete `word`, or [] if only Hydra can do so.
+    """Return the config groups, choices, keys and partitions that complete `word`.
+
+    Return [] if only Hydra can complete the argument.
 
     before: the overrides before `word`.
     """

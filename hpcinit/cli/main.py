@@ -40,8 +40,8 @@ HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 def entry(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    A submission and `status` end with os._exit(), as mypy does. Python's normal shutdown would free all of Hydra's
-    objects, or the records of a thousand runs, which takes a tenth of the total time.
+    A submission and `hpcinit status` end with os._exit(), as mypy does. Python's normal shutdown would free all objects
+    first, which takes a tenth of the total time.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     status = 0

@@ -1,8 +1,8 @@
 """Splits a sweep into combinations with Hydra's own sweeper, and makes a request for each combination.
 
-Hydra would need tens of milliseconds to compose each combination. Combinations that choose the same groups differ only
-in values, so Hydra composes only the first one. For the others, hpcinit evaluates only what depends on the values that
-differ. If it is not certain that this gives the same result, Hydra composes that combination too.
+Hydra needs tens of milliseconds to compose one combination. Combinations that choose the same config groups differ only
+in values, so Hydra composes only the first of them. For the others, hpcinit computes only the keys that depend on the
+different values. If hpcinit is not certain to get Hydra's result, Hydra composes the combination.
 tests/config/test_combinations.py compares the results.
 """
 
@@ -32,7 +32,7 @@ from hpcinit.config.typed_text import Texts, Typed, put
 
 
 class Searches(Exception):
-    """Raised if the sweep's sweeper waits for results before it chooses the next combinations."""
+    """Raised if the config's sweeper waits for the results of a batch before it chooses the next combinations."""
 
 
 def requests(overrides: Sequence[str], composer: Composer, prepare: Prepare) -> list[Request]:
@@ -54,9 +54,8 @@ def make(
 
     overrides: the overrides on the command line.
     prepare: called with each request.
-
-    labels: the names of the combinations. Without labels, a combination's name consists of the overrides in which
-    the combinations differ, and Hydra composes only one combination per choice of groups.
+    labels: the names of the combinations. Without labels, a combination's name consists of the overrides that differ
+        between combinations, and Hydra composes only one combination per choice of config groups.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
@@ -149,8 +148,8 @@ def set_number(composed: DictConfig, at: int) -> None:
 class Quick:
     """Makes the requests of a sweep quickly.
 
-    For each choice of groups, such as cluster=x, Hydra composes only one request. The other requests with that
-    choice are derived from it.
+    Hydra composes one request for each choice of config groups, such as cluster=x. hpcinit derives the other requests
+    with the same choice from that request.
     """
 
     def __init__(self, combinations: Sequence[Sequence[str]], swept: Sequence[int], composer: Composer) -> None:
@@ -160,7 +159,11 @@ class Quick:
         self._few = len(combinations) < 3  # a base takes as long as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the positions of the swept overrides: first those that can vary without Hydra, then the others."""
+        """Return two lists of positions of overrides that differ between the combinations.
+
+        For the overrides in the first list, hpcinit can change the value without Hydra. The second list contains the
+        others.
+        """
         with hydra_setup.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
@@ -195,8 +198,8 @@ class Quick:
 def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
     """Return each override as Hydra parses it.
 
-    Parsing takes half a millisecond. Of key=1, key=2, ..., only the first is therefore parsed, and the others are
-    copies with another number.
+    Parsing takes half a millisecond. So if the overrides of a key are numbers, as in key=1, key=2, only the first is
+    parsed. The others are copies with another number.
     """
     found: dict[str, Override] = {}
     first: dict[str, Override] = {}
@@ -239,11 +242,11 @@ def _plain(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Base:
-    """A combination composed by Hydra, from which other combinations with the same choice of groups are made.
+    """A combination composed by Hydra, from which hpcinit derives others with the same choice of config groups.
 
     written: the config, with interpolations not yet resolved.
-    swept: each key whose value differs, with its path.
-    changing: each key that depends on a swept key, with its path.
+    swept: each key whose value differs between the combinations, with its path.
+    changing: each key whose value depends on such a key, with its path.
     numbered: whether a value refers to ${hydra:job.num} or ${hydra:job.id}.
     """
 
@@ -259,11 +262,13 @@ class _Base:
     def compose(
         cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
     ) -> _Base | None:
-        """Return the base for a choice of groups, or None if Hydra must compose all combinations with that choice.
+        """Compose the combination `chosen` with Hydra, and return it as the base for similar combinations.
+
+        Return None if Hydra must compose every combination with this choice of config groups.
 
         chosen: the overrides of the combination that becomes the base.
         overrides: the overrides on the command line.
-        swept: the overrides in `chosen` whose values can change without Hydra.
+        swept: the overrides in `chosen` whose values hpcinit can change without Hydra.
         """
         try:
             composed = composer.compose(chosen)

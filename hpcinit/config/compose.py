@@ -23,9 +23,10 @@ def main(
 
     line: Hydra's command line, including flags such as --cfg, --help and --multirun.
     prepare: called with each request before `task`.
-    search: returns the Search that submits trials for a sweeper that waits for results; None: such sweepers are
-    refused.
-    cluster_required: whether to refuse a request without a cluster on a machine with Slurm. Otherwise, it runs locally.
+    search: a function that returns the object that submits trials, for sweepers that wait for results. None: refuse
+        such sweepers.
+    cluster_required: whether to refuse a request without a cluster on a machine with Slurm. Otherwise, the job runs
+        locally.
     """
     from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 

@@ -44,7 +44,7 @@ def main(
     search: Callable[[], Search] | None = None,
     cluster_required: bool = False,
 ) -> int:
-    """Implement compose.main, which describes the arguments."""
+    """Do what compose.main() does, with the same arguments."""
     line, every_key = _without_all(spellings.translate(line, flags()))
     args = command_line.parse(get_args_parser(), line)
     shows = any(getattr(args, flag) for flag in SHOW)

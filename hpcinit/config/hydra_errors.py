@@ -80,7 +80,10 @@ def unset(names: Sequence[str], chosen: Mapping[str, str]) -> list[str]:
 
 
 def not_ours(config: str) -> str:
-    """Return the message for a primary config that does not include hpcinit's schema."""
+    """Return the message for a primary config that does not include hpcinit's schema (its list of keys).
+
+    config: the name of the primary config.
+    """
     return (
         f"{folders.find(config)} does not include hpcinit's config: its defaults list must start with hpcinit_schema, "
         "or with hpcinit if the file has another name (--config-name)"

@@ -91,9 +91,9 @@ class Folders(SearchPathPlugin):
 
 
 class ReadFiles(FileConfigSource):
-    """Reads YAML files as Hydra does, and remembers which files it has read.
+    """Reads YAML files as Hydra does, and stores the paths of the files.
 
-    read: the files that the last composition read.
+    read: the files that Hydra read for the last config that it composed.
     """
 
     read: ClassVar[list[str]] = []
@@ -106,7 +106,7 @@ class ReadFiles(FileConfigSource):
 class Made(ConfigSource):
     """Provides Hydra with two generated configs: the schema, and the choice of the default cluster.
 
-    cluster_required: see compose.main.
+    cluster_required: as for compose.main().
     """
 
     cluster_required = False
@@ -148,10 +148,10 @@ CONFIGS: dict[str, Callable[[], Container]] = {
 
 
 def register(config_dir: str | None = None, cluster_required: bool = False) -> None:
-    """Register the folders and the generated configs with Hydra.
+    """Register with Hydra the folders in which it finds configs, and the two configs that hpcinit generates.
 
     config_dir: a folder to search last, or None.
-    cluster_required: see compose.main.
+    cluster_required: as for compose.main().
     """
     Folders.last = Path(config_dir).absolute() if config_dir else None
     Made.cluster_required = cluster_required

@@ -1,6 +1,6 @@
-"""Makes the Spec, the file from which the job reads its settings, from a checked config.
+"""Makes the Spec from a checked config. The Spec is the file from which the job reads its settings.
 
-A config key reaches the job if the Spec or one of its parts has a field of the same name.
+A config key reaches the job if the Spec, or one of its parts, has a field of the same name.
 """
 
 from __future__ import annotations

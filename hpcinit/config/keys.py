@@ -20,7 +20,7 @@ LAST = ("cluster",)  # shown last, because a site's file sets these keys
 
 @cache
 def declared() -> dict[str, Field[Any]]:
-    """Return every key with its field, as in {'comm.backend': Field}. A table has no entry; each key in it has one."""
+    """Return every single key with its field, as in {'comm.backend': Field}. Tables of keys are omitted."""
     return dict(_declared("", Config))
 
 

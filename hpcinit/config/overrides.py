@@ -18,9 +18,9 @@ SLURM_TEXT = "dependency"  # the key whose value is Slurm's own text, with comma
 
 
 def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
-    """Return Hydra's flags and the overrides.
+    """Return Hydra's flags and the overrides from the command line.
 
-    For a wrong argument, raise ConfigError instead of letting argparse print its usage and exit.
+    Raise ConfigError for a wrong argument. argparse itself would print its usage and exit.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -118,12 +118,15 @@ def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> It
 
 
 def references(document: Any) -> Iterator[tuple[str, str]]:
-    """Yield each key whose text contains an interpolation, with the text."""
+    """Yield (key, text) for each key whose text contains an interpolation."""
     return ((key, text) for key, text in texts(document) if "${" in text)
 
 
 def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each key of a config (as plain containers) whose value is a text, with the text."""
+    """Yield (key, text) for each key of a config whose value is a string.
+
+    document: the config as plain containers.
+    """
     if isinstance(document, dict):
         for name, value in document.items():
             yield from texts(value, f"{key}.{name}" if key else str(name))

@@ -26,9 +26,10 @@ def as_text(value: object) -> str:
 
 
 class Rewritten(str):
-    """A text that YAML has read as another value, such as a number.
+    """A string in a YAML file that YAML has read as another type, such as a number.
 
-    It is an environment variable or an argument of the program. The checks report it, so no job ever gets it.
+    It is the value of an environment variable, or an argument of the program. The checks refuse a request that contains
+    such a value.
 
     written: the text in the file.
     where: the file and the line.
@@ -49,11 +50,11 @@ class Request:
     """A Config and the origin of its values.
 
     document: the config as plain containers.
-    combination: in a sweep, those overrides of the request that vary, as one text; otherwise ''.
+    combination: in a sweep, the overrides that differ between the requests, as one text; otherwise ''.
     warnings: one sentence each.
     number: the request's position in the sweep, from 0.
-    typed: the text that the user typed for each key with a single value.
-    parameters: the overrides in `combination`, one by one.
+    typed: for each key with a single value, the text that the user typed.
+    parameters: the overrides in `combination`, as a list.
     given: what the user typed before `--`.
     """
 
@@ -88,7 +89,7 @@ Task = Callable[[Sequence[Request]], int]  # -> exit status
 
 
 class Search(Protocol):
-    """Submits the batches of trials that a sweeper requests, and returns their results to it."""
+    """Submits the batches of trials that a hyperparameter sweeper requests, and returns their results to it."""
 
     def batch(self, requests: Sequence[Request]) -> Sequence[Value | HpcinitError]:
         """Submit a batch of trials and wait. Return the result of each trial, or the error that prevented it.
@@ -107,7 +108,7 @@ class Search(Protocol):
 
 
 class Ended(Exception):
-    """Raised to end a search early. The reason has already been printed."""
+    """Raised to end a hyperparameter search early. The reason has already been printed."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)

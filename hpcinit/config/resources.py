@@ -62,7 +62,8 @@ def gpus_per_node(config: Config) -> int:
 def _share(config: Config) -> tuple[int, int]:
     """Return the share of a node that the job requests, as numerator and denominator.
 
-    In this share, a rank without a GPU counts as a GPU.
+    The numerator is the number of GPUs or of ranks per node, whichever is larger. The denominator is the number of the
+    node's GPUs. For a whole node, return (1, 1).
     """
     there = config.cluster.gpus_per_node
     used = max(gpus_per_node(config), ranks_per_node(config))

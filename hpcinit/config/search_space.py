@@ -1,7 +1,7 @@
 """Runs a sweeper that waits for results, such as Optuna's, and submits each of its batches as a sweep.
 
 A Hydra sweeper passes combinations to a launcher, which returns the result of each. Here the launcher is
-`hydra/launcher=hpcinit`. Instead of a task function, it calls `Batches`.
+`hydra/launcher=hpcinit`. It gets a `Batches` object instead of the program's function.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Launch = Callable[[Sequence[Sequence[str]], int], Sequence[JobReturn]]
 
 @dataclass(frozen=True)
 class Batches:
-    """Submits the trials of a sweeper.
+    """Submits the trials of a sweeper, batch by batch.
 
-    launch_batch: takes a batch and the number of its first trial, and returns the results.
+    launch_batch: a function that takes a batch and the number of its first trial, and returns the results.
     """
 
     launch_batch: Launch

@@ -110,7 +110,7 @@ def full_name(name: str, command: str) -> str:
 
 
 def instead(option: str, command: str) -> str:
-    """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if the option is allowed there.
+    """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if that option is allowed there.
 
     command: 'sbatch' or 'srun'.
     """

@@ -33,7 +33,7 @@ TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modul
 
 
 class Typed(Override):
-    """An override that gives Hydra's sweeper each value exactly as the user typed it.
+    """An override that passes each value to Hydra's sweeper exactly as the user typed it.
 
     Hydra's own class would write the values in Hydra's notation.
     """
@@ -74,10 +74,10 @@ def _elements(line: str) -> list[str]:
 
 
 def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
-    """Return the text that the user typed as an override's value, or None for a sweep.
+    """Return the text that the user typed as the value of an override, or None for a sweep.
 
-    For a list or a table, return the text of each element. Remove quotes around strings, but do not resolve
-    interpolations.
+    For a list or a table, return the text of each element. Quotes around strings are removed. Interpolations are not
+    resolved.
     """
     value = override.value()
     line = str(override.input_line)
@@ -97,7 +97,7 @@ def text_from(override: Override) -> str | list[Any] | dict[Any, Any] | None:
 def _as_typed(value: Any) -> Any:
     """Return whole numbers as text, also inside a list, and other values unchanged.
 
-    So a boolean never equals the typed text: OmegaConf would write True for true.
+    Booleans stay unchanged, because str() would write True where the user typed true.
     """
     if isinstance(value, ListConfig):
         elements: Any = OmegaConf.to_container(value)
@@ -120,10 +120,10 @@ class Texts:
     """
 
     def __init__(self, config: DictConfig, hydra: DictConfig) -> None:
-        """Apply the overrides in Hydra's own table to the config.
+        """Apply the overrides that Hydra has recorded to the config.
 
         config: the config as Hydra composed it, with interpolations not yet resolved.
-        hydra: Hydra's own table.
+        hydra: the node `hydra` of that config, which contains the overrides.
         """
         self._files = YamlTexts(tuple(hydra_setup.ReadFiles.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
@@ -164,8 +164,9 @@ class Texts:
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
         """Return the program's variables and arguments, and the script's lines, as the user typed them.
 
-        The result maps the place of each text in the config to the text. A value without a text, such as a list, stays
-        unchanged. If YAML has changed a text, return a Rewritten for it. checks/values.py reports both kinds of value.
+        The keys of the result are the places of these values in the config. A value that has no text, such as a list,
+        is returned unchanged. If YAML has read a text as another type, its value is a Rewritten. checks/values.py
+        reports both.
 
         only: the places to return; None: all.
         """
@@ -236,7 +237,7 @@ def _scalars(tree: Any, place: KeyPath = ()) -> Iterator[tuple[KeyPath, Scalar]]
 
 
 class YamlTexts:
-    """The YAML files from which a config was composed, to look up how a value was written."""
+    """The YAML files from which a config was composed. They are used to look up how a value is written in a file."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -244,12 +245,12 @@ class YamlTexts:
         self._scalars: dict[str, list[tuple[KeyPath, Scalar]]] = {}
 
     def text(self, place: KeyPath, value: object) -> str | None:
-        """Return how a file writes the value at `place`, or None if no file contains it.
+        """Return the text with which a file sets the value at `place`, or None if no file contains that value.
 
-        Return a Rewritten if YAML has changed the text.
+        If YAML has read the text as another type, return a Rewritten.
 
-        Compare only the end of `place` with the place in a file, because a file may be included below any key of the
-        config.
+        A file may be included below any key of the config. So only the end of `place` is compared with the place in the
+        file.
         """
         name = next(part for part in reversed(place) if isinstance(part, str))
         for path in self._paths:

@@ -1,4 +1,4 @@
-"""Writes what discover found to conf/cluster/NAME.yaml, with the source of each value in a comment."""
+"""Writes what `hpcinit discover` found to conf/cluster/NAME.yaml, with the source of each value in a comment."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Entry(NamedTuple):
 
 
 def site_facts(site: Site, partition: str | None) -> list[Entry]:
-    """Return the entries for what Slurm reports. discover rewrites them each time it runs.
+    """Return the entries for what Slurm reports. `hpcinit discover` rewrites them each time it runs.
 
-    partition: its nodes define the cluster's top-level keys. Site.main() chooses another one if it does not exist.
+    partition: the partition whose nodes define the top-level keys. If it is None or does not exist, Site.main() chooses
+        another one.
     """
     main = site.main(partition)
     kind, count = main.kinds[0]
@@ -56,7 +57,7 @@ def site_facts(site: Site, partition: str | None) -> list[Entry]:
 
 
 def site_choices(site: Site, name: str) -> list[Entry]:
-    """Return the entries that discover proposes in a new file. discover never changes them later, but the user can.
+    """Return the entries that `hpcinit discover` proposes in a new file. Only the user changes them later.
 
     name: the name of the cluster.
     """
@@ -117,7 +118,7 @@ def scalar(value: Any) -> str:
 
 
 def facts_comment(text: str) -> str:
-    """Return the text for a comment: on one line, without control characters."""
+    """Return `text` in a form that is safe in a YAML comment: on one line, without control characters."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
 
 

@@ -38,7 +38,7 @@ class SiteAnswers:
 
 
 def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
-    """Run four to six Slurm commands. Raise Failure if one fails, except for sacctmgr."""
+    """Run four to six Slurm commands and return their output. Raise Failure if one fails, except for sacctmgr."""
     texts = {command: _run(command.split(), env) for command in (CONFIG, PARTITIONS, NODES, SRUN)}
     config = scontrol.config(texts[CONFIG])
     if not accounting(config):
@@ -131,10 +131,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class User:
-    """The user who runs discover.
+    """The user who runs `hpcinit discover`.
 
     uid: the user id. Root (0) counts as a member of every group.
-    accounts, qos: those that the user may use, or None if they are unknown.
+    accounts, qos: the accounts and QOS that the user may use, or None if they are unknown.
     account, default_qos: the defaults, or None.
     """
 

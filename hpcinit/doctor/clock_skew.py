@@ -17,10 +17,10 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 
 
 class ClockSkew(NamedTuple):
-    """The difference between two clocks.
+    """The difference between another machine's clock and this machine's.
 
-    seconds: the other clock is ahead by at least this much. If the number is negative, it is behind. 0: the clocks may
-    agree.
+    seconds: the least difference that explains the measured times. Positive if the other clock is ahead, negative if it
+        is behind, and 0 if the clocks may agree.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ def clock_skew(before: float, after: float, earliest: float, latest: float | Non
     """Return the skew of another clock, which showed a time between `earliest` and `latest` during a query.
 
     before, after: this machine's clock before and after the query.
-    latest: None: the same as `earliest`.
+    latest: if None, it is the same as `earliest`.
     """
     latest = earliest if latest is None else latest
     if earliest > after:

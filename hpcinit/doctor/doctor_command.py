@@ -103,7 +103,7 @@ def _composed(overrides: Sequence[str]) -> Sequence[Request]:
 
 
 def _of_run(path: Path, options: argparse.Namespace, before: Sequence[Check] = ()) -> int:
-    """Print the checks of a doctor job that has run, and return the exit status.
+    """Print the checks of a doctor job that has ended, and return the exit status.
 
     before: the checks of the login node.
     """

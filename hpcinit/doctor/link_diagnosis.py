@@ -166,9 +166,9 @@ def _device_speeds(reports: Sequence[Report]) -> Iterator[Check]:
 
 
 def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
-    """Yield a check for each clock that differs from the clock of rank 0's node.
+    """Yield a check for each node whose clock differs from the clock of rank 0's node.
 
-    The skews measured along the links are added up, starting at rank 0's node.
+    Each link shows the difference between two clocks. The differences are added up along the links from rank 0's node.
     """
     ahead, within = {host.get(0, "?"): 0.0}, {host.get(0, "?"): 0.0}
     size = 0
@@ -197,7 +197,8 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
     """Yield a check for each node on which an all-reduce is slow, and a check of the all-reduce among all ranks.
 
-    The latter compares the bandwidth with the hardware's, unless that is unknown. On CPUs (gloo), it does not compare.
+    The check of all ranks compares the bandwidth with the hardware's. It does not compare on CPUs (gloo), or if the
+    hardware's bandwidth is unknown.
     """
     own = {report.host: (report.on_node.seconds,) for report in reports if report.on_node}
     for name in () if on_cpu else slow_links(own, RULES[False][1]):

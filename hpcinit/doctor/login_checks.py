@@ -102,10 +102,10 @@ def _existing(path: Path) -> Path:
 
 
 def _write_file(folder: Path) -> tuple[float, float, float]:
-    """Write and remove a file. Return this machine's clock before, the file's time, and this machine's clock after.
+    """Write and remove a file. Return this machine's time before, the time of the file, and this machine's time after.
 
-    The file isn't empty, because an empty file may get its time from this machine instead of the server. Raise OSError
-    if the file can't be written.
+    The file isn't empty, because the time of an empty file may be from this machine instead of the server. Raise
+    OSError if the file can't be written.
     """
     before = time.time()
     descriptor, name = tempfile.mkstemp(prefix=".hpcinit-", dir=folder)
@@ -130,7 +130,7 @@ ASK_SITE = "wait, or ask the site; if SLURM_CONF is set, it must be this cluster
 
 
 def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield the checks of Slurm. Stop at a check whose failure makes the following ones impossible."""
+    """Yield the checks of Slurm. Stop after a failure that makes the next checks impossible."""
     if not config.engine.uses_slurm:
         yield Check("Slurm", OK, f"not needed: cluster {config.cluster.name} runs on this machine")
         return
@@ -217,7 +217,7 @@ def _of_partition(config: Config, about: str, rows: Sequence[Sequence[str]]) -> 
 
 
 def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
-    """Run a Slurm command. Return its output and '', or '' and why the command failed."""
+    """Run a Slurm command and return (its output, ''). If it fails, return ('', the reason)."""
     try:
         done = slurm_client.run(command, env)
     except slurm_client.Unreachable as error:

@@ -57,9 +57,9 @@ def _of_each_node(reports: Sequence[Report]) -> Iterator[tuple[str, Check]]:
 
 
 def _findings(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield each node's problems.
+    """Yield the problems of each node.
 
-    For each kind of folder, also yield a check that counts the nodes with enough space.
+    For each kind of folder, such as TMPDIR, also yield a check that counts the nodes with enough space.
     """
     enough: dict[str, list[float]] = {}
     space = {(host, place.what): place.free_gb for host, node, _ in _nodes(reports) for place in node.places}

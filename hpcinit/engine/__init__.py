@@ -1,4 +1,4 @@
-"""Engines: Slurm, and this machine without Slurm. `interface.py` lists what an engine must be able to do."""
+"""An engine starts jobs: either Slurm, or this machine without Slurm. `interface.py` describes what an engine does."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (SLURM, LOCAL)} 
 
 
 def from_environment(env: Mapping[str, str]) -> Engine:
-    """Return the engine of the job that this process belongs to.
+    """Return the engine that started the job of this process.
 
-    It is Slurm unless the environment has the variable of the local engine.
+    It is Slurm unless `env` contains the variable that the local engine sets.
     """
     return LOCAL if run_folder.ENV_ENGINE in env else SLURM
 

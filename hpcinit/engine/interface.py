@@ -1,8 +1,10 @@
 """The interface of an engine, which starts jobs: Slurm (`slurm_engine.py`) or this machine alone (`local_engine.py`).
 
-No other package depends on which engine is used. Another scheduler needs a third module here, a line in `__init__.py`,
-and a program that starts ranks as `local_step.py` does. The batch script's directives are sbatch's. `has_queue` also
-means Slurm's arrays, dependencies and requeues: these parts would need the new scheduler's counterparts.
+No other package depends on which engine is used. To add a scheduler, write a third module in this package, add it to
+`__init__.py`, and write a program that starts ranks, as `local_step.py` does.
+
+Two things still assume Slurm. The batch script uses the directives of sbatch. An engine with `has_queue` needs arrays,
+dependencies and requeues like Slurm's.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step_command(self, python: str) -> list[str]:
-        """Return the command that starts the ranks inside a job. Its options, which are srun's, are not included.
+        """Return the command that starts the ranks inside a job, without its options. The options are those of srun.
 
         python: the interpreter on the batch script's host.
         """
@@ -80,15 +82,15 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
 
     name: Slurm's state (PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ...), or UNKNOWN.
     reason: why the job waits or what ended it, from Slurm.
-    exit_status: the exit status after the end, or None if no source has it.
-    source: which source reported the state.
+    exit_status: the exit status after the end, or None if it is unknown.
+    source: which command or file reported the state.
     by_hand: whether the user started the script of the last attempt manually.
     link: 'job 2 of a chain of 5', or ''.
     others: other jobs of the chain that are still in the queue.
-    restart: the number of the last attempt that this job started, from the job's own record, or None before the first.
-    away: whether the controller did not reply.
     start: when the job started, or Slurm's estimate, in this machine's time ('2026-11-21T14:02:00'), or ''.
-    elapsed_s, left_s: seconds since the start and until the time limit, or None if no source has them.
+    elapsed_s, left_s: seconds since the start and until the time limit, or None if unknown.
+    restart: the number of the job's last attempt, as the job recorded it, or None before the first attempt.
+    away: whether Slurm's controller did not reply.
     folder_deleted: whether the job is in the queue although its run folder does not exist.
     """
 
@@ -119,13 +121,13 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
 
     @property
     def requeued(self) -> bool:
-        """Return whether an attempt has ended and the job waits for the next one. Its nodes might not be free yet."""
+        """Return whether the job has ended an attempt and waits for the next one. Its nodes might not be free yet."""
         waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
         return waits and self.restart is not None
 
     @property
     def is_unknown_state(self) -> bool:
-        """Return True if this version of hpcinit does not know a state with this name."""
+        """Return whether Slurm reported a state that this version of hpcinit does not know."""
         return self.name not in KNOWN
 
     @property

@@ -64,10 +64,7 @@ def _state(record: JobRecord) -> State:
 
 
 def _by_hand(record: JobRecord) -> State:
-    """Return the state of a job that the user started with `bash job.sh`.
-
-    Its script's own record is the only source.
-    """
+    """Return the state of a job that the user started with `bash job.sh`, from the record that the script wrote."""
     from hpcinit.engine import local_job  # noqa: PLC0415
 
     status = record.exit_status

@@ -4,9 +4,8 @@
 
 This is not a scheduler: a job starts at once, and no resources are reserved.
 
-No process of a job outlives the job: this background process adopts descendants whose parent died, and kills them at
-the end. Only runs that the program itself submitted with cluster=local keep running, because they are separate jobs, as
-on Slurm.
+No process of a job outlives the job. The background process adopts descendants whose parent died, and kills them at the
+end. As on Slurm, runs that the program itself submitted with cluster=local are separate jobs, so they keep running.
 """
 
 from __future__ import annotations
@@ -162,7 +161,10 @@ def _reap() -> None:
 
 
 def _of_this_job() -> list[psutil.Process]:
-    """Return the descendants of this process, except the engines of other runs and their descendants."""
+    """Return the descendants of this process.
+
+    Skip the background processes of other runs that the program submitted, and their descendants.
+    """
     found, others = psutil.Process().children(recursive=True), set[psutil.Process]()
     for one in found:
         with contextlib.suppress(psutil.Error):  # it has ended
@@ -199,7 +201,7 @@ def group_runs(group: int) -> bool:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the last recorded state of the run in `path`.
 
-    Return the state NODE_FAIL if the engine was killed before it recorded the end.
+    The state is NODE_FAIL if the job's background process was killed before it recorded the end.
     """
     state = safe_files.json_or_empty(path / STATE)
     if state.get("state") == "RUNNING" and _has_ended(state):
@@ -210,18 +212,18 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def elsewhere(path: Path) -> str:
-    """Return the host on which the run's engine might still be running, although this host or container can't see it.
+    """Return the host on which the job of the run might still be running, or ''.
 
-    Return '' if the engine has ended or is visible here.
+    The result is '' if the job's background process has ended, or if this host or container can see it.
     """
     state = safe_files.json_or_empty(path / STATE)
     return state["engine"]["host"] if _has_ended(state) is None else ""
 
 
 def cancel(path: Path) -> None:
-    """Send the engine of the run in `path` a signal to stop its job.
+    """Send a signal to the background process of the run in `path`, so that it stops its job.
 
-    Send nothing if the engine has ended or isn't visible, because its process id may now belong to another process.
+    If that process has ended or isn't visible, send nothing, because its process id may now belong to another process.
     """
     state = safe_files.json_or_empty(path / STATE)
     if _has_ended(state) is False:
@@ -229,7 +231,7 @@ def cancel(path: Path) -> None:
 
 
 def _has_ended(state: Mapping[str, Any]) -> bool | None:
-    """Return whether the engine has ended, or None if this host or container can't see it."""
+    """Return whether the job's background process has ended, or None if this host or container can't see it."""
     return state.get("state") != "RUNNING" or processes.Process(**state["engine"]).has_ended()
 
 

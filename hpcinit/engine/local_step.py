@@ -2,8 +2,8 @@
 
     python -m hpcinit.engine.local_step --nodes=2 --ntasks=4 --ntasks-per-node=2 ... command [args]
 
-It accepts srun's options. Those that it doesn't need have no effect. It sets the variables that Slurm sets, for
-virtual nodes on loopback addresses. A test compares them with those of a real Slurm, recorded in tests/data/slurm.
+It accepts srun's options, and ignores those that it does not need. It simulates nodes with loopback addresses, and sets
+the variables that Slurm sets. A test compares these variables with those of a real Slurm, recorded in tests/data/slurm.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def task_variables(job: Mapping[str, str], nodes: int, per_node: int, rank: int,
 class Step(Supervisor):
     """The tasks of one step.
 
-    run() returns the highest exit code of any task, except for tasks that it stopped because another task had failed.
-    srun includes those, and then returns 143 (128 + SIGTERM). In a Slurm job, the batch script therefore looks for the
-    rank that failed.
+    If a task fails, run() stops the other tasks. It returns the highest exit code of the tasks that it did not stop.
+    srun also counts the stopped tasks, and returns 143 (128 + SIGTERM). In a Slurm job, the batch script therefore
+    looks for the rank that failed.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -165,7 +165,7 @@ class Step(Supervisor):
         return self.signals.pop(0) if self.signals else None
 
     def _is_orphaned(self) -> bool:
-        """Return whether the batch script or the engine has ended, even if it did so before this process started."""
+        """Return whether the batch script or the job's background process has ended."""
         engine = os.environ.get(run_folder.ENV_ENGINE, "")
         return os.getppid() != self.parent or (engine.isdigit() and not psutil.pid_exists(int(engine)))
 

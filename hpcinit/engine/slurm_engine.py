@@ -1,7 +1,7 @@
 """Runs jobs on Slurm: submits and cancels them, and finds their state.
 
-Several sources can have the state of a job: squeue, sacct, scontrol, and the run folder. The first one in SOURCES that
-has the state is used.
+The state of a job may be in several places: squeue, sacct, scontrol and the run folder. The functions in SOURCES are
+tried in order, and the first one that returns a state is used.
 """
 
 from __future__ import annotations
@@ -97,30 +97,29 @@ class Known:
 
     @property
     def ended_early(self) -> bool:
-        """Return whether a signal ended the batch script. Slurm might have requeued the job since then."""
+        """Return whether a signal ended the batch script. In this case, Slurm might have requeued the job."""
         return self.record.exit_status == run_folder.ENDED_EARLY
 
     @property
     def outlived(self) -> bool:
-        """Return True if the job's script has ended, for a job with a Slurm state that this version does not know."""
+        """Return whether the batch script has ended, although Slurm reports a state that hpcinit does not know."""
         return (
             self.slurm is not None and self.slurm.is_unknown_state and self.slurm.source != "sacct" and self.record.over
         )
 
 
 def state_of(known: Known) -> State:
-    """Return the state from the first source that has it."""
+    """Return the state of the job, from the first function in SOURCES that returns one."""
     return next(state for source in SOURCES if (state := source(known)) is not None)
 
 
 def _ended(known: Known) -> State | None:
-    """Return the state if Slurm reports that the job has ended.
+    """Return the job's state if Slurm reports that the job has ended, otherwise None.
 
-    Take the exit status from the record, because sacct and scontrol may lack it.
+    The exit status is from the run folder, because sacct and scontrol may lack it.
 
-    If Slurm reports PREEMPTED for a requeued job, take the state from the record. Slurm 24.11 reports PREEMPTED forever
-    if the job was requeued in the grace time of a preemption, however its last attempt ends. 22.05 and 26.05 report how
-    the last attempt ended, as the record does.
+    If Slurm reports PREEMPTED for a requeued job, the state is from the run folder too. Slurm 24.11 reports PREEMPTED
+    forever if the job was requeued during the grace time of a preemption, even if a later attempt completes.
     """
     now, record = known.slurm, known.record
     if now is None or not now.over or not record.over:
@@ -130,12 +129,15 @@ def _ended(known: Known) -> State | None:
 
 
 def _in_queue(known: Known) -> State | None:
-    """Return the state if the controller reports that the job is waiting or running."""
+    """Return the job's state if the controller reports that the job is waiting or running, otherwise None."""
     return known.slurm if known.slurm and known.slurm.source != "sacct" and not known.outlived else None
 
 
 def _cancelled(known: Known) -> State | None:
-    """Return CANCELLED if `hpcinit cancel` left a record and Slurm has none, as happens without accounting."""
+    """Return CANCELLED if `hpcinit cancel` recorded that it canceled the job, and Slurm has no record of the job's end.
+
+    Slurm has no such record without accounting. Otherwise return None.
+    """
     lost = known.ended_early or not known.record.over
     if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
         return None
@@ -154,10 +156,10 @@ def _recorded(known: Known) -> State | None:
 
 
 def _accounted(known: Known) -> State | None:
-    """Return a state if sacct knows the job, but the controller does not.
+    """Return a state if sacct knows the job but the controller does not. Otherwise return None.
 
-    If the controller is unreachable, return sacct's state, which might be some seconds old. If the controller replied,
-    sacct's state is wrong, so return UNKNOWN.
+    If the controller did not reply, return sacct's state, which might be some seconds old. If the controller replied,
+    sacct is wrong, so return UNKNOWN.
     """
     if known.slurm is None:
         return None
@@ -168,14 +170,14 @@ def _accounted(known: Known) -> State | None:
 
 
 def _unreachable(known: Known) -> State | None:
-    """Return UNKNOWN if the controller did not reply."""
+    """Return UNKNOWN if the controller did not reply, otherwise None."""
     if not known.unreachable:
         return None
     return State("UNKNOWN", known.record.job_id, SLURM, known.unreachable, None, NO_REPLY)
 
 
 def _purged(known: Known) -> State:
-    """Return the recorded state of a job that Slurm does not know and that has not recorded its end."""
+    """Return the state in the run folder, for a job that Slurm does not know and that has not recorded its end."""
     return known.record
 
 
@@ -200,9 +202,10 @@ def _wanted(record: JobRecord) -> JobQuery:
 
 
 def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | None) -> SlurmReply:
-    """Return the reply of Slurm on the cluster `name`.
+    """Return what Slurm replies about the jobs on the cluster `name`.
 
-    name: the name, or '' for the cluster in SLURM_CONF, which `early` has already queried.
+    name: the cluster, or '' for the one in SLURM_CONF.
+    early: a squeue command that already runs for the cluster in SLURM_CONF, or None.
     """
     with slurm_client.on_cluster(name):
         return queue.query(queries, None if name else early)
@@ -257,7 +260,10 @@ def _of_job(record: JobRecord, job_id: str, answer: SlurmReply) -> State:
 
 
 def _end(record: JobRecord, job_id: str) -> State:
-    """Return the state of the last attempt as recorded in the run folder, for the job with this id."""
+    """Return the state of the job's last attempt, as recorded in the run folder.
+
+    Return UNKNOWN if no exit status is recorded.
+    """
     if not record.attempt:
         never = (
             "Slurm no longer knows the job, and it never started: was it canceled while it waited? A controller that "
@@ -273,9 +279,9 @@ def _end(record: JobRecord, job_id: str) -> State:
 
 
 def _chain(record: JobRecord, answer: SlurmReply) -> State:
-    """Return the state of a chain: its recorded end, or the state of one of its jobs.
+    """Return the state of a chain of jobs: its recorded end, or else the state of one of its jobs.
 
-    The job is the one that is running, or else one that is waiting, or else the last job.
+    That job is the one that is running, or else one that is waiting, or else the last job.
     """
     status = job_record.exit_status(record.path)
     stopped = status == 0 and (record.path / run_folder.STOPPED).exists()

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def report_before_joining(world: World) -> Report:
-    """Return what this rank can report before it connects to the others."""
+    """Return what this rank can report before it connects to the other ranks."""
     host = world.host or socket.gethostname()
     return Report(
         rank=world.rank,
@@ -171,7 +171,10 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
 
 
 def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
-    """Measure an all-reduce among the ranks `own` of this node. Return None if the result would add no information."""
+    """Measure an all-reduce among the ranks `own` of this node. Only the node's first rank returns the result.
+
+    Return None on the other ranks, if the node has one rank, and if all ranks of the job are on this node.
+    """
     if len(own) == 1 or len(own) == run.world_size:
         return None
     group = dist.new_group(list(own), use_local_synchronization=True)
@@ -196,7 +199,7 @@ def _links(run: hpcinit.Runtime, nodes: Sequence[Sequence[int]], size: int) -> t
 
 
 def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
-    """Measure round trip, clock difference and bandwidth, as the first rank of the pair."""
+    """Measure the round trip, the clock difference and the bandwidth of a link, on the first of its two ranks."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     best, ahead = float("inf"), 0.0
     for _ in range(TRIPS):
@@ -210,9 +213,9 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Send each message of _measure_link() back to the first rank of the pair.
+    """Send each message of _measure_link() back to the first rank of the pair. This runs on the second rank.
 
-    Put this rank's time into the small ones.
+    Each small message is sent back with the time on this rank's clock.
     """
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
@@ -239,7 +242,7 @@ def _barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
 
 
 def _merged(before: Link | None, now: Link) -> Link:
-    """Combine two measurements of a link. The more exact clock difference is kept."""
+    """Combine two measurements of a link. Of the two clock differences, keep the more exact one."""
     if before is None:
         return now
     closer = now if now.within_s < before.within_s else before

@@ -21,7 +21,7 @@ from hpcinit.records import run_folder
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the function of this job. Errors of the function are not caught.
+    """Run the function of this job. Exceptions that the function raises are not caught.
 
     Raise RequestError if the pickle belongs to another user.
     """

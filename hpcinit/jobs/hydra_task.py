@@ -106,7 +106,7 @@ class HydraTask:
 
 
 def tasks(name: str, function: Any, context: Any, configs: Sequence[tuple[str, Any]]) -> list[HydraTask]:
-    """Return one task per combination. Errors in pickling the program's objects are not caught.
+    """Return one task per combination. If the function or a config can't be pickled, the exception is not caught.
 
     configs: each combination with its config.
     """
@@ -152,7 +152,7 @@ def write_result(folder: Path, value: Any) -> None:
 
 
 def _write(folder: Path, done: JobReturn) -> None:
-    """Write the JobReturn for the launcher, and its value for `hpcinit` and api.Run.result().
+    """Write the JobReturn for the launcher, and its return value for `hpcinit` and api.Run.result().
 
     Errors are ignored, because they would fail a training run that has finished.
     """

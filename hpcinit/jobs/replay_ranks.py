@@ -153,9 +153,9 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 
 def _have_slept(before: Seen, now: Seen) -> bool:
-    """Return whether each thread has slept from `before` to `now` or is polling.
+    """Return whether each thread has slept from `before` to `now`, or has only polled.
 
-    With many ranks, some threads always poll.
+    With many ranks, some threads of gloo always poll.
     """
     return bool(now) and all(
         (state == "S" and count == before[one][1]) or count >= before[one][1] + POLLS

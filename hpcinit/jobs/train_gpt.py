@@ -46,7 +46,7 @@ def read_modules(folder: Path) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each applied to the normalized input and added to the input.
+    """A transformer block: attention and a feed-forward layer, each with a layer norm before and a residual connection.
 
     The rows of `qkv` are ordered by head, so that each rank of a tensor parallel group gets whole heads.
     """
@@ -169,7 +169,7 @@ def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, c
 
 
 class Place:
-    """The position of a data parallel rank in the data. A checkpoint contains it like the state of a data loader."""
+    """The position of a data parallel rank in the data, which is saved in each checkpoint."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator

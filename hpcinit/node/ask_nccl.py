@@ -1,8 +1,9 @@
 """Makes the NCCL library in sys.argv[1] choose its network interface, as NCCL does before ranks connect.
 
-This script runs in a child process: NCCL reads its settings once per process, so a rank must not load NCCL early. The
-script needs no GPU and no driver. With NCCL_DEBUG=INFO, NCCL prints its choice to stdout. The script prints the result
-to stderr as JSON.
+This script runs in a child process. NCCL reads its settings once per process, so a rank must not load NCCL early. The
+script needs no GPU and no driver.
+
+With NCCL_DEBUG=INFO, NCCL prints its choice to stdout. The script prints the result to stderr as JSON.
 """
 
 import ctypes

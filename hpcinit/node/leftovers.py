@@ -1,13 +1,13 @@
-"""Finds processes and files in /dev/shm that this user's ended jobs left on this node. It only reports them.
+"""Finds processes and files in /dev/shm that this user's ended jobs left on this node. The module only reports them.
 
 It never ends a process or removes a file, because no check on this node can prove that nothing needs them. Some things
 look like leftovers but are not:
 
-- Ranks of another job of this user. squeue omits hidden partitions, and a site's squeue may be cached. The tasks of a
-  heterogeneous job have the leader's id, while squeue lists the components.
+- Ranks of another job of this user. squeue omits jobs in hidden partitions, and a site may cache squeue's output. The
+  tasks of a heterogeneous job have the leader's job id, while squeue lists the components.
 - A tmux or a server that the user started in a job and that outlives the job on purpose. It has the job's variables.
-- Tensors in a queue of a program outside Slurm. With torch's strategy file_system, no process maps them, and the pid in
-  their name may belong to another pid namespace.
+- Tensors that a program outside Slurm passes through a queue. With torch's strategy file_system, no process maps their
+  files, and the process id in a file's name may belong to another pid namespace.
 
 A process is reported only if scontrol or sacct shows a final state for every job in its environment and control group.
 Nothing is reported if Slurm does not reply, or outside a Slurm job.
@@ -88,7 +88,10 @@ def _tasks(env: Mapping[str, str]) -> Iterator[Task]:
 
 
 def _jobs(env: Mapping[str, str], cgroup: str = "") -> frozenset[str]:
-    """Return the job ids in `env`, of the job and its components, and the job id in the control group `cgroup`."""
+    """Return the job ids in the environment `env` and in the control group `cgroup`.
+
+    A heterogeneous job has an id for the job and an id for each component.
+    """
     found = {text for name, text in env.items() if name == JOB or name.startswith("SLURM_JOB_ID_HET_GROUP_")}
     found.update(re.findall(r"/job_(\d+)", cgroup))
     return frozenset(text for text in found if text.isdigit())

@@ -1,6 +1,6 @@
-"""Turns the facts about a node into findings, for the doctor and for the check before a start. The functions are pure.
+"""Turns the facts about a node into findings, for `hpcinit doctor` and for the check before a start.
 
-A finding's detail does not name the node. The caller adds the name.
+The functions do no input or output. The text of a finding does not contain the node's name, which the caller adds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MANY = 3  # nodes, from which on most of them can be right
 
 
 def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequence[int], ranks: int) -> Iterator[Check]:
-    """Yield the problems that the facts about one node show, without comparing it with other nodes.
+    """Yield the problems that are visible in the facts about one node, without comparing it with other nodes.
 
     devices: the devices of this node's ranks, as torch identifies them.
     pids: the process ids of these ranks.
@@ -107,9 +107,9 @@ def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
 
 
 def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[Gpu, ...]:
-    """Return the GPUs that Slurm assigned to the job. If they are unknown, return those that the ranks use.
+    """Return the GPUs that Slurm assigned to the job. If they are unknown, return the GPUs that the ranks use.
 
-    Other jobs' GPUs are skipped: nvidia-smi also lists them unless Slurm sets ConstrainDevices.
+    Other jobs' GPUs are skipped. nvidia-smi also lists them, unless Slurm's setting ConstrainDevices is on.
     """
     if not node.assigned:
         found = (of_device(node.gpus, device) for device in devices)
@@ -232,7 +232,7 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
 
 
 def nccl_alone(one: Nccl, nodes: int) -> Iterator[Check]:
-    """Yield the problems that already show on one node: NCCL's error, or an address that other nodes can't reach."""
+    """Yield the problems that are visible on one node: NCCL's error, or an address that other nodes can't reach."""
     if one.error:
         yield _nccl_error(one)
     elif nodes > 1 and (check := _local_only(one)):
@@ -282,8 +282,8 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
     """Yield a check for each node on which NCCL uses a different network than on most nodes.
 
-    A node is skipped if it has no network in common with most nodes. Then each rack probably has its own network, with
-    routes between the racks, which is fine.
+    A node is skipped if it has no network in common with most nodes. Probably each rack then has its own network, and
+    routes connect the racks.
     """
     if len(taken) < 2:
         return

@@ -1,7 +1,7 @@
 """Collects facts about this node from /proc, /sys, the resolver, nvidia-smi and NCCL. Linux only.
 
-Unknown values are empty. The doctor's job collects all facts. The check before a start (node_check.py) skips the names
-of other nodes.
+Unknown values are empty. `hpcinit doctor` collects all facts. The check before a start (node_check.py) does not resolve
+the names of other nodes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def _places(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _place(what: str, path: str) -> Place:
-    """Check a folder by writing a file. The file isn't empty, because an empty file needs no space."""
+    """Check a folder by writing a file to it.
+
+    The file isn't empty, because writing an empty file succeeds even on a full disk.
+    """
     try:
         disk = os.statvfs(path)
         free, total = disk.f_bavail * disk.f_frsize / GB, disk.f_blocks * disk.f_frsize / GB

@@ -178,5 +178,8 @@ def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]
 
 
 def _record(path: Path, jobs: Sequence[str]) -> None:
-    """Record the cancellation for `status`, because Slurm without accounting forgets a job that never started."""
+    """Record in the run folder `path` that its jobs were canceled.
+
+    Slurm without accounting forgets a job that never started. `hpcinit status` then reads this record.
+    """
     (path / run_folder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")

@@ -166,7 +166,10 @@ def _is_alive(path: Path) -> bool:
 
 
 def _end(run: overview.Run) -> float:
-    """Return when the run, or the last task of a sweep, ended. The newest record in the folders shows this."""
+    """Return when the run, or the last task of a sweep, ended, in seconds since 1970.
+
+    This is the time of the newest record about an end, a cancellation or a submission.
+    """
     times = [0.0]
     for path, _ in run.parts:
         for name in (run_folder.EXIT, run_folder.CANCELLED, run_folder.SUBMISSION):

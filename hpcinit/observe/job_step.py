@@ -107,8 +107,8 @@ def running(word: str, runs_dir: Path) -> RunningJob:
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a command that runs on the ranks' nodes, made from `env`.
 
-    If this shell is inside a Slurm job, the variables of that job are removed. A variable is added that marks the
-    command, so that hpcinit doesn't take it for a rank.
+    The variables of a Slurm job in which this shell runs are removed. One variable is added. It shows that the process
+    is a command of the user and not a rank.
     """
     kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     kept.pop(run_folder.ENV_FOLDER, None)

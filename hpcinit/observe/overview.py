@@ -18,9 +18,13 @@ from hpcinit.slurm.slurm_client import Unreachable
 
 @dataclass(frozen=True)
 class Run:
-    """A run. A job or a chain has `now`, a sweep has `tasks`, and a run whose folder is invalid has `error`.
+    """A run with its state.
 
-    task: the task, if this run is a sweep's task that is shown separately.
+    path: the run folder.
+    now: the state, for a job or a chain of jobs.
+    tasks: the tasks with their states, for a sweep.
+    error: why the folder can't be read, if it is invalid.
+    task: the task of a sweep, if this object describes a single task.
     """
 
     path: Path
@@ -42,7 +46,7 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """Return the engine that runs the jobs. If there are no jobs, return Slurm, because only Slurm runs sweeps."""
+        """Return the engine (Slurm or the local engine) of the run's jobs. If no job exists, return Slurm."""
         return self.parts[0][1].engine if self.parts else SLURM
 
     @property
@@ -51,7 +55,7 @@ class Run:
 
     @property
     def status(self) -> int:
-        """Return the exit status for a command that waits for the run. For a sweep, it is the highest of its tasks."""
+        """Return the exit status for a command that waits for the run. For a sweep, return the highest of its tasks."""
         return max((now.status for _, now in self.parts), default=1)
 
 

@@ -19,7 +19,7 @@ FEW = 20  # up to this many jobs, their exit records are read every time; for mo
 class Polls:
     """The latest states of several runs, in the attribute `now`. One query covers all runs.
 
-    Creating it raises RequestError if one of the folders is not a run.
+    The constructor raises RequestError if one of the folders is not a run.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -77,7 +77,7 @@ def _later(now: state.State, seconds: int) -> state.State:
 
 
 class Poll:
-    """The latest state of one run. Creating it raises RequestError if the folder is not a run."""
+    """The latest state of one run. The constructor raises RequestError if the folder is not a run."""
 
     def __init__(self, path: Path) -> None:
         self._polls = Polls([path])

@@ -157,9 +157,9 @@ def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
 
 
 def ineffective_options(path: Path, now: State) -> ProgramUse:
-    """Return which options of a run had no effect. Return none unless the run succeeded.
+    """Return which options of the run had no effect.
 
-    A failed run might have ended before it used its options.
+    Return no options unless the run succeeded: a failed run might have ended before it used its options.
     """
     from hpcinit.records import program_use  # noqa: PLC0415 - imports the spec, which a waiting run does not need
 

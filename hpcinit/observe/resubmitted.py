@@ -54,7 +54,10 @@ def sweep_of(run: Path) -> Path | None:
 
 
 def _place(run: Path) -> tuple[Path, str]:
-    """Return the folder that contains the record about `run`, and the key of the run in that record."""
+    """Return the folder and the key of the record that shows which run replaced `run`.
+
+    For a task of a sweep, these are the sweep's folder and the task's number. For any other run, they are `run` and ''.
+    """
     return (sweep, run.name) if (sweep := sweep_of(run)) else (run, "")
 
 

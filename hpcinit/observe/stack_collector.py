@@ -63,7 +63,8 @@ class Label(NamedTuple):
 class Process(NamedTuple):
     """A process on this node that may be a rank.
 
-    level: how certain it is that this process is a rank. A process that starts ranks has a lower level than the ranks.
+    level: how likely the process is the rank itself: 0 to 2. A process that only starts ranks has a lower level.
+    label: a Label if the process installed hpcinit's stack handler, otherwise None.
     """
 
     pid: int
@@ -144,7 +145,7 @@ def beside(asked: dict[str, Any]) -> int:
 
 
 def encoded(document: dict[str, Any]) -> list[str]:
-    """Return the document as lines. stacks.decoded() reassembles them even if other output is between them."""
+    """Return the document as lines, which stacks.decoded() can find and join in the output of several nodes."""
     data = base64.b64encode(zlib.compress(json.dumps(document).encode())).decode(errors="replace")
     parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
     return [f"{PREFIX} {document['host']} {at} {len(parts)} {part}" for at, part in enumerate(parts)]
@@ -214,9 +215,10 @@ def _environ(pid: int, raw: bytes = b"") -> dict[str, str]:
 
 
 def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
-    """Return the rank and the level of a process (see Process), or (-1, ...) if it is not a rank.
+    """Return the rank and the level of a process (see Process.level), or (-1, 0) if it is not a rank.
 
-    tasks: whether each Slurm task is a rank.
+    label: the process's Label, or None.
+    tasks: whether each Slurm task of the job is a rank.
     """
     given = env.get("RANK", "")
     if label:
@@ -230,9 +232,9 @@ def _rank(env: dict[str, str], label: Any, tasks: bool) -> tuple[int, int]:
 
 
 def _label(place: Path) -> Any:
-    """Return the label of a process, or None if the process didn't install the stack handler itself.
+    """Return the Label of a process, or None if the process did not install hpcinit's stack handler.
 
-    A forked child of a rank has no label: it inherits the handler's file, but not the handler.
+    A forked child of a rank has no Label: it inherits the handler's open file, but not the handler.
     """
     for file in (place / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -243,7 +245,7 @@ def _label(place: Path) -> Any:
 
 
 def _own_pid(place: Path) -> int:
-    """Return the id of a process or thread as the process itself sees it. Inside a container, it is a different id."""
+    """Return the id that a process or thread has inside its own container, where it differs from the id on the node."""
     for line in (place / "status").read_text(errors="replace").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])

@@ -41,7 +41,8 @@ Frame = tuple[str, int, str]  # file, line (0: differs between the samples), fun
 class RankStack:
     """The stack and the state of one rank.
 
-    state: STOPPED, IN_KERNEL, GIL, NO_STACK, STUCK or MOVING.
+    state: one of the constants STOPPED, IN_KERNEL, GIL (C code holds the GIL), NO_STACK, STUCK (all samples are equal)
+        or MOVING (the samples differ).
     frames: the stack of the main thread, or of the thread that holds the GIL.
     wchan: the kernel function in which the main thread is waiting, or '' if it is unknown.
     same: how many samples have the same stack as the last sample.
@@ -199,10 +200,10 @@ def groups_now(run: Path) -> list[Group]:
 
 
 def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
-    """Return the state of each rank that can't run Python code, and a line of the program.
+    """Return (state, line of the program) for each rank that can't run Python code.
 
-    The state is written as in hang_report.StuckRank. If C code holds the GIL, the line is the one that called this
-    code. Otherwise it is ''.
+    The state is a value of hang_report.StuckRank.state. If C code holds the GIL, the line is the one that called the C
+    code. Otherwise the line is ''.
     """
     bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
     return {
@@ -309,8 +310,8 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
 def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
     """Return the name of the thread that holds the GIL in all samples, or ''.
 
-    kept: whether the rank's thread for stacks had to wait seconds for the GIL, or None if the rank has no such thread.
-    Without it, Python code that runs in every sample looks like C code that keeps the GIL.
+    kept: whether the rank's own thread for writing stacks waited seconds for the GIL. None if the rank has no such
+        thread; Python code that runs in every sample then looks like C code that holds the GIL.
     """
     holders = {one.get("gil", "") for one in samples if "gil" in one or "frames" in one}
     if kept is False or len(holders) > 1:
@@ -334,7 +335,7 @@ def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """Return the outermost frames that all samples share, innermost frame first.
 
-    If the samples have the next frame in common except for its line, that frame is included with line 0.
+    If the next frame is the same function in all samples but on different lines, include it with line 0.
     """
     shared: list[Frame] = []
     for frames in zip(*(reversed(stack) for stack in stacks), strict=False):
@@ -379,7 +380,7 @@ def _group(members: Sequence[RankStack]) -> Group:
 
 
 def _as_text(frames: Iterable[Frame]) -> str:
-    """Return the frames in the format that hang_report.place() reads."""
+    """Return the frames as text in the format of faulthandler, which hang_report.place() reads."""
     shown = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in frames)
     return f"main thread 0x1\n\nThread 0x1 (most recent call first):\n{shown}\n"
 

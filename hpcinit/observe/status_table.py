@@ -31,7 +31,8 @@ LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow termin
 class _Row:
     """One line of the table.
 
-    cells: the cells by column. Cells without content can be omitted. A parameter's column is called '=NAME'.
+    cells: the content of each column, by name. A sweep's parameter has a column named '=NAME'. Empty cells may be
+        omitted.
     details: the text of the last column.
     """
 
@@ -41,9 +42,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class StatusTable:
-    """The rows of the table, in order. If there are more than `most`, the last line counts those that are not shown.
+    """The table that `hpcinit status` prints, as an object that rich can print.
 
-    most: how many lines to print at most; None: all.
+    rows: the rows, in order.
+    most: how many lines to print at most; None: all. If there are more rows, the last line shows how many are omitted.
     """
 
     rows: Sequence[_Row]

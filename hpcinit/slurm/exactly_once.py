@@ -34,7 +34,10 @@ Attempt = Callable[[Path, Mapping[str, str], Sequence[str]], tuple[str, Sequence
 
 
 def longest_s(patience_s: float, jobs: int) -> float:
-    """Return the longest time, in seconds, that it can take to submit this number of jobs, one after the other."""
+    """Return how many seconds it can take at most to submit `jobs` jobs, one after the other.
+
+    patience_s: how long each submission waits for a controller that is down.
+    """
     return jobs * (patience_s + BESIDE_S)
 
 
@@ -86,7 +89,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
-    """Return the end of an error message: that the job may exist, and how to check whether it does.
+    """Return the end of an error message. It warns that the job may exist, and shows how to check.
 
     printed: the job ids that sbatch printed.
     """
@@ -198,9 +201,10 @@ class _Submission:
         return tokens.find(self._env, self._token, self._script, known, self._alone, self._started)
 
     def _kept(self, job_id: str) -> str | None:
-        """Wait until the controller has saved the job.
+        """Wait until the controller has saved the job `job_id` to disk. Return the id of the job to keep.
 
-        Return its id, or that of another job of this request, or None if the controller has lost the job.
+        This is another job's id if the controller accepted the request twice. Return None if the controller has lost
+        the job.
         """
         try:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
@@ -240,9 +244,9 @@ class _Submission:
         return self._error.splitlines()[-1] if self._error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
-        """Wait `seconds`. Raise KeyboardInterrupt after Ctrl-C, and SubmitError when patience_s is over.
+        """Wait `seconds`. Raise KeyboardInterrupt after Ctrl-C, and SubmitError when the time `patience_s` is over.
 
-        If an attempt may have made a job, raise MaybeSubmitted in both cases.
+        In both cases, raise MaybeSubmitted instead if an earlier call of sbatch may have made a job.
         """
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:

@@ -52,9 +52,10 @@ _Range = tuple[str, int, int]
 
 
 class _Name(NamedTuple):
-    """A name such as `r[1-2]n[01-02]-ib`.
+    """A name with brackets, such as `r[1-2]n[01-02]-ib`, which names several hosts.
 
-    literals: the texts around the brackets, here "r", "n" and "-ib". There is one more than there are brackets.
+    literals: the texts before, between and after the brackets, here "r", "n" and "-ib".
+    brackets: the ranges in each pair of brackets.
     """
 
     literals: list[str]

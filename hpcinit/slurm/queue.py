@@ -365,9 +365,9 @@ def _start(command: Sequence[str], env: Mapping[str, str] | None) -> Call | NotS
 
 
 def _lines(command: Sequence[str], call: Call | NotStarted, at_most: timedelta | None = None) -> list[str]:
-    """Return the lines that the command prints. Return no lines if there is no such job, or no accounting.
+    """Return the lines that the command prints.
 
-    Raise Unreachable if Slurm does not reply.
+    Return no lines if Slurm does not know the job, or has no accounting. Raise Unreachable if Slurm does not reply.
     """
     if isinstance(call, NotStarted):
         if command[0] == "sacct":

@@ -1,4 +1,4 @@
-"""Makes the token that hpcinit puts in the comment of each job it submits, and finds the jobs that have a token."""
+"""Makes tokens and finds jobs by their token. hpcinit adds a token to the comment of each job that it submits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new(request: str = "") -> str:
 def is_other(comment: str, command: str, known: Sequence[str], script: str) -> bool:
     """Return whether a job that has our job's id is certainly a different job.
 
-    That can happen because Slurm reuses job ids after it has lost its state.
+    Slurm reuses job ids after its controller has lost its saved state.
 
     comment, command: the job's comment and command, as Slurm reports them.
     known: the tokens of our jobs, or [] if unknown.
@@ -53,7 +53,8 @@ def find(
     If there certainly is no such job, return []. If Slurm does not reply, return None.
 
     known: the job ids that sbatch printed.
-    alone: whether no other job runs `script`. Then a job that runs it matches even if the site changed its comment.
+    alone: whether only this job runs `script`. A job with that script is then found even if the site changed its
+        comment.
     started: a function that returns the id of the job that has started `script`, according to the job's own record, or
         ''.
     """
@@ -81,7 +82,10 @@ def find(
 
 
 def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
-    """Look for an ended job that the controller has purged. sacct keeps its sbatch command (since Slurm 21.08)."""
+    """Return ended jobs that have `token`, from sacct. The controller may have purged them.
+
+    sacct shows the sbatch command of each job since Slurm 21.08.
+    """
     try:
         rows = queue.accounting(["--starttime=now-1days", "--format=JobID,State,SubmitLine"], 3, env)
     except Unreachable:
@@ -91,8 +95,8 @@ def _in_accounting(env: Mapping[str, str], token: str) -> list[Job]:
 
 
 def _by_record(script: Path, job_id: str) -> list[Job]:
-    """Return the job with the id that the script recorded.
+    """Return the job with the id that the batch script recorded, or [] if there is no id.
 
-    Call this only if Slurm has purged the job and has no accounting.
+    Call this only if the controller has purged the job and Slurm has no accounting.
     """
     return [Job(job_id, "UNKNOWN", "", command=str(script))] if job_id else []

@@ -1,4 +1,7 @@
-"""Renders the script of a job array. It is the script of a run, with the task's own run folder (run_path.TaskPath)."""
+"""Renders the batch script of a job array.
+
+Each task runs the same script, which computes the path of the task's run folder (run_path.TaskPath).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 def block(max_array_size: int | None) -> int:
     """Return how many tasks one array may have: a power of ten, or 1 if the site allows no arrays.
 
-    The tasks of one array are called a block. The number of a task is then the number of its block, followed by its
-    index in the array. Indices are smaller than MaxArraySize. If that is 1001, a block has 1000 tasks. Task 2017 then
-    has index 17 in the array of block 2, and Slurm writes the path of its folder as '2%3a'.
+    A sweep with more tasks is divided into arrays of this size, which are called blocks. Indices in an array are
+    smaller than MaxArraySize. If that is 1001, a block has 1000 tasks.
+
+    A task's number is the number of its block, followed by its index in the array. Task 2017, for example, has index 17
+    in block 2, and Slurm writes the path of its folder as '2%3a'.
     """
     most = SMALLEST if max_array_size is None else max_array_size
     size = 1
@@ -31,7 +36,10 @@ def block(max_array_size: int | None) -> int:
 
 
 def shape(config: Config, folder: Path, workdir: Path) -> object:
-    """Return what must be equal for tasks to share an array: the script without the values of environment variables."""
+    """Return a value that is equal for two configs if their tasks can share an array.
+
+    It consists of the script without the values of environment variables, and the names of these variables.
+    """
     env = {**config.cluster.env, **config.job.env}
     return script.render_at(config, TaskPath(folder, own_env=frozenset(env)), workdir), tuple(env)
 
@@ -44,12 +52,13 @@ def render(
     size: int,
     origin: Sequence[str] = (),
 ) -> str:
-    """Return the script of the array that runs the tasks `numbers`.
+    """Return the batch script of the array that runs the tasks `numbers`.
 
-    All tasks must be in one block, and have the same shape().
+    All tasks must belong to the same block (see block()) and have the same shape().
 
     configs: the config of each task.
-    size: how many tasks a block has.
+    size: the number of tasks in a block.
+    origin: comments about the submission.
     """
     if any(config.hetjob for config in configs):
         raise RequestError(

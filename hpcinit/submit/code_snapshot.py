@@ -1,6 +1,6 @@
 """Implements snapshot=git: copies the checkout, with its uncommitted changes, into the run folder.
 
-The job runs the copy.
+The job runs the program from this copy.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _pointers(number: int) -> str:
 
 
 def _link(plan: SnapshotPlan, name: str) -> str:
-    """Return the target for the copy of a link.
+    """Return the path to which the copy of the symbolic link `name` should point.
 
-    If the link points to a file of the checkout, its copy points to that file in the snapshot.
+    If the link points to a file of the checkout, its copy points to the copy of that file.
     """
     source = plan.root / name
     text = os.readlink(source)  # noqa: PTH115 - the unchanged text

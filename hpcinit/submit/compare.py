@@ -120,7 +120,10 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
 
 
 def _own(text: Sequence[str], run: Path) -> list[str]:
-    """Replace the run's path with RUN and remove the lines on its origin: these differ between any two runs."""
+    """Return the lines of `text` in a form that can be compared between two runs.
+
+    Replace the path of the run with RUN, and omit the comments with the date and the command.
+    """
     return [line.replace(str(run), "RUN") for line in text if not line.startswith((script.WRITTEN, script.COMMAND))]
 
 

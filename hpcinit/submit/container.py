@@ -54,6 +54,10 @@ def _options(config: Config) -> Mapping[str, Any]:
 
 
 def _mounts(config: Config, run: RunPath, workdir: Path) -> Sequence[str]:
-    """Return the mounts: the working folder and the run folder at the same paths, then those of site and user."""
+    """Return the paths to mount in the container.
+
+    The working folder and the run folder are first, at the same paths as outside. The mounts in the site's and the
+    user's config are next.
+    """
     own = [joined(":", [place, place]) for place in dict.fromkeys((str(workdir), run.in_shell()))]
     return [*own, *config.cluster.container.mounts, *config.container.mounts]

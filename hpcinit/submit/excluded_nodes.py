@@ -61,9 +61,10 @@ def _with(config: Config, hosts: str) -> Config:
 
 
 def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
-    """Return the cluster's node histories, updated from recent runs, and warnings. Never fail a submission.
+    """Return the histories of the cluster's failed nodes, and warnings for the user.
 
-    In a dry run, write nothing.
+    Add failures in recent runs to the cluster's file of node failures, except in a dry run. If that file can't be
+    written, return a warning instead of raising an error.
     """
     path, now, expiry_h = (
         node_records.file(os.environ, config.cluster.name),
@@ -89,9 +90,10 @@ def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
 
 
 def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
-    """Return the hosts that Slurm does not know. With one of them in --exclude, sbatch would refuse the job.
+    """Return the hosts that Slurm does not know. sbatch would refuse a job if --exclude contained one of them.
 
-    Such a node was removed, or ranks of torchrun recorded the kernel's host name. Return an empty set without Slurm.
+    A node is unknown if it was removed, or if the ranks of torchrun recorded the kernel's host name instead of Slurm's.
+    Return an empty set if this machine has no Slurm.
 
     clusters: the value of the config key cluster.clusters.
     """

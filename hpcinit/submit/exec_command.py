@@ -33,8 +33,8 @@ class Container:
     """How to start a command inside the container of a run.
 
     options: options for srun.
-    prefix: a command to put in front of the command.
-    python: the Python inside an image of pyxis, else ''.
+    prefix: what to put in front of the command.
+    python: the path of Python inside the image if pyxis starts the container, otherwise ''.
     """
 
     options: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ def shell_main(argv: Sequence[str]) -> int:
 def run(options: argparse.Namespace, command: Sequence[str], announced: bool = False) -> int:
     """Run `command` on a node of the job and return its exit status. Raise Failure if it cannot be started.
 
-    announced: whether to print where it runs.
+    announced: whether to print first on which node the command runs.
     """
     job = job_step.running(options.run, options.runs_dir)
     rank, host = _place(job, options.rank, options.node)

@@ -167,9 +167,9 @@ class Executor(submitit.SlurmExecutor):
         return sbatch.job_id(string if isinstance(string, str) else string.decode(errors="replace"))
 
     def _submit_command(self, command: str) -> core.Job[Any]:
-        """Submit a script with `command` so that there is exactly one job.
+        """Submit a script that runs `command`, so that there is exactly one job.
 
-        submitit's own method calls sbatch once, and loses the job if sbatch's reply is lost.
+        submitit's own method calls sbatch once, and does not find the job if sbatch's reply is lost.
         """
         uid = uuid.uuid4().hex
         script = _folder(self.folder) / f".submission_file_{uid}.sh"
@@ -187,9 +187,9 @@ class Executor(submitit.SlurmExecutor):
         folder.chmod(PRIVATE)
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
-        """Submit one function, or several as an array.
+        """Submit one function as a job, or several functions as a job array.
 
-        For an array, submitit's own method would use a plain SlurmExecutor.
+        submitit's own method would submit an array with a plain SlurmExecutor instead of this class.
         """
         folder = _folder(self.folder)
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -230,5 +230,5 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def _folder(folder: Path) -> Path:
-    """Return the part of `folder` before submitit's placeholders for job ids."""
+    """Return the part of the path `folder` before the placeholders (%j) that submitit replaces with job ids."""
     return Path(utils.JobPaths.get_first_id_independent_folder(folder))

@@ -35,7 +35,10 @@ def next_path(runs_dir: Path, name: str) -> Path:
 
 
 def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
-    """Return runs_dir/NAME-0001 or, if runs have had that number, the path with the next free number."""
+    """Return the path runs_dir/NAME-0001, or the path with the next number that no run has had.
+
+    promised: paths that count as used, although their folders do not exist yet.
+    """
     names = {path.name for path in promised if path.parent == runs_dir}
     return runs_dir / f"{name}-{run_numbers.next_number(runs_dir, name, names):04d}"
 
@@ -124,7 +127,7 @@ def fill(path: Path, files: Mapping[str, str]) -> None:
 def write(path: str, text: str) -> None:
     """Write a file that only this user can read.
 
-    It takes only four system calls, because a sweep has thousands of files.
+    The function makes only four system calls, because a sweep has thousands of files.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
     try:
@@ -136,7 +139,7 @@ def write(path: str, text: str) -> None:
 
 
 def mark_submitted(path: Path, submission: Mapping[str, object]) -> None:
-    """Write submission.json atomically. If this file exists, the job exists."""
+    """Write submission.json atomically. This file shows that the job exists."""
     safe_files.write_atomically(path / run_folder.SUBMISSION, json.dumps(submission, indent=2) + "\n", PRIVATE_FILE)
     run_numbers.remove_lower(path)
 
@@ -169,10 +172,10 @@ UNREADABLE_S = 60.0  # a claim without complete content counts for this time
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(processes.Process):
-    """The process that is submitting a request.
+    """The process that has claimed a request, so that no other process submits it.
 
-    run: the run folder that it created.
-    since: when it started, in seconds since 1970.
+    run: the run folder that the process created.
+    since: when the process started, in seconds since 1970.
     expires_s: after how many seconds its claim expires.
     """
 
@@ -226,7 +229,10 @@ def _take(path: Path, me: Owner, run: Path) -> None:
 
 
 def _read(path: Path) -> tuple[str, Owner | None]:
-    """Return the text and the owner of the claim. The owner is None if the file is gone or incomplete."""
+    """Return the text of the claim file `path`, and the process that wrote it.
+
+    The process is None if the file does not exist or is incomplete.
+    """
     text = ""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -236,10 +242,10 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 
 
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
-    """Return whether the owner is gone. If that is unknown, return whether the claim has expired.
+    """Return whether the process that owns the claim is gone. If that is unknown, return whether the claim has expired.
 
-    The claim's age is the difference between its time and that of the new run folder. The file server's clock sets
-    both.
+    The age of the claim is the difference between the times of the claim file and of the new run folder. The file
+    server's clock sets both times.
     """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended

@@ -85,7 +85,10 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
 
 
 def _script(path: Path, end: state.State) -> str:
-    """Return the arguments that start the script again. For a task: the sweep's script and the task's index."""
+    """Return the arguments with which the user can run the batch script of `path` again.
+
+    For a task of a sweep, these are the sweep's script and the index of the task.
+    """
     own = path / run_folder.SCRIPT
     if own.exists():
         return shlex.quote(str(own))

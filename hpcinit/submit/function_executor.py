@@ -59,7 +59,7 @@ ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only if they are false
 
 
 class ForPrograms(ConfigError):
-    """The request uses config keys that only work for a program, not for a function."""
+    """Raised if the request sets config keys that only work for a program, not for a function."""
 
 
 class RunWatcher(Watcher):
@@ -132,7 +132,7 @@ class RunJob(Job[core.R]):
         """Return the error of the first rank that raised one, or else of the first rank without a result.
 
         If all ranks have a result, return None. If one rank fails, the others are ended and have no result. submitit
-        would wait 15 s for each of those, so the ranks with a result are read first.
+        would wait 15 s for each rank without a result, so the ranks with a result are read first.
         """
         if not self._sub_jobs:
             return super().exception()
@@ -152,15 +152,16 @@ class RunJob(Job[core.R]):
 class FunctionExecutor(Executor):
     """Submits Python functions to Slurm. It has submitit's methods `submit`, `map_array`, `batch`, `update_parameters`.
 
-    With a cluster, each function is a run of hpcinit with a run folder below `folder`. Each rank calls the function. By
-    then the ranks are set up, so hpcinit.init() and submitit.JobEnvironment() agree.
+    With a cluster, each function becomes a run of hpcinit with its own run folder below `folder`. Each rank calls the
+    function. Before the call, hpcinit sets up the rank, so hpcinit.init() and submitit.JobEnvironment() report the same
+    rank.
 
     Args:
         folder: where the run folders are created. All nodes must share it. None: the config's runs_dir.
-        args: as for submitit.SlurmExecutor: max_num_timeout, max_pickle_size_gb, python.
+        args: the arguments of submitit.SlurmExecutor after the folder: max_num_timeout, max_pickle_size_gb, python.
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
-        overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. With them, the defaults are those of
-            `hpcinit submit`: a rank per GPU, and no signal that requeues.
+        overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. If they are given, the defaults are
+            those of `hpcinit submit`: one rank per GPU, and no signal that requeues the job.
         more: the same as `args`, but by name. The prefix slurm_ is allowed, as for submitit.AutoExecutor.
     """
 
@@ -183,7 +184,7 @@ class FunctionExecutor(Executor):
                 self._requests([abs])  # an unknown cluster is refused here
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError with all wrong ones."""
+        """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError that lists all wrong parameters."""
         if self._cluster is None:
             own = {name.removeprefix("slurm_"): value for name, value in kwargs.items()}
             shared = {name: own.pop(name) for name in self._equivalence_dict() if name in own}

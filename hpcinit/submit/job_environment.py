@@ -87,11 +87,11 @@ INSTEAD = {
 
 @dataclass(frozen=True)
 class DroppedVariables:
-    """The sorted names of the variables that the job does not get.
+    """The sorted names of the user's variables that are not passed to the job.
 
-    foreign: variables of other jobs.
+    foreign: variables that belong to other jobs.
     secrets: variables that look like secrets.
-    instead: settings for the command line that have the same effect as some of the variables in `foreign`.
+    instead: key=value settings that the user can type instead of setting some of the variables in `foreign`.
     """
 
     foreign: Sequence[str] = ()

@@ -63,7 +63,8 @@ NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
 def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[str]:
     """Yield the lines of the set-up, block by block. Each block that is not empty starts with a comment.
 
-    noted: whether the script records in exit.json which of the user's lines failed, and which one ended the script.
+    noted: whether the batch script records in exit.json which of the user's lines failed, and which line ended the
+        script.
     """
     cluster = config.cluster
     blocks = {
@@ -89,9 +90,10 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 
 
 def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
-    """Yield lines that set the variables in cluster.env and job.env.
+    """Yield shell lines that set the variables `env` of the config.
 
-    An array task reads the variables `own` from its file instead.
+    own: the variables whose values differ between the tasks of an array. Each task reads these values from its own
+        file.
     """
     read = False
     for name, value in env.items():

@@ -18,7 +18,7 @@ Print = Callable[[str], None]
 
 
 def job_line(number: int, overrides: Sequence[str], about: str) -> str:
-    """Return a line about job `number` of the multirun. Its format is that of Hydra's own launchers."""
+    """Return a line about job `number` of the multirun, in the format of Hydra's own launchers."""
     return f"\t#{number} : {' '.join(overrides)} : {about}"
 
 

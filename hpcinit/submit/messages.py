@@ -96,9 +96,9 @@ def _next_commands(runs_dir: str, done: Submitted) -> str:
 
 
 def _line(request: Request, path: Path, jobs: Sequence[str], expected: str, task: int | None = None) -> str:
-    """Return the JSON object of a submitted run.
+    """Return the JSON object of a submitted run, as one line.
 
-    jobs: the job ids, several for a chain.
+    jobs: the job ids. A chain has several.
     expected: when Slurm expects the job to start.
     task: the number of the task in a sweep, or None.
     """

@@ -36,11 +36,14 @@ def activation_memory(
 ) -> int:
     """Return how many bytes the activations of one rank take, without embedding and logits.
 
-    micro: samples per forward pass.
-    heads: the number of attention heads, or 0 with flash attention, which never stores the scores.
+    Context parallelism (layout.cp) divides the sequence. Pipeline parallelism does not reduce the result, because with
+    the schedule 1F1B the first stage keeps one micro batch for each stage. With param='fp32', all bytes are counted
+    twice, even the one-byte masks.
 
-    cp divides the sequence. With pp (1F1B), the first stage keeps one micro batch for each stage, so the activations of
-    all layers count. With fp32, the whole result is doubled, even the part for the one-byte masks.
+    micro: samples per forward pass.
+    param: the number format of the parameters.
+    checkpointing: whether the program uses activation checkpointing.
+    heads: the number of attention heads, or 0 with flash attention, which never stores the scores.
     """
     samples = sequence // layout.cp * micro * hidden  # s*b*h
     layer = samples * (10 + 24 / layout.tp + 5 * heads * sequence / (hidden * layout.tp))
@@ -59,10 +62,10 @@ SIZES = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bu
 
 @dataclass(frozen=True)
 class Estimate:
-    """How much memory a rank needs, and how much there is.
+    """How much memory a rank needs, and how much is available.
 
-    totals: the needed bytes, on a rank's GPU, and on a node's CPU and NVMe.
-    limits: the available bytes, where the config gives them.
+    totals: the needed bytes: on the GPU per rank, and on CPU and NVMe per node.
+    limits: the available bytes, for the kinds of memory for which the config gives them.
     fits: whether the needed memory is available. None if the config does not give the GPU's memory.
     unknown: one line for each part that is not included in the estimate.
     """
@@ -118,7 +121,7 @@ def estimate_memory(config: Config) -> Estimate:
 
 
 def demand_of(config: Config) -> Demand:
-    """Return the settings in the config that determine its memory.
+    """Return the settings in the config that determine how much memory the run needs.
 
     Raise RequestError if model.params is not set, or if the layout does not fit the number of ranks.
     """

@@ -119,9 +119,9 @@ def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
 
 
 def _passing(key: str, program: Sequence[str]) -> list[str]:
-    """Return the program with ${key} as the value of its option --key.
+    """Return the program with its option --key set to ${key}.
 
-    If the program has no such option, ${key} becomes its last argument.
+    If the program has no such option, add ${key} as its last argument.
     """
     option, passed = f"--{key.rpartition('.')[2]}", list(program)
     for at, argument in enumerate(passed):

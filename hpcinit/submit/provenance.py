@@ -113,9 +113,13 @@ def recorded_provenance(run: Path) -> dict[str, Any]:
 
 
 def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare, task: Task) -> int:
-    """Run compose.main with the config of an earlier run.
+    """Prepare a request from the config of an earlier run, and call `task` with it. Return the exit status of `task`.
 
     Raise RequestError if an override selects another config file.
+
+    document: the config of the earlier run.
+    overrides: key=value settings that replace values in the config.
+    prepare: called with the request before `task`.
     """
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
@@ -151,7 +155,10 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
 
 
 def _split_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the schema's keys, and overrides that add the user's own keys."""
+    """Return the part of `document` that the schema declares, and an override +KEY=VALUE for each other key.
+
+    The other keys are those that the user added.
+    """
     own = {key: value for key, value in document.items() if keys.kind(key) is not None}
     return own, [f"+{key}={override_value(value)}" for key, value in document.items() if key not in own]
 

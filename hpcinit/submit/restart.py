@@ -1,6 +1,7 @@
-"""Renders requeues and chains of jobs. The batch script requeues its own job, on the host and outside any container.
+"""Renders the parts of a batch script that requeue the job, and submits chains of jobs.
 
-It calls hpcinit/after for that. The reasons are in docs/decisions/0214-one-end-of-job.md.
+To requeue its own job, the batch script calls hpcinit/after on the host, outside any container. The reasons are in
+docs/decisions/0214-one-end-of-job.md.
 """
 
 from __future__ import annotations

@@ -93,7 +93,10 @@ def _submit_all(requests: Sequence[tuple[Path, Request]], command: Sequence[str]
 
 
 def _given(run: Path, overrides: Sequence[str]) -> list[str]:
-    """Return what the user typed before `--` when `run` was submitted, with `overrides` in place of the same keys."""
+    """Return what the user typed before `--` when `run` was submitted, changed by `overrides`.
+
+    An override replaces the argument that sets the same key.
+    """
     changed = program_arguments.given_keys(overrides)
     typed = requests_of_runs.read(run).typed
     return [*(word for word in typed if not program_arguments.given_keys([word]) & changed), *overrides]

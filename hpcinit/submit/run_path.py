@@ -28,17 +28,20 @@ class RunPath:
         return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 
     def in_directive(self, name: str) -> str:
-        """Return the path of the file `name` for an #SBATCH line, which reads it as a file name pattern."""
+        """Return the path of the file `name` for an #SBATCH line, in which sbatch replaces patterns such as %j."""
         return quoting.pattern(str(self.path / name))
 
     def in_shell(self, name: str = "") -> str:
-        """Return the path of the file `name` for a shell command. The caller must quote the path, unless it is Raw."""
+        """Return the path of the file `name` for a shell command.
+
+        The caller must quote the path, unless its type is quoting.Raw, which marks text that is quoted already.
+        """
         return str(self.path / name)
 
     def pattern_in_shell(self, name: str) -> str:
-        """Return the path of the folder `name`, as the start of a file name pattern for srun in a shell command.
+        """Return the path of the folder `name` for a shell command, as the start of a file name pattern of srun.
 
-        The caller must quote the path, unless it is Raw.
+        The caller must quote the path, unless its type is quoting.Raw, which marks text that is quoted already.
         """
         return quoting.pattern(self.in_shell(name))
 

@@ -1,7 +1,7 @@
 """Renders the batch script of a run from its Config.
 
-The script consists of comments, directives, blocks, the set-up (job_setup.py) and the step that starts the ranks
-(srun_step.py).
+The script consists of comments, #SBATCH directives, bash code from lib/, the job's set-up (job_setup.py) and the step
+that starts the ranks (srun_step.py).
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ TRIALS = "trials.jsonl"  # a line for each trial
 class Trials:
     """Runs the trials of a hyperparameter search, batch by batch.
 
-    submit: a function that submits requests and waits for them. It stores their run folders by number, and returns an
-        exit status.
+    submit: a function that submits requests, waits for them and returns an exit status. It also stores each run folder
+        in the dict that it gets, by the number of the request.
     """
 
     def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:

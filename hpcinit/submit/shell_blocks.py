@@ -15,10 +15,10 @@ VARIABLE = re.compile(r"(?P<head>(?:export )?(?P<name>\w+)=)''(?:\s+(?P<comment>
 
 
 def block(name: str, values: Mapping[str, str | int] | None = None) -> list[str]:
-    """Return the lines of lib/NAME.sh, with its variables set to `values`.
+    """Return the lines of the bash file lib/NAME.sh, with its variables set to `values`.
 
-    Each value is quoted, unless it is Raw. The variables are those that are set to '' directly below the first comment.
-    Raise ValueError unless `values` contains exactly these variables.
+    The file declares its variables directly below its first comment, by setting each to ''. Each value is quoted,
+    unless its type is quoting.Raw. Raise ValueError unless `values` contains exactly the declared variables.
     """
     left = dict(values or {})
     first, *lines = _text(name).splitlines()

@@ -1,4 +1,4 @@
-"""Implements `hpcinit shell RUN`: opens a shell on the node of a running rank, in the same way as exec_command.py."""
+"""Implements `hpcinit shell RUN`: opens a shell on the node of a running rank. exec_command.py starts it."""
 
 from __future__ import annotations
 

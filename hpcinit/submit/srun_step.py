@@ -43,10 +43,10 @@ def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the lines that start the ranks of all components in one step.
+    """Return the lines that start the ranks of all components of the job in one step.
 
-    They first print the nodes of each component, because srun numbers the tasks of each component from 0.
-    records/job_log.py reads what they print.
+    The lines first print the nodes and the first rank of each component. records/job_log.py reads that output, because
+    srun numbers the tasks of each component from 0 in its own messages.
     """
     lines, first = [], 0
     for at, part in enumerate(hetjob.parts(config)):
@@ -85,7 +85,7 @@ def _own(number: int, config: Config) -> dict[str, Any]:
 
 
 def _own_log(run: RunPath) -> list[str]:
-    """Return a command to put in front of another one. It writes the output of that command to the rank's log."""
+    """Return a prefix for a command. With the prefix, the command writes its output to the rank's log."""
     return ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
 
 
@@ -94,8 +94,8 @@ def srun_step_line(
 ) -> str:
     """Return the srun command that starts the ranks, on several lines: srun's options, and then what each task runs.
 
-    more: additional options.
-    before: a command to put in front of what each task runs.
+    more: additional options of srun.
+    before: a prefix for the command that each task runs.
     """
     python = environment.python(config)
     here = sys.executable if config.container.image else python
@@ -122,7 +122,8 @@ def wrapped(arguments: Iterable[str]) -> list[str]:
 def options(config: Config, run: RunPath) -> dict[str, Any]:
     """Return the options for srun.
 
-    If one task per node starts all ranks of the node, the task gets the resources of all of them and binds them itself.
+    If one task per node starts all ranks of the node, the task gets the CPUs and GPUs of all these ranks. It then binds
+    each rank itself.
     """
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     start = STARTS[launch.kind]

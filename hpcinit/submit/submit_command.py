@@ -86,8 +86,8 @@ def submit_all(
     The requests must have passed their checks.
 
     argv: the command line to record.
-    runs: receives the run folder of each submitted request, by number.
-    as_json: print one JSON object per job on stdout, and the output of wait=true on stderr.
+    runs: a dict to which the function adds the run folder of each submitted request, by the number of the request.
+    as_json: whether to print one JSON object per job on stdout, and the output of wait=true on stderr.
     """
     jobs: list[tuple[Request, submission.Submitted]] = []
     runs = {} if runs is None else runs
@@ -109,7 +109,7 @@ def submit_all(
 
 
 def announced(requests: Sequence[Request]) -> Sequence[Request]:
-    """Return the requests with failed nodes excluded. Print these nodes and the warnings, each only once."""
+    """Return the requests with failed nodes excluded. Print the excluded nodes and all warnings, each only once."""
     requests, notes = excluded_nodes.excluded(requests)
     for line in notes:
         console.always(line)
@@ -152,8 +152,10 @@ def set_program(program: Sequence[str], request: Request, command: Sequence[str]
     """Make the job run the program that the user typed: `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
 
     The program's arguments are added to job.args, which a sweep may set. If the job config already names a program,
-    they replace job.args. ${key} in the arguments is replaced by the value of the key. Raise RequestError if keys of
-    hpcinit are after --. After a second --, such keys are passed to the program.
+    they replace job.args. In the arguments, ${key} is replaced by the value of the config key.
+
+    Raise RequestError if the arguments contain keys of hpcinit, because the user probably meant to type them before the
+    --. To pass such keys to the program, the user types a second -- before them.
 
     command: the command line before --.
     """
@@ -254,7 +256,10 @@ def _follow(request: Request, done: submission.Submitted, as_json: bool) -> int:
 
 
 def _beside(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, redirect the output for people to stderr, because stdout is for programs."""
+    """Return a context that redirects the output for people to stderr if `as_json` is set.
+
+    With --json, stdout is for programs.
+    """
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 

@@ -32,8 +32,8 @@ class Job:
 
     file: the name of the script in the sweep's folder.
     text: the script.
-    size: how many tasks a block has.
-    env_names: the variables that each task reads from its own file.
+    size: the largest number of tasks in one array of this sweep.
+    env_names: the environment variables that each task reads from its own file.
     """
 
     requests: Sequence[Request]
@@ -104,8 +104,8 @@ def fill_sweep_folder(
 ) -> dict[int, dict[str, Any]]:
     """Write all files of the sweep except submission.json, which is written when the jobs exist.
 
-    Return the fields of each task's submission.json that describe its request: the program, and what the user typed.
-    Raise SubmitError if a file cannot be written.
+    For each task, return the part of its submission.json that describes the request: the program, and what the user
+    typed. Raise SubmitError if a file cannot be written.
     """
     summaries: dict[int, dict[str, Any]] = {}
     names = {request.number: job.env_names for job in jobs for request in job.requests}
@@ -144,7 +144,10 @@ def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:
-    """Return the result of yaml.safe_dump. Format a section that several tasks share only once."""
+    """Return what yaml.safe_dump returns, but faster.
+
+    known: a cache of formatted sections. A section that several tasks share is formatted only once.
+    """
     parts = []
     for name, value in document.items():
         key = (name, repr(value))
@@ -266,7 +269,11 @@ def _hand_over(
     records: list[dict[str, Any]],
     ids: dict[int, str],
 ) -> None:
-    """Submit one job, mark its tasks, and add it to `records` (one per job) and `ids` (the job id of each task)."""
+    """Submit one job of the sweep, and write submission.json for each of its tasks.
+
+    records: the function adds the record of the job to this list.
+    ids: the function adds the job id of each task to this dict, by the number of the task.
+    """
     config = job.requests[0].config
     # With sweep.at_once, each array starts after the previous one, because the limit is for the whole sweep.
     after = [f"--dependency=afterany:{records[-1]['job_id']}"] if config.sweep.at_once and records else []

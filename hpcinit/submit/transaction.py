@@ -45,8 +45,8 @@ class Transaction:
 
     path: the folder of the run or sweep.
     env: the environment for sbatch.
-    dropped: the variables that `env` does not contain, although the user's environment does.
-    parts: folders inside `path` that belong to one job each and can be removed separately: the tasks of a sweep.
+    dropped: the variables of the user's environment that are not in `env`.
+    parts: folders inside `path` that can be removed separately, because each belongs to one job: the tasks of a sweep.
     """
 
     def __init__(
@@ -102,9 +102,10 @@ class Transaction:
     def submit(
         self, script: Path, options: Sequence[str] = (), parts: Sequence[Path] = ()
     ) -> tuple[str, Sequence[str]]:
-        """Submit `script` to the engine so that there is exactly one job. Return the job id and the command.
+        """Submit `script` so that there is exactly one job: with sbatch, or on this machine with cluster=local.
 
-        Raise SubmitError if there is no job. If there may be one, raise its subclass MaybeSubmitted.
+        Return the job id and the command. Raise SubmitError if there is no job. If there may be one, raise its subclass
+        MaybeSubmitted.
 
         options: options for sbatch.
         parts: the run folders that belong to this job.
@@ -233,7 +234,7 @@ def require_sbatch(config: Config) -> None:
 
 
 def _cluster_name() -> str:
-    """Return the ClusterName of SLURM_CONF's controller, or '' if it does not reply."""
+    """Return the name of the cluster whose controller SLURM_CONF selects, or '' if the controller does not reply."""
     try:
         text = slurm_client.run(["scontrol", "show", "config"]).stdout
     except slurm_client.Unreachable:
