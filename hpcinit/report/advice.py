@@ -39,10 +39,10 @@ GAIN = 0.1  # of the loss, for an advice about the save interval
 
 
 class Loss(NamedTuple):
-    """The row of a ledger in which the most time was lost.
+    """The use of charged time that wasted the most GPU time (one row of the ledger).
 
-    unit_s: the lost GPU-seconds, or node-seconds if there are no GPUs.
-    text: the loss and what to do about it.
+    unit_s: the lost GPU-seconds, or node-seconds if the jobs had no GPUs.
+    text: a sentence about the loss and what to do about it.
     """
 
     row: str
@@ -51,7 +51,10 @@ class Loss(NamedTuple):
 
 
 def largest(found: Ledger) -> Loss | None:
-    """Return the row in which the most time was lost, or None if all losses are small. Kept steps are not a loss."""
+    """Return the row of the ledger in which the most time was lost, or None if all losses are small.
+
+    Training steps that were kept are not a loss.
+    """
     rows = {row: amount.at for row, amount in found.rows.items() if row != ledger.KEPT}
     row = max(rows, key=lambda row: rows[row])
     if not found.unit_s or rows[row] < LEAST_SHARE * found.unit_s:
@@ -68,7 +71,7 @@ def largest(found: Ledger) -> Loss | None:
 
 
 def _forks(found: Ledger) -> bool:
-    """Return whether fork servers started any ranks. With a fork server, imports happen only once per node."""
+    """Return whether fork servers started any ranks. Modules are then imported only once per node."""
     reports = (start.report for one in found.allocations for start in one.starts)
     return any("forked" in rank.events for report in reports if report for rank in report.attempt.ranks)
 

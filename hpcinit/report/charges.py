@@ -88,7 +88,7 @@ def _allocation(row: Sequence[str]) -> Allocation | None:
 def gpus_of(tres: str) -> int:
     """Return the number of GPUs in a text such as 'cpu=8,gres/gpu:a100=4,gres/gpu=4'.
 
-    The entry without a type, if there is one, already includes all types.
+    If there is an entry without a type, it already includes the GPUs of all types.
     """
     found = [(kind, int(number)) for kind, number in GPUS.findall(tres)]
     whole = [number for kind, number in found if not kind]

@@ -1,7 +1,10 @@
 """Defines the ledger, which shows what the charged time of a run was used for. Its rows add up to the charged time.
 
-An allocation is what Slurm charges for: one job, or one requeue of it. Other modules divide each allocation into
-segments, and this module adds them up. If a time has bounds instead of an exact value, the rows also have bounds.
+Each row is one use of the time, such as training steps that were kept. An allocation is what Slurm charges for: one
+job, or one requeue of it. Other modules divide each allocation into segments, and this module adds up the segments of
+each row.
+
+If a time is not exact, it has a lowest and a highest possible value. The rows then have such bounds too.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ ANY = tuple(row for row in ROWS if row not in (IDLE, UNKNOWN))
 
 
 class Time(NamedTuple):
-    """A time, in seconds since 1970, and the earliest and the latest time that are possible."""
+    """A time in seconds since 1970, with the earliest and the latest possible time."""
 
     at: float
     low: float
@@ -50,14 +53,14 @@ def exact(at: float) -> Time:
 
 
 class Amount(NamedTuple):
-    """A number of seconds, and the lowest and the highest number that are possible."""
+    """A number of seconds, with the lowest and the highest possible number."""
 
     at: float = 0.0
     low: float = 0.0
     high: float = 0.0
 
     def within(self, most: float) -> Amount:
-        """Return the amount with 0 <= low <= at <= high. If possible, high is at most `most`."""
+        """Return the amount with corrected bounds: 0 <= low <= at <= high, and high <= `most` unless `at` is larger."""
         return Amount(self.at, max(0.0, min(self.low, self.at)), max(self.at, min(self.high, most)))
 
     def plus(self, other: Amount, factor: float = 1.0) -> Amount:
@@ -68,9 +71,9 @@ class Amount(NamedTuple):
 class Segment:
     """A part of an allocation, which belongs to one row of the ledger.
 
-    first, last: for training steps, how many were finished at the start and at the end. -1 if unknown.
-    count: how many steps were reported in the segment, or how many saves it contains.
-    maybe: other rows to which any part of the time may belong, because no record separates them.
+    first, last: for training steps, the number of finished steps at the start and at the end. -1 if unknown.
+    count: the number of steps that were reported in the segment, or the number of saves in it.
+    maybe: the other rows to which a part of the time may belong, because no record separates them.
     """
 
     row: str
@@ -92,13 +95,13 @@ class Segment:
 class Start:
     """One start of the ranks inside an allocation.
 
-    segments: the parts of the time between its start and its end, in order.
+    segments: the parts of the time from the start of the ranks to their end, in order.
     used: the share of the allocation's nodes that the ranks use.
     resumed: the step from which training continued, or -1 if unknown.
     resumed_within: by how many steps `resumed` may be wrong.
     stopped: whether the ranks ended as planned: the program completed, or saved and exited.
-    fault: the node that caused its end, or '' if unknown.
-    report: the report on its start-up, or None if unknown.
+    fault: the node that made the ranks fail, or '' if unknown.
+    report: the report on the start-up of the ranks, or None if unknown.
     """
 
     segments: tuple[Segment, ...]
@@ -196,7 +199,10 @@ class Ledger:
 
 
 def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """Return the allocations. Steps that were lost, or that a later start repeated, are in the row REPEATED."""
+    """Return the allocations, with the useless training steps moved to the row REPEATED.
+
+    These are the steps that were lost, or that a later start of the ranks repeated.
+    """
     starts = [(at, start) for at, one in enumerate(allocations) for start in one.starts]
     found = [start for _, start in starts]
     for number, start in enumerate(found):
@@ -213,7 +219,7 @@ def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
 
 
 def _cut(start: Start, step: int, within: int) -> Start:
-    """Return the start, with its training steps after `step` counted as repeated.
+    """Return the start of the ranks, with its training steps after `step` counted as repeated.
 
     within: by how many steps `step` may be wrong.
     """
@@ -248,10 +254,13 @@ def _steps_in(one: Segment) -> bool:
 
 
 def _open_after_save(start: Start, repeated: bool) -> Start:
-    """Return the start before one whose first step is unknown: it may have repeated any step after the last save.
+    """Return `start`, with its training steps after its last save marked as possibly repeated by the next start.
 
-    It continued from the last save at the earliest, because a program that saves loads what it saved.
-    repeated: whether that start certainly made steps.
+    The first step of the next start is unknown. The next start continued from the last save at the earliest, because a
+    program that saves loads what it saved.
+
+    repeated: whether the next start certainly made steps. If `start` has a save, its steps after the save then count as
+        repeated.
     """
     last = max((at for at, one in enumerate(start.segments) if one.row == SAVE), default=-1)
     segments = [*start.segments]
@@ -265,7 +274,7 @@ def _open_after_save(start: Start, repeated: bool) -> Start:
 def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
     """Join neighboring segments of the same row, and yield the result.
 
-    Without this, the uncertain boundary between two such segments would widen the bounds of the row.
+    The boundary between two such segments may be uncertain, and would widen the bounds of the row.
     """
     last: Segment | None = None
     for one in segments:

@@ -129,9 +129,9 @@ class Stream:
 
     @property
     def stamped(self) -> bool:
-        """Return whether most of the lines that report a step have a time.
+        """Return whether most of the lines that report a step also show a time.
 
-        If no line reports a step, return whether any line has a time.
+        If no line reports a step, return whether any line shows a time.
         """
         steps = [one.time is not None for one in self.events if one.kind == "step"]
         return 2 * sum(steps) > len(steps) if steps else any(one.time is not None for one in self.events)
@@ -260,8 +260,8 @@ class _Form(NamedTuple):
 class _Lines:
     """Reads the lines of a log. The lines must be passed in order.
 
-    The shape of a line is the line with every digit replaced by 0. Most lines report steps and have one of a few
-    shapes. So the patterns are tried only once for each shape.
+    Most lines report steps and differ only in their digits. So the slow patterns are tried only for the first of such
+    lines, and the result is stored by the line with every digit replaced by 0.
     """
 
     def __init__(self, stamps: _Stamps) -> None:

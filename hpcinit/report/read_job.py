@@ -36,7 +36,7 @@ MOST_CHOICES = 20_000
 
 
 class Known(NamedTuple):
-    """How exact the times of a log are: see Piece."""
+    """How exact the times of a log are. Piece (read_logs.py) explains the two fields."""
 
     loose: bool
     paced: bool
@@ -243,7 +243,7 @@ def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
 def _pieces(
     allocations: Sequence[Allocation], streams: Sequence[Stream], saves: Sequence[Checkpoint]
 ) -> list[list[Piece]]:
-    """Return a list for each allocation, with a piece for each start of the ranks."""
+    """Return one list for each allocation. It contains a Piece for each start of the ranks."""
     events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
     known = [Known(False, True) for _ in allocations]
     for stream in streams:
@@ -279,7 +279,10 @@ def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterato
 
 
 def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], known: Known) -> Iterator[Piece]:
-    """Yield a piece for each start of the ranks inside an allocation. A new start is where the step numbers go back."""
+    """Yield a Piece for each start of the ranks inside an allocation.
+
+    Where the step numbers go back, the ranks were started again.
+    """
     cuts: list[int] = []
     last = -1
     restart = 0
@@ -392,9 +395,10 @@ def _mean_of_most(values: Sequence[float]) -> float:
 
 
 def _places(lengths: Sequence[float], allocations: Sequence[Allocation]) -> list[int]:
-    """Return, for each attempt in a log, the index of its allocation. The attempts stay in order.
+    """Return the index of the allocation for each attempt in a log. The attempts stay in order.
 
-    Choose the allocations whose durations fit best.
+    The allocations whose durations fit best are chosen.
+
     lengths: the known duration of each attempt in seconds.
     """
     if len(lengths) > len(allocations):

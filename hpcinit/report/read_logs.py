@@ -1,8 +1,8 @@
 """Divides the time of an allocation by what logs and checkpoint files show, with bounds for what they do not show.
 
-A log shows only the steps that the program prints, perhaps every 50th, and rarely how long a save or an evaluation
-took. If an interval between two printed steps took longer than usual, the excess is the time of the save or evaluation
-in it.
+A log shows only the steps that the program prints, perhaps every 50th. It rarely shows how long a save or an evaluation
+took. If the time between two printed steps is longer than usual, the excess counts as the save or the evaluation
+between them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ KINDS = {"save": ledger.SAVE, "eval": ledger.PHASES}
 class Piece:
     """One start of the ranks, from `begin` to `end`, with its events in the order of time.
 
-    saves: (time, step) of each checkpoint: when its files were complete.
+    saves: (time, step) of each checkpoint. The time is when its files were complete.
     completed: whether Slurm reports success.
     hung: whether a hang was reported.
     before: the last step of earlier starts, or -1 for the first start.
     known_steps: the steps of all checkpoints of the run.
-    loose: whether the time of the first and the last step is a guess.
+    loose: whether the times of the first and the last step are only guesses.
     paced: whether the log or checkpoints show how long a step takes.
     """
 
@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def logged(self) -> bool:
-        """Return whether there is a log of this start, and not only checkpoints."""
+        """Return whether this start has a log, and not only checkpoints."""
         return bool(self.events)
 
     @property
@@ -74,7 +74,7 @@ class Piece:
 
     @cached_property
     def limits(self) -> dict[int, Time]:
-        """Return the time of each printed step, with the resolution of its source."""
+        """Return the time of each printed step, with the earliest and the latest possible time."""
         return {
             one.step: Time(one.time, one.time - one.early_s, one.time + one.late_s)
             for one in reversed(self.events)
@@ -177,7 +177,8 @@ def _with_checkpoints(piece: Piece, steps: list[tuple[float, int]]) -> list[tupl
 
 
 def _usual(piece: Piece, steps: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """Return how many seconds a step usually takes, and how many steps are usually between two printed ones.
+    """Return how many seconds a step usually takes, and how many steps there usually are from one printed step to the
+    next.
 
     steps: (time, step) of each printed step.
     """
@@ -198,7 +199,7 @@ def _usual(piece: Piece, steps: Sequence[tuple[float, int]]) -> tuple[float, int
 
 
 def _inside(piece: Piece, begin: float, end: float) -> dict[str, float]:
-    """Return for how many seconds of the time from `begin` to `end` the log shows saves and evaluations, by row."""
+    """Return how many seconds between `begin` and `end` were saves and evaluations according to the log, by row."""
     found: dict[str, float] = {}
     room = end - begin
     first = bisect.bisect_left(piece.measured, begin, key=lambda one: one[1])

@@ -1,4 +1,4 @@
-"""Makes the ledger of a run folder: divides Slurm's allocations by the timeline of each start of the ranks."""
+"""Makes the ledger of a run folder: divides Slurm's allocations by the recorded start-up and training of the ranks."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ CLOCK_S = 2.0  # the times of Slurm and of the batch script are whole seconds
 
 @dataclass(frozen=True)
 class _Witnesses:
-    """The log and the checkpoints of a run, which show its steps if the run has no record of them.
+    """The log and the checkpoints of a run. They show the training steps if hpcinit recorded none.
 
-    They are read only when a start needs them.
+    The files are read only when they are needed.
+
     near: approximately when the log starts.
     """
 
@@ -73,7 +74,9 @@ class _Witnesses:
 
     @cached_property
     def chunks(self) -> list[list[Event]]:
-        """Return the events in the log, divided by start. This is used for logs that show no times."""
+        """Return the events in the log, as one list for each start of the ranks. This is used for logs that show no
+        times.
+        """
         return read_job.chunks(self.log.events) if self.log else []
 
     @cached_property
@@ -291,10 +294,10 @@ def _training(
 
 
 def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]:
-    """Return the segments up to the first step: building the model, and the additional time of this step.
+    """Return the segments from `begin` to `end`: building the model, and the extra time that the first step took.
 
-    The additional time is compared with a usual step. If `before` contains the building of the model, return only the
-    second segment. Otherwise the boundary between the two is uncertain.
+    If `before` already contains the building of the model, return only the second segment. Otherwise the boundary
+    between the two is uncertain.
     """
     if any(one.row in (ledger.INIT, ledger.RESTORE) for one in before):
         return [Segment(ledger.FIRST, exact(begin), exact(end))]
@@ -378,7 +381,7 @@ def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iter
 
 
 def _hang(run: Path, job: str) -> dict[str, Any]:
-    """Return the hang report of the attempt `job`, or {} if there is none."""
+    """Return the hang report of the attempt `job` as a dict, or {} if there is none."""
     name = scratch.folder_name(job)
     below = run / run_folder.HANG_REPORTS
     for folder in (

@@ -33,7 +33,7 @@ class Clock:
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """Return the clock offset of each host for which it can be determined. The offset of rank 0's node is 0."""
+    """Return the clock offset of each host, relative to rank 0's node. Hosts whose offset is unknown are omitted."""
     home = next((rank.host for rank in attempt.ranks), "")
     found = {}
     for host, (least, most) in _bounds(attempt, home).items():
@@ -112,9 +112,9 @@ MOST_LISTED = 3
 class Phase:
     """A phase of the start-up.
 
-    ends: the event that ends it.
-    took: how many seconds it took on each rank.
-    start: when it started on each rank.
+    ends: the name of the event that ends the phase.
+    took: how many seconds the phase took, by rank.
+    start: when the phase started, by rank.
     """
 
     ends: str
@@ -143,7 +143,7 @@ class Phase:
 
     @property
     def spread(self) -> float:
-        """Return how many seconds passed from the first rank's end of the phase to the last rank's."""
+        """Return how many seconds after the first rank the last rank ended the phase."""
         ends = [self.start[rank] + took for rank, took in self.took.items()]
         return max(ends) - min(ends)
 

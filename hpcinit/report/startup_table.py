@@ -167,11 +167,13 @@ def _job_and_restart(attempt: Attempt) -> str:
 
 
 def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """Return `attempt` with the time of its submission. If `submitted` is None or after the start, return it unchanged.
+    """Return `attempt` with the time of its submission.
 
-    Slurm may start a job before its submission is recorded. The job then has no queue time. Slurm 24.11 gives the start
-    in whole seconds (SLURM_JOB_START_TIME), so the start may appear to be up to a second before the submission. Then
-    use the start for both.
+    If `submitted` is None or after the start of the job, return the attempt unchanged. Slurm may start a job before its
+    submission is recorded, and such a job has no queue time.
+
+    Slurm 24.11 gives the start in whole seconds (SLURM_JOB_START_TIME). The start may therefore appear to be up to a
+    second before the submission. In this case, use the start as the time of submission.
     """
     if submitted is None:
         return attempt
