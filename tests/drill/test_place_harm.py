@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -29,10 +31,12 @@ sys.addaudithook(guard.on_event)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> Iterator[Place]:
     (tmp_path / "work").mkdir()
     (tmp_path / "node").mkdir()
-    return Place(tmp_path / "work")
+    made = Place(tmp_path / "work")
+    yield made
+    shutil.rmtree(made.root, ignore_errors=True)
 
 
 def rank(place: Place, node: Path, code: str, folder: Path | None = None) -> str:
