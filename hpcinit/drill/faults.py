@@ -219,11 +219,12 @@ def _size(path: Path) -> int:
 
 
 def _chosen(states: Sequence[State], save: Save, now: Path) -> list[State]:
-    """Return at most MOST_STATES of the states: two with a torn file, the first, and the last.
+    """Return at most MOST_STATES states to restart from: two in which one file is torn, the first, and the last.
 
-    Tear the largest files, and prefer those that keep their names to temporary files.
+    A torn file has only its first half. These are the largest files, first those with their final names, then temporary
+    files.
 
-    now: the folder with the files after the save.
+    now: the folder as it is after the save.
     """
     whole = {}
     for one in states:

@@ -68,7 +68,7 @@ class Drill:
     """Runs the parts of a drill in the folders of `place`.
 
     env: the environment of the job.
-    fewer: submits the job with fewer ranks; None: do not test that.
+    fewer: submits the job again with fewer ranks, or None if the drill must not try that.
     """
 
     fewer: Callable[[], Attempt] | None = None
@@ -240,7 +240,7 @@ class Drill:
 
         def is_whole(save: Save) -> bool:
             # Compare the total size and the kinds of names, because a name may contain the time. A complete temporary
-            # file has the right size: a kill may come between the last write and the rename.
+            # file has the right size, too, if the program was killed between the last write and the rename.
             expected = files.get(save.steps, {})
             return sum(save.files.values()) >= 0.99 * sum(expected.values()) and kinds(save.files) >= kinds(expected)
 

@@ -1,4 +1,7 @@
-"""Makes the table that `status` and `watch` print in a terminal. rich decides whether to use colors (NO_COLOR)."""
+"""Makes the table that `status` and `watch` print in a terminal.
+
+The rich library decides whether to use colors: it obeys NO_COLOR.
+"""
 
 from __future__ import annotations
 

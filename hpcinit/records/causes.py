@@ -267,7 +267,7 @@ def unquoted(error: str) -> str:
 
 
 def is_secondary_text(error: str, traceback: str = "") -> bool:
-    """Return whether another program's error message is secondary: a consequence of another rank's failure.
+    """Return whether an error that hpcinit did not raise is only a consequence of another rank's failure.
 
     A broken connection is secondary only if it was a connection to another rank.
 
@@ -315,7 +315,7 @@ def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
 
 
 def kind(error: str) -> tuple[str, str]:
-    """Return the kind and the advice for another program's error message, such as 'cuda-memory'.
+    """Return the kind of an error that hpcinit did not raise, such as 'cuda-memory', and the advice for it.
 
     If no pattern matches, the kind is 'program'.
     """

@@ -85,9 +85,9 @@ def cause(found: Sequence[Restart]) -> Restart:
 
 
 def round_folder(step: str, number: int) -> str:
-    """Return World.job for a restart inside the job.
+    """Return the name of the folder for the ranks of a restart inside the job. It is also their World.job.
 
-    For step '43.0.1' (job, step, requeue) and the second restart, that is '43.0e2.1'.
+    For step '43.0.1' (job 43, step 0, requeue 1) and the second restart, the name is '43.0e2.1'.
     """
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step

@@ -199,9 +199,9 @@ class Layout:
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """Return the degrees above 1.
+        """Return the parallel degrees above 1.
 
-        If there is no data parallelism and no degree is -1, also return dp_replicate.
+        If no degree of data parallelism is above 1 and no degree is -1, also return dp_replicate, which is then 1.
         """
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}

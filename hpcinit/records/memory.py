@@ -185,9 +185,10 @@ def zero(demand: Demand) -> Iterator[Part]:
 
 
 def _zero_0(demand: Demand) -> Iterator[Part]:
-    """Yield the parts of ZeRO stage 0: (2 + 2 + 4 + states)P, and 4P of fp32 gradients during the optimizer step.
+    """Yield the parts of the memory of ZeRO stage 0.
 
-    In fp32, the parameters need no master copy.
+    For P parameters in 16 bits, in bytes: 2P parameters, 2P gradients, 4P master copy in fp32, and the optimizer
+    states. The optimizer step needs 4P more, for gradients in fp32. In fp32, there is no master copy.
     """
     each, mixed = BYTES[demand.param], demand.param != "fp32"
     yield _per("parameters", each, demand.own)

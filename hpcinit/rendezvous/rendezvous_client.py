@@ -244,7 +244,7 @@ class RendezvousEndpoint(ABC):
     def on_failure(self, act: Callable[[str], None] | None) -> None:
         """Call `act` with the error when a rank fails, or at once if one has already failed.
 
-        act: replaces the function of an earlier call. None: call no function from now on.
+        act: the function. It replaces the one of an earlier call, and None removes it.
         """
         with self._changed:
             self._act_on_failure = act

@@ -1,4 +1,4 @@
-"""Finds where a run lost the most charged time, and suggests one action against that loss."""
+"""Finds what wasted the most of the time that Slurm charged for a run, and suggests one change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads dumps of torch's flight recorder: what each rank has called in each group, and which calls are unfinished.
 
-A dump is a pickle (only dicts, lists, texts and numbers) or JSON. Another user may be able to write to its folder, and
-a pickle can name any function to call. So a pickle that names a function or class is refused.
+A dump is a pickle (only dicts, lists, strings and numbers) or JSON. Another user may be able to write to its folder,
+and a pickle can name any function to call. So a pickle that names a function or class is refused.
 
 Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp), formats
 2.2 to 2.10. Each may be missing:
@@ -9,12 +9,12 @@ Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed
     entries[]    process_group (name, description), pg_id, collective_seq_id, p2p_seq_id, is_p2p, profiling_name
                  ('nccl:all_reduce', 'nccl:send 0->1' with ranks of the group), state ('scheduled', 'started',
                  'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns, timeout_ms.
-                 JSON has no 'entries' for a rank that has called nothing. The end of a batch of sends and receives
-                 has is_p2p false.
+                 JSON has no 'entries' for a rank that has called nothing. A batch of sends and receives ends with
+                 a further entry, whose is_p2p is false.
     pg_config    group name -> {desc, ranks: '[0, 1]'} in the group's order, only of groups that the rank has used;
                  gloo leaves it empty
-    pg_status    pg_id -> last_enqueued_collective, in JSON as text; it counts sends and receives too, which gloo does
-                 not list
+    pg_status    pg_id -> last_enqueued_collective, a string in JSON. This number also counts sends and receives,
+                 although gloo writes no entries for them
 """
 
 from __future__ import annotations

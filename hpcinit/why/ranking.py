@@ -167,7 +167,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
-    """Return the failure. If its rank is unknown, add the rank for which others waited according to `hang`."""
+    """Return the failure. If its rank is unknown, fill in the rank that the others waited for, which `hang` names."""
     (rank,), known = hang.ranks, failure.verdict
     lines = (*known.evidence, hang.verdict.headline)
     verdict = replace(known, rank=rank, host=known.host or hang.verdict.host, evidence=lines)

@@ -160,7 +160,7 @@ def _place(record: ErrorRecord) -> str:
 
 
 def _others(first: Found, ordered: Sequence[Found], evidence: Evidence) -> list[str]:
-    """Return lines about the other errors that no rank's failure caused, with their delay after the first one."""
+    """Return lines about the errors after the first one that are not its consequences, each with its delay."""
     rest = [one for one in ordered if one is not first and is_cause(one, evidence)]
     lines = []
     same = [one.record.rank for one in rest if brief(one.record.error) == brief(first.record.error)]

@@ -23,7 +23,7 @@ def read(path: Path, attempt: Mapping[str, Any], output: Sequence[str]) -> Setup
     If there is none, return the first line that failed, or None if no line did.
 
     attempt: the content of exit.json.
-    output: the last lines of the job's log, without Slurm's.
+    output: the last lines of the job's log, without the lines that Slurm wrote.
     """
     ended = _NOTED.fullmatch(str(attempt.get("line", "")))
     failed = _NOTED.fullmatch(str(attempt.get("failed", "")))

@@ -126,7 +126,8 @@ def cuda(env: Mapping[str, str], variable: str = "CUDA_VISIBLE_DEVICES") -> tupl
 def rocm(env: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the ROCm devices that this process can see, or None if no variable restricts them.
 
-    These are the entries of HIP_VISIBLE_DEVICES, or else of CUDA_VISIBLE_DEVICES, within ROCR_VISIBLE_DEVICES.
+    ROCR_VISIBLE_DEVICES applies first. From the remaining devices, HIP_VISIBLE_DEVICES selects by index, or
+    CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is unset.
     """
     inner = cuda(env, "HIP_VISIBLE_DEVICES") if "HIP_VISIBLE_DEVICES" in env else cuda(env)
     outer = _rocr(env)

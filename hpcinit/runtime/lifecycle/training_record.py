@@ -1,8 +1,8 @@
 """Records on rank 0 what the program is doing (building the model, loading, training, ...) for `hpcinit report`.
 
-A step costs only a few microseconds. A thread writes the file, at most once per second and 1,000 times in all, so a
-slow or full disk neither slows the program down nor ends it. If a rank is killed, the file lacks at most the last
-second, or the last thousandth of the run time if that is longer.
+To record a step takes only a few microseconds. A thread writes the file, at most once per second and 1,000 times in
+all, so a slow or full disk neither slows the program down nor ends it. If a rank is killed, the file lacks at most
+the last second, or in a long run the last thousandth of its time.
 """
 
 from __future__ import annotations
