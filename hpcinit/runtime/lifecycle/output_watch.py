@@ -1,9 +1,9 @@
 """Notices when no rank prints anything anymore, and writes all stacks. For programs that report no training steps.
 
 Rank 0 checks the logs of all ranks. If none has changed for a long time, rank 0 writes its stacks and creates a marker
-file. When the other ranks see this file, they write their stacks too. If a rank that
-reports steps notices a hang, it creates another marker file, with the same effect. The stacks are only evidence for `hpcinit why`. Silence never ends a rank,
-and nothing is printed about it, because printing would end the silence.
+file. When the other ranks see this file, they write their stacks too. If a rank that reports steps notices a hang, it
+creates another marker file, with the same effect. The stacks are only evidence for `hpcinit why`. Silence never ends a
+rank, and nothing is printed about it, because printing would end the silence.
 """
 
 from __future__ import annotations
