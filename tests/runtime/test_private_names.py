@@ -25,7 +25,7 @@ from tests.skip_or_fail import skip_or_fail
 PACKAGE = Path(hpcinit.__file__).parent
 FOREIGN = ("torch", "deepspeed")
 STANDARD = {"__all__", "__cause__", "__class__", "__code__", "__context__", "_current_frames", "__dict__", "__doc__", "__file__", "__get__", "_getframe", "__init__",
-            "__main__", "__module__", "__name__", "__traceback__", "__version__"}  # fmt: skip
+            "__iter__", "__main__", "__module__", "__name__", "__self__", "__traceback__", "__version__"}  # fmt: skip
 # Private names in these files that are not torch's or DeepSpeed's: of Python's os, threading, atexit and
 # multiprocessing, hpcinit's Runtime, the standard library's _sysconfig*.py files, accelerate.
 OTHERS = {"_shared_state", "_exit", "_run_exitfuncs", "_shutdown", "_session", "_sysconfig", "_P",
