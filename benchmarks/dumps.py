@@ -1,9 +1,11 @@
-"""How long does `hpcinit why` take for large dumps of the flight recorder, and how much memory does it use?
+"""How long does `hpcinit why` take for large dumps of the flight recorder and for a log of many failing ranks, and how
+much memory does it use?
 
     python -m benchmarks.dumps [--share 1.0]
 
 It measures whole processes. The dumps are written for this benchmark, as torch writes them: pickles of protocol 2 and
-JSON. In each folder one rank has not made the last call. `--share` changes the size of all dumps."""
+JSON. In each folder one rank has not made the last call. In the log of srun, each rank fails with its own message.
+`--share` changes the size of all dumps, and the number of ranks in the log."""
 
 from __future__ import annotations
 
@@ -42,7 +44,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.waitpid(writer, 0)
             sizes = sorted(path.stat().st_size for path in Path(place).iterdir())
             print(f"| {ranks}, {form}, {frames} frames | {sizes[-1] / MB:.1f} | {_measure(place)} |", flush=True)
+    for ranks in (1_000, 4_000, 16_000):
+        with tempfile.TemporaryDirectory() as place:
+            log = Path(place, "job.log")
+            log.write_text(failing_ranks(int(ranks * options.share)))
+            print(f"| a log of {ranks:,} ranks | {log.stat().st_size / MB:.1f} | {_measure(str(log))} |", flush=True)
     return 0
+
+
+def failing_ranks(ranks: int) -> str:
+    """Return a log of `srun -l` in which each rank fails with a traceback of its own."""
+    lines = []
+    for rank in range(ranks):
+        error = f"RuntimeError: shard {rank} is not readable"
+        traceback = [
+            "Traceback (most recent call last):",
+            '  File "/home/u/train.py", line 8, in main',
+            "    load()",
+            error,
+        ]
+        lines += [f"{rank}: {line}" for line in traceback]
+    lines += [f"srun: error: n{rank // 8}: task {rank}: Exited with exit code 1" for rank in range(ranks)]
+    return "\n".join(lines)
 
 
 def _write(folder: Path, ranks: int, size: int, form: str, frames: int) -> None:

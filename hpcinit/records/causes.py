@@ -7,6 +7,7 @@ A secondary error is an error that another rank's failure caused.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -299,6 +300,7 @@ def secondary_name(record: ErrorRecord) -> str:
     return found[0].strip("^$") if found else ""
 
 
+@functools.lru_cache(maxsize=64)
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
     """Return the row of KINDS that matches an error message, and the ranks that the message blames.
 

@@ -5,6 +5,7 @@ The logs may be from srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 import shutil
@@ -182,7 +183,7 @@ def gather(
         hang=_of_stacks(logs),
         unread=_unread(lines, traced, first, several=len(logs) > 1),
         skipped=bool(cut) or any(log.skipped for log in logs),
-        last_words=frozenset(one.rank if one.rank >= 0 else None for one in errors if _is_last(one, lines)),
+        last_words=frozenset(one.rank if one.rank >= 0 else None for one in _last_words(errors, lines)),
     )
     skipped = sum(log.skipped for log in logs) >> 20
     unread = f"what {skipped} MB of the logs contain: hpcinit only searched them for messages of failures"
@@ -289,7 +290,7 @@ def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None,
         text = line.text.strip()
         if number <= steps.get(line.stream, [since])[-1]:
             continue
-        is_known = text in known or any(message in text for message in messages) or _is_understood(text)
+        is_known = text in known or _is_understood(text) or any(message in text for message in messages)
         if is_known or not text or line.text.startswith("  "):
             last[line.stream] = "" if is_known else last.get(line.stream, "")
             continue
@@ -313,13 +314,19 @@ def _shape(text: str) -> str:
     return re.sub(r"[\d.]+", "", text.strip())
 
 
-def _is_last(error: Error, lines: Sequence[Line]) -> bool:
-    """Return whether the process of an error printed nothing after it."""
-    if error.number >= len(lines):
-        return False
-    stream, message = lines[error.number].stream, error.text.splitlines()
-    after = [line.text.strip() for line in lines[error.number + 1 :] if line.stream == stream and line.text.strip()]
-    return all(text in message or _is_understood(text) for text in after)
+def _last_words(errors: Sequence[Error], lines: Sequence[Line]) -> Iterator[Error]:
+    """Yield the errors after which their process printed nothing."""
+    printed: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        if line.text.strip():
+            printed.setdefault(line.stream, []).append(number)
+    for error in errors:
+        if error.number < len(lines):
+            of_process, message = printed.get(lines[error.number].stream, []), error.text.splitlines()
+            start = bisect.bisect_right(of_process, error.number)
+            after = (lines[of_process[at]].text.strip() for at in range(start, len(of_process)))
+            if all(text in message or _is_understood(text) for text in after):
+                yield error
 
 
 def _events(logs: Sequence[Sequence[Line]]) -> list[tuple[int, str]]:

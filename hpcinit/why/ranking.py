@@ -153,7 +153,13 @@ def explains(cause: Finding, effect: Finding) -> bool:
 
 def left(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that no other one explains, or all if each one is explained."""
-    return [one for one in findings if not any(explains(other, one) for other in findings)] or list(findings)
+    differ = {(one.grade, one.ranks, one.abort, one.shown): one for one in findings}.values()
+    explained = {
+        id(one)
+        for one in findings
+        if (one.abort or one.grade in HANGS) and any(explains(cause, one) for cause in differ)
+    }
+    return [one for one in findings if id(one) not in explained] or list(findings)
 
 
 def first(findings: Sequence[Finding]) -> Finding:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hpcinit.base import failure_kinds
@@ -16,6 +18,7 @@ from hpcinit.why.ranking import Finding, Grade
 
 OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
 MOST_MORE = 4  # further lines of an error's message
+MOST_DETAILED = 8  # findings of each grade that list the errors of other ranks: of 16,000, each would list 15,999
 MAY_CONTINUE = re.compile(
     r"(?i)\b(?:warn(?:ing)?(?! +(?:Evicted|OOM|SystemOOM))|info|debug|retry|retrying|skip\w*)\b"
 )  # in a message that may be harmless
@@ -33,9 +36,17 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         last = ordered[0].record
         head = f"the training finished; afterwards {who(last)} failed: {causes.short(last.error)}"
         yield Finding(Grade.RAISED, evidence.verdict(head, failure_kinds.NONE, AFTERWARDS))
-    for one in ordered:
-        if is_cause(one, evidence) and one.record.kind != failure_kinds.HANG:
-            yield _of_record(one, ordered, evidence)
+    errors = [one for one in ordered if is_cause(one, evidence)]
+    same: dict[str, list[int]] = {}
+    for one in errors:
+        same.setdefault(brief(one.record.error), []).append(one.record.rank)
+    grades: collections.Counter[Grade] = collections.Counter()
+    for one in errors:
+        if one.record.kind != failure_kinds.HANG:
+            found = _of_record(one, evidence)
+            grades[found.grade] += 1
+            detailed = grades[found.grade] <= MOST_DETAILED
+            yield _with_others(found, one, errors, same, evidence) if detailed else found
     yield from _of_alarms(evidence)
     interrupted = [one for one in ordered if is_interrupt(one.record)]
     if interrupted and len(interrupted) == len(ordered) > 1:
@@ -55,11 +66,12 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding on the first message without a traceback that is listed in records/causes.py."""
     if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
         return  # a program may print such a line after it has finished
+    errors = "\n".join(one.record.error for one in evidence.found)
     for rank, text in evidence.alarms:
         found = causes.message(text)
-        if any(text in one.record.error for one in evidence.found):  # a detail of that error
-            continue
         if not found or causes.is_secondary_text(text) or MAY_CONTINUE.search(text):
+            continue
+        if text in errors:  # a detail of that error
             continue
         row, named_ranks = found
         ends = [end for end in evidence.log.ends if not (end.after_abort or end.succeeded or end.how == "Aborted")]
@@ -90,7 +102,7 @@ def is_interrupt(record: ErrorRecord) -> bool:
     return "KeyboardInterrupt" in record.foreign[:20]  # Python's exception
 
 
-def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Finding:
+def _of_record(first: Found, evidence: Evidence) -> Finding:
     record, at = first.record, evidence.when(first)
     kind, do = causes.of_record(record)
     if kind == failure_kinds.PROGRAM and evidence.oom:
@@ -103,7 +115,7 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
     lines = [brief(line) for line in record.error.splitlines()[1:] if brief(line) and brief(line) not in text][
         :MOST_MORE
     ]
-    lines += _source(record.traceback) + [evidence.oom] * bool(evidence.oom) + _others(first, ordered, evidence)
+    lines += _source(record.traceback) + [evidence.oom] * bool(evidence.oom)
     if said and kind in OF_OTHERS and not record.kind:
         return replace(_stated(at_fault, text, kind, do, lines, evidence), message=record.foreign)
     rank = at_fault[0] if at_fault else record.rank
@@ -113,14 +125,7 @@ def _of_record(first: Found, ordered: Sequence[Found], evidence: Evidence) -> Fi
     host = record.host if rank == record.rank else evidence.hosts.get(rank, "")
     known = rank if rank >= 0 else None
     verdict = Verdict(head, kind, do, known, host, when, record.step, tuple(lines), error=brief(record.error))
-    together = [
-        one.record.rank
-        for one in ordered
-        if evidence.has_clock and is_cause(one, evidence) and one.record.host != record.host
-        and evidence.when(one) - at < AGREE_S and brief(one.record.error) != brief(record.error)
-    ]  # fmt: skip
-    with_it = evidence.named(together) if together else ""
-    return Finding(Grade.RAISED, verdict, (rank,) if rank >= 0 else (), message=record.foreign, together=with_it)
+    return Finding(Grade.RAISED, verdict, (rank,) if rank >= 0 else (), message=record.foreign)
 
 
 def _stated(
@@ -159,18 +164,30 @@ def _place(record: ErrorRecord) -> str:
     return f" ({', '.join(phase + step)})" if phase or step else ""
 
 
-def _others(first: Found, ordered: Sequence[Found], evidence: Evidence) -> list[str]:
-    """Return lines about the errors after the first one that are not its consequences, each with its delay."""
-    rest = [one for one in ordered if one is not first and is_cause(one, evidence)]
-    lines = []
-    same = [one.record.rank for one in rest if brief(one.record.error) == brief(first.record.error)]
-    if same:
-        lines.append(f"the same error on {rank_names(sorted(same))}")
-    for one in [one for one in rest if one.record.rank not in same][:2]:
-        later = evidence.when(one) - evidence.when(first)
-        delay = f"{later:.1f} s later" if evidence.has_clock else "later"
+def _with_others(
+    found: Finding, first: Found, errors: Sequence[Found], same: Mapping[str, Sequence[int]], evidence: Evidence
+) -> Finding:
+    """Return the finding with what is known about the errors of other ranks: which, and how much later.
+
+    errors: the errors that may be the first cause.
+    same: for each shortened message of these errors, the ranks.
+    """
+    text, at = brief(first.record.error), evidence.when(first)
+    ranks = {*same[text]} - {first.record.rank}
+    lines = [f"the same error on {rank_names(ranks)}"] if ranks else []
+    rest = (one for one in errors if one is not first and one.record.rank not in ranks)
+    for one in itertools.islice(rest, 2):
+        delay = f"{evidence.when(one) - at:.1f} s later" if evidence.has_clock else "later"
         lines.append(f"{who(one.record)} {delay}: {brief(one.record.error)}")
-    return lines
+    together = [
+        one.record.rank
+        for one in errors
+        if evidence.has_clock and one.record.host != first.record.host
+        and evidence.when(one) - at < AGREE_S and brief(one.record.error) != text
+    ]  # fmt: skip
+    verdict = replace(found.verdict, evidence=(*found.verdict.evidence, *lines))
+    with_it = evidence.named(together) if found.grade is Grade.RAISED and together else ""
+    return replace(found, verdict=verdict, together=with_it)
 
 
 def _source(traceback: str) -> list[str]:
