@@ -208,7 +208,7 @@ class Attempt:
             status=status,
             read=read,
             outside=[
-                one | {"bytes": _bytes(Path(one["path"]))}
+                one | {"bytes": file_size(Path(one["path"]))}
                 for one in drill_records.read_lines(self.folder / drill_records.OUTSIDE)[0]
             ],
             error=f"rank {first.rank}: {first.error}" if first and status else "",
@@ -278,7 +278,8 @@ def kinds(names: Iterable[str]) -> set[str]:
     return {re.sub(r"\d+", "#", name) for name in names}
 
 
-def _bytes(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes, or 0 if it is no file or can't be read."""
     with contextlib.suppress(OSError):
         return path.stat().st_size if path.is_file() else 0
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch, handles, send
+from hpcinit.drill.attempt import Attempt, Record, Save, SaveWatch, file_size, handles, send
 from hpcinit.drill.place import changes
 from hpcinit.engine import local_job
 from hpcinit.records import drill_records
@@ -162,6 +162,8 @@ class Frozen:
             complete = all(name in changed and changed[name].size == size for name, size in save.files.items())
             for one in announced or [{}]:
                 name = os.path.relpath(str(one["path"]), place.now) if one else ""
+                if name.startswith(".."):  # the program could have written this line
+                    continue
                 # Of files with other names, such as temporary files, only the presence counts.
                 key = (name, *sorted((name, seen.size == save.files.get(name)) for name, seen in changed.items()))
                 useful = changed or one.get("torn")
@@ -171,12 +173,12 @@ class Frozen:
                     sizes = {name: seen.size for name, seen in changed.items()}
                     states.append(State(copy, sizes, name if one.get("torn") else ""))
                 if one:
-                    (self.attempt.folder / str(one["seen"])).touch()
+                    (self.attempt.folder / Path(str(one["seen"])).name).touch()
             if complete:
                 break
         record = self.attempt.record(True)
         chosen = _chosen(states, save, place.now)
-        pause.unlink()
+        pause.unlink(missing_ok=True)
         send(processes, signal.SIGCONT)
         self.while_saving = [
             Interruption(
@@ -207,15 +209,11 @@ class State:
 
     def tear(self, whole: Path) -> None:
         """Write the first half of the opened file, as a kill during the write leaves it. whole: the complete file."""
-        target, size = self.path / self.opened, _size(whole) // 2
+        target, size = self.path / self.opened, file_size(whole) // 2
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole.open("rb") as file:
             target.write_bytes(file.read(size))
         self.sizes[self.opened] = size
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 def _chosen(states: Sequence[State], save: Save, now: Path) -> list[State]:
@@ -229,10 +227,10 @@ def _chosen(states: Sequence[State], save: Save, now: Path) -> list[State]:
     whole = {}
     for one in states:
         if one.opened and not (one.path / one.opened).is_symlink():
-            found = max([now, *(other.path for other in states)], key=lambda path: _size(path / one.opened))
-            if _size(found / one.opened) >= LEAST_TORN:
+            found = max([now, *(other.path for other in states)], key=lambda path: file_size(path / one.opened))
+            if file_size(found / one.opened) >= LEAST_TORN:
                 whole[one.opened] = (one, found / one.opened)
-    largest = sorted(whole.values(), key=lambda pair: (pair[0].opened in save.files, _size(pair[1])), reverse=True)
+    largest = sorted(whole.values(), key=lambda pair: (pair[0].opened in save.files, file_size(pair[1])), reverse=True)
     for one, path in largest[:MOST_TORN]:
         one.tear(path)
     torn = [one for one, _ in largest[:MOST_TORN]]

@@ -47,6 +47,10 @@ class Time(NamedTuple):
     low: float
     high: float
 
+    def later(self, seconds: float) -> Time:
+        """Return the time `seconds` later."""
+        return Time(self.at + seconds, self.low + seconds, self.high + seconds)
+
 
 def exact(at: float) -> Time:
     return Time(at, at, at)

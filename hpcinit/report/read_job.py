@@ -527,15 +527,16 @@ def _limits(
     sure, whole_s = (1.0, 1.0) if bars else (0.8, 0.0)
     usual = span[-1][0] / max(1, span[-1][1] - span[0][1])
     own = [save for save in saves if one.begin < save.end <= latest]
+    steps = [number for _, number in span]
     found: dict[int, tuple[float, float]] = {}
     for seconds, step in (span[0], span[-1]):
         low, high = one.begin, latest
         for save in own:
             if save.step < step:
-                since = next(at for at, number in span if number > save.step)  # the first one after the save
+                since = span[bisect.bisect_right(steps, save.step)][0]  # the first step after the save
                 low = max(low, save.end + sure * (seconds - since) - whole_s)
             else:
-                until = max(at for at, number in span if number <= max(save.step, step))
+                until = span[bisect.bisect_right(steps, max(save.step, step)) - 1][0]
                 high = min(high, save.end - sure * (until - seconds) + whole_s)
         high = min(high, latest - sure * (span[-1][0] - seconds) + whole_s)
         low = max(low, one.begin + sure * (seconds - span[0][0]) - whole_s)

@@ -288,14 +288,14 @@ def _start_up(
         yield Segment(ledger.FIRST, middle, stepping, maybe=(ledger.INIT,))
     else:
         yield Segment(ledger.INIT, now, stepping, maybe=(ledger.FIRST, *more))
-    stepped = Time(*(time - sum(inside.values()) for time in known))
+    stepped = known.later(-sum(inside.values()))
     yield Segment(ledger.KEPT, stepping, stepped, resumed, first[1], number, piece.around)
     yield from _overheads(stepped, inside, first[1])
 
 
 def _overheads(begin: Time, inside: dict[str, float], step: int) -> Iterator[Segment]:
     for row, seconds in inside.items():
-        end = Time(*(time + seconds for time in begin))
+        end = begin.later(seconds)
         yield Segment(row, begin, end, step, step, int(row == ledger.SAVE))
         begin = end
 
@@ -317,7 +317,7 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
         (begin, first), (end, last) = a, b
         number = last - first
         until = end - sum(own.values())
-        stop = exact(until) if b is not pairs[-1][1] else Time(*(time - sum(own.values()) for time in piece.when(b)))
+        stop = exact(until) if b is not pairs[-1][1] else piece.when(b).later(-sum(own.values()))
         if excess < max(EXCESS * usual, 3 * min(noise, usual), 0.02 * number * usual):
             yield Segment(ledger.KEPT, exact(begin), stop, first, last, number, open_rows)
         else:

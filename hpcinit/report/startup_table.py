@@ -54,7 +54,8 @@ def notes(report: Report) -> Iterator[str]:
 def timeout(report: Report) -> str:
     """Return a line with the formula of the start-up timeout and how long a rank waited at most.
 
-    Return '' if the formula is unknown."""
+    Return '' if the formula is unknown.
+    """
     attempt = report.attempt
     if not attempt.formula:
         return ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import random
 import sys
@@ -19,7 +20,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -87,8 +88,8 @@ class _Guard:
         with self.lock:
             self.announced += 1
             seen = self.pause.with_name(f"{os.getpid()}-{self.announced}.seen")
-            held = {"seen": seen.name, "path": path, "torn": torn}
-            drill_records.append(self.pause.with_name(drill_records.CHANGES), held)
+            change = {"seen": seen.name, "path": path, "torn": torn}
+            drill_records.append(self.pause.with_name(drill_records.CHANGES), change)
             deadline = time.monotonic() + LONGEST_PAUSE_S
             while self.pause.exists() and not seen.exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -304,12 +305,4 @@ class _Generators:
             return str(zlib.crc32(generator.get_state().numpy().tobytes()))
         bits = getattr(generator, "bit_generator", None)
         state = bits.state if bits else generator.get_state(legacy=False)
-        return repr({name: value.tolist() if hasattr(value, "tolist") else value for name, value in _flat(state)})
-
-
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value)
-        else:
-            yield name, value
+        return json.dumps(state, default=lambda value: value.tolist())
