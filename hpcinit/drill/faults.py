@@ -95,6 +95,8 @@ class Faults:
         at_bytes: the size beyond which a file can't grow.
         watch: the attempt and its saves.
         """
+        self._reach(save.steps - 2, watch)  # a program can write `latest` before a thread writes the data
+        before = watch.attempt.place.written()
         reached = self._reach(save.steps - 1, watch)
         attempt, earlier = watch.attempt, watch.saves()
         for one in attempt.of_ranks():
@@ -103,8 +105,11 @@ class Faults:
                 resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (at_bytes, resource.RLIM_INFINITY))
         attempt.wait(lambda: watch.done() >= save.steps + 2, time.monotonic() + self.limit_s)
         attempt.kill()
-        record = attempt.record(killed=reached)
-        return Interruption(FULL_DISK, save.steps, watch.done(), record, earlier, expected=save.files)
+        record, state = attempt.record(killed=reached), attempt.place.copy_state("full-disk")
+        sizes = {name: seen.size for name, seen in changes(before, attempt.place.written()).items()}
+        return Interruption(
+            FULL_DISK, save.steps, watch.done(), record, earlier, state=state, unfinished=sizes, expected=save.files
+        )
 
     def _reach(self, steps: int, watch: SaveWatch) -> bool:
         """Wait until the training run has made `steps` steps. Return whether the program is still running."""

@@ -25,6 +25,7 @@ SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this ma
 MOST_NAMES = 3
 POINTER = re.compile(r"(?i)latest|last|newest|current|resume|pointer")  # the name of a file that names a checkpoint
 IN_TMPDIR = re.compile(r"/attempt-\d+/tmp/")  # a file in the TMPDIR of an attempt
+WRONG_START = "the program counts epochs from the wrong start"
 NO_STEP = "read a batch that no step of the undisturbed run read"
 # What torch, pickle, safetensors and json print about an incomplete file.
 DAMAGED = re.compile(
@@ -226,11 +227,17 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
         return
     causes = [*_of_optimizer(alone, record, both, from_step)]
-    causes += _of_reported_rate(alone, record) if not causes else []
+    if not causes and found.by_weights in (
+        None,
+        found.from_step,
+    ):  # otherwise the program numbers its steps differently
+        causes += _of_reported_rate(alone, record)
     # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer.
     causes += [
         one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
     ]
+    # A program may compute the learning rate from the epoch.
+    causes.sort(key=lambda one: one.cause != EPOCH)
     if not causes and (
         fewer := next(((own, expected) for own, expected in both if own.inputs < expected.inputs), None)
     ):
@@ -321,7 +328,9 @@ def _of_data(
 ) -> Iterator[Finding]:
     own_epochs, epochs = values(record, "epoch"), values(alone.first, "epoch")
     shared = next((step for step in own_epochs if step in epochs), None)
-    other = shared if shared is not None and own_epochs[shared] != epochs[shared] else None
+    differs = shared if shared is not None and own_epochs[shared] != epochs[shared] else None
+    # A smaller difference is the position in the epoch, which Transformers reports: epoch 1.25.
+    other = differs if differs is not None and abs(own_epochs[differs] - epochs[differs]) >= 1 else None
     longer = record.status in (0, None) and record.done + from_step > alone.first.done
     length = _epoch_length(alone)
     for rank, steps in enumerate(record.steps[: len(both)]):
@@ -334,39 +343,39 @@ def _of_data(
         if after > 1 and not read_at:
             continue  # inputs that depend on the weights
         other_random = _other_random(alone, rank, steps[0], from_step)
+        seeded = _seeded_by_epoch(alone, rank, other_random, from_step)
         again = [one for one in read_at if one < number]
-        if other is not None:
-            yield Finding(
-                EPOCH,
-                "the program counts epochs from the wrong start: "
-                f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}",
-            )
-        elif again and _restarted(alone, rank, steps[0], from_step, own, again[0]):
-            yield Finding(
+        in_epoch = bool(length) and any((number - one) % length == 0 for one in read_at)
+        first = read_at[0] + 1 if read_at else 0
+        restarted = bool(again) and not seeded and _restarted(alone, rank, steps[0], from_step, own, again[0])
+        of_epoch = "" if other is None else f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
+        depends = f"the random state is not that of step {from_step}, and the data order depends on it"
+        other_batch = f"step {number + 1} read step {first}'s batch, from another epoch"
+        by_generator = f"step {number + 1} read other data, whose order depends on a generator of this epoch"
+        # The first row whose condition holds counts.
+        rows = (
+            (of_epoch, EPOCH, f"{WRONG_START}: {of_epoch}"),
+            (
+                restarted,
                 RANDOM_STATE,
-                f"the random state and the data order of step {number + 1} are those of step {again[0] + 1}",
-            )
-        elif length and any((number - one) % length == 0 for one in read_at):
-            yield Finding(
+                f"the random state and the data order of step {number + 1} are those of step {first}",
+            ),
+            (in_epoch, EPOCH, f"{WRONG_START}: {other_batch}"),
+            (longer and not (again and again[-1] > after), EPOCH, f"{WRONG_START}: it made too many steps"),
+            (
+                read_at and not again,
                 EPOCH,
-                "the program counts epochs from the wrong start: "
-                f"step {number + 1} read step {read_at[0] + 1}'s batch, from another epoch",
-            )
-        elif longer and not (again and again[-1] > after):
-            yield Finding(EPOCH, "the program counts epochs from the wrong start: it made too many steps")
-        elif read_at and not again:
-            yield Finding(EPOCH, f"step {number + 1} read the batch of step {read_at[0] + 1}: the program skipped data")
-        elif read_at:
-            yield Finding(DATA, f"step {number + 1} read the batch of step {again[-1] + 1} again")
-        elif other_random:
-            yield Finding(
-                RANDOM_STATE, f"the random state is not that of step {from_step}, and the data order depends on it"
-            )
-        else:
-            yield Finding(DATA, f"step {number + 1} {NO_STEP}")
+                f"step {number + 1} read the batch of step {first}: the program skipped data",
+            ),
+            (read_at, DATA, f"step {number + 1} read the batch of step {again[-1] + 1 if again else 0} again"),
+            (seeded, EPOCH, f"{WRONG_START}: {by_generator}"),
+            (other_random, RANDOM_STATE, depends),
+            (True, DATA, f"step {number + 1} {NO_STEP}"),
+        )
+        yield next(Finding(cause, text) for holds, cause, text in rows if holds)
         return
-    if other is not None:
-        yield Finding(EPOCH, f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}")
+    if differs is not None:
+        yield Finding(EPOCH, f"epoch {own_epochs[differs]:g} instead of {epochs[differs]:g} at step {differs}")
 
 
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list[str]:
@@ -399,14 +408,34 @@ def _restarted(alone: Undisturbed, rank: int, start: Step, from_step: int, own: 
     return bool(lost and known and names) and all(own.rng.get(name) == known.rng[name] for name in names if known)
 
 
+def _seeded_by_epoch(alone: Undisturbed, rank: int, names: Sequence[str], number: int) -> bool:
+    """Return whether the program created one of these generators after its first step, as with a seed of each epoch.
+
+    names: random generators, as _other_random() returns them. After other data, the others may differ, too.
+    number: a step of the undisturbed run.
+    """
+    start, one = at(alone.first, rank, 0), at(alone.first, rank, number)
+    numbers = {one.generators[name] for name in names if name in one.generators} if one else set[int]()
+    return bool(start and numbers - set(start.generators.values()))
+
+
 def _epoch_length(alone: Undisturbed) -> int:
-    """Return the number of steps per epoch, or 0 if the program does not report whole epochs of equal length."""
-    starts: dict[float, int] = {}  # the number of steps before the first line of each epoch
+    """Return the number of steps per epoch, as the program reports its epochs, or else as it reads its data.
+
+    Return 0 if it is unknown or not the same in all epochs.
+    """
+    reported: dict[float, int] = {}  # the number of steps before the first line of each epoch
     for point in alone.first.points:
         if "epoch" in point.values:
-            starts.setdefault(point.values["epoch"], before(alone.first, point))
-    lengths = {b - a for a, b in itertools.pairwise(starts.values())}
-    return lengths.pop() if len(lengths) == 1 and all(one == int(one) for one in starts) else 0
+            reported.setdefault(point.values["epoch"], before(alone.first, point))
+    passes = [step.passes for step in alone.first.steps[0]] if alone.first.steps else []
+    read = [passes.index(one) for one in sorted({*passes}) if one]
+    whole = [*reported.values()] if all(one == int(one) for one in reported) else []
+    for starts in (whole, read):
+        lengths = {b - a for a, b in itertools.pairwise(starts)}
+        if len(lengths) == 1:
+            return lengths.pop()
+    return 0
 
 
 def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:

@@ -30,8 +30,9 @@ _RATE = re.compile(rf"(?i)(?<![a-z])(?:lr|learning[_ ]rate)['\"]?\s*[:=|]?\s*['\
 _EPOCH = re.compile(rf"(?i)(?<![a-z])epoch['\"]?\s*[:=\[]?\s*['\"]?({NUMBER})")
 # Epoch 0:  50%|#####     | 32/64 [00:00<00:00, 120.10it/s, v_num=0, train_loss=2.30]   Lightning's bar, and tqdm's
 _BAR = re.compile(r"(?:[Ee]poch\s+(\d+).*?)?\|\s*(\d+)/(\d+) \[[^\]]*\]?")
-# Epoch: [0]  [ 10/64]  loss: 2.30; | epoch   1 |   20/ 64 batches | loss  2.30; [0/5][10/64] Loss_D: 2.30
-_IN_EPOCH = re.compile(r"(?:(?i:epoch)\W{0,4}(\d+)\D.*?|\[(\d+)/\d+\])\W*(\d+)\s*/\s*(\d+)")
+# Epoch: [0]  [ 10/64]  loss: 2.30; | epoch   1 |   20/ 64 batches | loss  2.30; [0/5][10/64] Loss_D: 2.30;
+# Train: 0 [  10/64 ( 16%)]  Loss: 2.30
+_IN_EPOCH = re.compile(r"(?:(?i:epoch|\btrain:)\W{0,4}(\d+)\D.*?|\[(\d+)/\d+\])\W*(\d+)\s*/\s*(\d+)")
 # Trainer of Transformers: a dict without a step
 _DICT = re.compile(r"^\{.*'epoch': .*\}$")
 _SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Step:
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
     inputs: how many input tensors `batch` contains.
     averages: the sum of the absolute values of weights that are not trained, such as a moving average (EMA), or 0.
+    passes: how often the program has begun to read its training data from the start, or 0 if it uses no DataLoader.
+    generators: for each generator in `rng` that the program created, its number. A new object has a new number.
     """
 
     at: int
@@ -51,6 +53,8 @@ class Step:
     batch: int
     averages: float = 0.0
     inputs: int = 0
+    passes: int = 0
+    generators: dict[str, int] = field(default_factory=dict)
 
 
 def append(path: Path, document: dict[str, Any]) -> None:

@@ -149,6 +149,7 @@ def _guard_torch_save(torch: Any) -> None:
 def _record_steps(torch: Any, path: Path) -> None:
     batch, first, known = [0, 0], list[Any](), list[weakref.ref[Any]]()  # batch: checksum and number of inputs
     generators = _Generators(torch)
+    loaders = _Loaders(generators)
     evaluated = weakref.WeakSet[Any]()
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
@@ -159,6 +160,7 @@ def _record_steps(torch: Any, path: Path) -> None:
 
     def on_forward(module: Any, inputs: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
+            loaders.may_be_evaluation = False
             for tensor in inputs:
                 # The inputs of the first modules are data; those of the others depend on parameters.
                 if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
@@ -166,8 +168,10 @@ def _record_steps(torch: Any, path: Path) -> None:
                         _sample(tensor).cpu().contiguous().view(torch.uint8).numpy().tobytes(), batch[0]
                     )
                     batch[1] += 1
-        elif len(evaluated) < MOST_TENSORS:
-            evaluated.add(module)
+        else:
+            loaders.evaluates()
+            if len(evaluated) < MOST_TENSORS:
+                evaluated.add(module)
 
     def on_step(optimizer: Any, *_: Any) -> None:
         number = next((number for number, one in enumerate(known) if one() is optimizer), 0)
@@ -181,6 +185,7 @@ def _record_steps(torch: Any, path: Path) -> None:
         if optimizer is not first[0] or _is_of_a_load():
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
+            own = generators.states(loaders.passes)
             parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
             trained = {id(p) for p in parameters}
             averages = {id(p): p for module in evaluated for p in module.parameters() if id(p) not in trained}
@@ -193,7 +198,9 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "weights": _sum(parameters),
                     "state_sum": _sum(states),
                     "states": len(states),
-                    "rng": _random_states(torch) | generators.states(),
+                    "rng": _random_states(torch) | loaders.uses | dict.fromkeys(own, 1),
+                    "passes": loaders.passes,
+                    "generators": own,
                     "batch": inputs[0],
                     "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
@@ -262,41 +269,77 @@ def _random_states(torch: Any) -> dict[str, int]:
     return found
 
 
-class _Generators:
-    """Finds the random generators that the program itself created, and returns their states."""
+class _Loaders:
+    """Notes which generators loaders and samplers use, and counts the passes over the training data."""
 
-    def __init__(self, torch: Any) -> None:
-        self.torch, self.found, self.steps = torch, list[Any](), 0
+    def __init__(self, generators: _Generators) -> None:
+        self.generators = generators
         self.uses: dict[str, int] = {}
+        self.passes, self.may_be_evaluation = 0, False
         data = importlib.import_module("torch.utils.data")
         self._note(data.DataLoader, drill_records.LOADER)
         self._note(data.RandomSampler, drill_records.SHUFFLE)
 
     def _note(self, kind: Any, name: str) -> None:
-        """Note when an object of this class without a generator is iterated."""
+        """Note when an object of this class is iterated."""
         iterate = kind.__iter__
 
         def iterated(one: Any) -> Any:
-            if getattr(one, "generator", None) is None:
+            own = getattr(one, "generator", None)
+            if own is None or own is self.generators.torch.default_generator:
                 self.uses[name] = 1
+            else:
+                self.generators.add(own)
+            if name == drill_records.LOADER:
+                self.passes, self.may_be_evaluation = self.passes + 1, True
             return iterate(one)
 
         kind.__iter__ = iterated
 
-    def states(self) -> dict[str, int]:
-        """Return a name for each state. Look for new generators after 1, 2, 4, 8, ... steps."""
-        self.steps += 1
+    def evaluates(self) -> None:
+        """Subtract the newest pass, because a model is called without gradients, as in an evaluation."""
+        self.passes -= self.may_be_evaluation
+        self.may_be_evaluation = False
+
+
+class _Generators:
+    """Finds the random generators that the program itself created, and returns their states."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch, self.found, self.next, self.steps = torch, dict[int, Any](), 0, 0
+        self.passes = 0
+
+    def kinds(self) -> tuple[Any, ...]:
         numpy = sys.modules.get("numpy")
-        kinds: tuple[Any, ...] = (random.Random, self.torch.Generator)
-        kinds += (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-        if not self.steps & (self.steps - 1):
+        of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+        return (random.Random, self.torch.Generator, *of_numpy)
+
+    def add(self, generator: Any) -> None:
+        if type(generator) in self.kinds() and all(generator is not one for one in self.found.values()):
+            self.found[self.next] = generator
+            self.next += 1
+
+    def states(self, passes: int) -> dict[str, int]:
+        """Return a name for each state, with the number of the generator.
+
+        Look for new generators after 1, 2, 4, 8, ... steps, and at each new pass over the data.
+        """
+        self.steps += 1
+        if passes != self.passes or not self.steps & (self.steps - 1):
+            self.passes = passes
             shared = [self.torch.default_generator, getattr(random.random, "__self__", None)]
-            shared += [numpy.random.rand.__self__] if numpy else []
-            known = {id(one) for one in [*shared, *self.found]}
-            self.found += [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]
-        # One that only this list refers to is no longer used.
-        self.found = [one for one in self.found if sys.getrefcount(one) > 3]
-        return self.uses | {f"{drill_records.OWN}{zlib.crc32(self._text(one).encode())}": 1 for one in self.found}
+            if numpy := sys.modules.get("numpy"):
+                shared.append(numpy.random.rand.__self__)
+            known = {id(one) for one in [*shared, *self.found.values()]}
+            kinds = self.kinds()
+            # A torch.Generator is not among these objects, but loaders and samplers name theirs.
+            for one in [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]:
+                self.add(one)
+        # One that only this table refers to is no longer used.
+        self.found = {number: self.found[number] for number in self.found if sys.getrefcount(self.found[number]) > 2}
+        return {
+            f"{drill_records.OWN}{zlib.crc32(self._text(one).encode())}": number for number, one in self.found.items()
+        }
 
     def _text(self, generator: Any) -> str:
         if isinstance(generator, random.Random):

@@ -70,6 +70,12 @@ LINES = {
         3,
         4.0,
     ),
+    "timm": (
+        b"Train: 0 [   0/4 (  0%)]  Loss: 2.50 (2.50)  Time: 0.1s  LR: 1.0e-02\nTrain: 0 [   2/4 ( 67%)]  Loss: 2.40 (2.5)\n"
+        b"Test: 0  Acc@1: 10.0\nTrain: 1 [   0/4 (  0%)]  Loss: 2.30 (2.30)\n",
+        3,
+        2.3,
+    ),
     "VAE": (
         b"Train Epoch: 1 [0/160 (0%)]\tLoss: 0.90\nTrain Epoch: 1 [32/160 (20%)]\tLoss: 0.85\n"
         b"Train Epoch: 2 [0/160 (0%)]\tLoss: 0.80\n====> Epoch: 2 Average loss: 0.8100\n",

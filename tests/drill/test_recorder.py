@@ -1,0 +1,47 @@
+"""What a rank records at each optimizer step for the drill."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from hpcinit.records import drill_records
+
+# Three passes of two steps over the data, with an evaluation in the middle of each, and a sampler that creates a new
+# generator for each pass.
+PROGRAM = """
+import random, sys
+import torch
+from pathlib import Path
+from hpcinit.runtime import drill_recorder
+drill_recorder.install(Path(sys.argv[1]), 0)
+model, given = torch.nn.Linear(2, 1), torch.Generator().manual_seed(7)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.arange(16.0).reshape(8, 2))
+train = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=given)
+evaluation = torch.utils.data.DataLoader(data, batch_size=8)
+for epoch in range(3):
+    augment = random.Random(epoch)
+    for (batch,) in train:
+        model(batch).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for (batch,) in evaluation:
+                model(batch)
+"""
+
+
+def test_passes_over_the_data_and_generators(tmp_path: Path) -> None:
+    """An evaluation is no pass. A generator keeps its number, and a new one has a new number."""
+    folder = tmp_path / "attempt-1"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], check=True, cwd=tmp_path)
+    steps = drill_records.steps(folder, 0)
+    assert [step.passes for step in steps] == [1, 1, 2, 2, 3, 3]
+    numbers = [set(step.generators.values()) for step in steps]
+    kept = set.intersection(*numbers)  # those of the loader and of the libraries
+    new = [found - kept for found in numbers]
+    assert [len(found) for found in new] == [1] * 6 and new[0] == new[1] != new[2] == new[3] != new[4]
+    changed = {name for step in steps for name, number in step.generators.items() if number in kept}
+    assert len(changed) == len(kept) + 2, "the loader has another state in each of the three passes"
