@@ -237,6 +237,9 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
     ]
     # A program may compute the learning rate from the epoch.
+    if causes and causes[0].cause == SCHEDULER and _starts_with_other_data(alone, both, from_step):
+        text = f"{WRONG_START}: the learning rate and the first batch are not those of step {from_step + 1}"
+        causes.insert(0, Finding(EPOCH, text))
     causes.sort(key=lambda one: one.cause != EPOCH)
     if not causes and (
         fewer := next(((own, expected) for own, expected in both if own.inputs < expected.inputs), None)
@@ -306,7 +309,9 @@ def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:
     step = next((step for step in own if step in expected and not close(own[step], expected[step], 1e-3)), None)
     if step is None:
         return []
-    return [Finding(SCHEDULER, f"the learning rate at step {step} is {own[step]:.4g} instead of {expected[step]:.4g}")]
+    return [
+        Finding(SCHEDULER, f"the program reports the learning rate {own[step]:.4g} instead of {expected[step]:.4g}")
+    ]
 
 
 def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:
@@ -348,7 +353,7 @@ def _of_data(
         in_epoch = bool(length) and any((number - one) % length == 0 for one in read_at)
         first = read_at[0] + 1 if read_at else 0
         restarted = bool(again) and not seeded and _restarted(alone, rank, steps[0], from_step, own, again[0])
-        of_epoch = "" if other is None else f"epoch {own_epochs[other]:g} instead of {epochs[other]:g} at step {other}"
+        of_epoch = "" if other is None else f"epoch {own_epochs[other]:g} instead of {epochs[other]:g}"
         depends = f"the random state is not that of step {from_step}, and the data order depends on it"
         other_batch = f"step {number + 1} read step {first}'s batch, from another epoch"
         by_generator = f"step {number + 1} read other data, whose order depends on a generator of this epoch"
@@ -375,7 +380,15 @@ def _of_data(
         yield next(Finding(cause, text) for holds, cause, text in rows if holds)
         return
     if differs is not None:
-        yield Finding(EPOCH, f"epoch {own_epochs[differs]:g} instead of {epochs[differs]:g} at step {differs}")
+        yield Finding(EPOCH, f"epoch {own_epochs[differs]:g} instead of {epochs[differs]:g}")
+
+
+def _starts_with_other_data(alone: Undisturbed, both: Sequence[tuple[Step, Step]], from_step: int) -> bool:
+    """Return whether the first step read other data, although the random states were right."""
+    return any(
+        reads_other(alone, rank, from_step, own) and not _other_random(alone, rank, own, from_step)
+        for rank, (own, _) in enumerate(both)
+    )
 
 
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list[str]:

@@ -35,7 +35,7 @@ class Step:
     lr: the learning rate of each parameter group.
     weights, state_sum: the sums of the absolute values of the parameters and of the optimizer's state.
     states: the number of tensors in the optimizer's state.
-    rng: a checksum of the random state of each library.
+    rng: a checksum of the random state of each library, before the first forward pass of the step.
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
     inputs: how many input tensors `batch` contains.
     averages: the sum of the absolute values of weights that are not trained, such as a moving average (EMA), or 0.

@@ -148,6 +148,7 @@ def _guard_torch_save(torch: Any) -> None:
 
 def _record_steps(torch: Any, path: Path) -> None:
     batch, first, known = [0, 0], list[Any](), list[weakref.ref[Any]]()  # batch: checksum and number of inputs
+    before_forward: list[dict[str, Any]] = []  # the random states before the first forward pass of this step
     generators = _Generators(torch)
     loaders = _Loaders(generators)
     evaluated = weakref.WeakSet[Any]()
@@ -158,9 +159,17 @@ def _record_steps(torch: Any, path: Path) -> None:
         create(self, *arguments, **keys)
         known.append(weakref.ref(self))
 
+    def random_states() -> dict[str, Any]:
+        with contextlib.suppress(Exception):
+            own = generators.states(loaders.passes)
+            return {"rng": _random_states(torch) | loaders.uses | dict.fromkeys(own, 1), "generators": own}
+        return {"rng": {}}
+
     def on_forward(module: Any, inputs: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
             loaders.may_be_evaluation = False
+            if not before_forward:
+                before_forward.append(random_states())
             for tensor in inputs:
                 # The inputs of the first modules are data; those of the others depend on parameters.
                 if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:
@@ -182,10 +191,11 @@ def _record_steps(torch: Any, path: Path) -> None:
                 return
             first.append(optimizer)
         inputs, batch[:] = tuple(batch), [0, 0]
+        # A forward pass with other data can draw other numbers.
+        drawn = before_forward.pop() if before_forward else random_states()
         if optimizer is not first[0] or _is_of_a_load():
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
-            own = generators.states(loaders.passes)
             parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
             trained = {id(p) for p in parameters}
             averages = {id(p): p for module in evaluated for p in module.parameters() if id(p) not in trained}
@@ -198,13 +208,12 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "weights": _sum(parameters),
                     "state_sum": _sum(states),
                     "states": len(states),
-                    "rng": _random_states(torch) | loaders.uses | dict.fromkeys(own, 1),
                     "passes": loaders.passes,
-                    "generators": own,
                     "batch": inputs[0],
                     "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
-                },
+                }
+                | drawn,
             )
 
     base.__init__ = created
@@ -288,7 +297,7 @@ class _Loaders:
             own = getattr(one, "generator", None)
             if own is None or own is self.generators.torch.default_generator:
                 self.uses[name] = 1
-            else:
+            elif name == drill_records.SHUFFLE:  # a loader uses its generator only for the seeds of its workers
                 self.generators.add(own)
             if name == drill_records.LOADER:
                 self.passes, self.may_be_evaluation = self.passes + 1, True
@@ -332,7 +341,7 @@ class _Generators:
                 shared.append(numpy.random.rand.__self__)
             known = {id(one) for one in [*shared, *self.found.values()]}
             kinds = self.kinds()
-            # A torch.Generator is not among these objects, but loaders and samplers name theirs.
+            # A torch.Generator is not among these objects, but torch's sampler names its own.
             for one in [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]:
                 self.add(one)
         # One that only this table refers to is no longer used.
