@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def failing_ranks(ranks: int) -> str:
-    """Return a log of `srun -l` in which each rank fails with a traceback of its own."""
+    """Return a log of `srun -l` in which each rank fails with another message."""
     lines = []
     for rank in range(ranks):
         error = f"RuntimeError: shard {rank} is not readable"

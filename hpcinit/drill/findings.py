@@ -357,7 +357,7 @@ def _of_data(
         depends = f"the random state is not that of step {from_step}, and the data order depends on it"
         other_batch = f"step {number + 1} read step {first}'s batch, from another epoch"
         by_generator = f"step {number + 1} read other data, whose order depends on a generator of this epoch"
-        # The first row whose condition holds counts.
+        # The first row with a true condition counts.
         rows = (
             (of_epoch, EPOCH, f"{WRONG_START}: {of_epoch}"),
             (
@@ -377,7 +377,7 @@ def _of_data(
             (other_random, RANDOM_STATE, depends),
             (True, DATA, f"step {number + 1} {NO_STEP}"),
         )
-        yield next(Finding(cause, text) for holds, cause, text in rows if holds)
+        yield next(Finding(cause, text) for applies, cause, text in rows if applies)
         return
     if differs is not None:
         yield Finding(EPOCH, f"epoch {own_epochs[differs]:g} instead of {epochs[differs]:g}")

@@ -39,7 +39,7 @@ class Step:
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
     inputs: how many input tensors `batch` contains.
     averages: the sum of the absolute values of weights that are not trained, such as a moving average (EMA), or 0.
-    passes: how often the program has begun to read its training data from the start, or 0 if it uses no DataLoader.
+    passes: how many passes over its training data the program has started, or 0 if it uses no DataLoader.
     generators: for each generator in `rng` that the program created, its number. A new object has a new number.
     """
 

@@ -167,7 +167,7 @@ def _place(record: ErrorRecord) -> str:
 def _with_others(
     found: Finding, first: Found, errors: Sequence[Found], same: Mapping[str, Sequence[int]], evidence: Evidence
 ) -> Finding:
-    """Return the finding with what is known about the errors of other ranks: which, and how much later.
+    """Return the finding with the errors of other ranks, and how much later they occurred.
 
     errors: the errors that may be the first cause.
     same: for each shortened message of these errors, the ranks.

@@ -2,11 +2,9 @@
 
     python -m tests.drill.judge [PROGRAM ...]
 
-Five people who had not read the drill wrote the programs on 2026-11-27, in the style of public examples, and checked them
-without the drill. train.txt is the correct program, bug.diff plants the bug, truth.yaml describes it.
-
-The author of the drill has not read the programs in not_run/, and has not run the drill on them. Only their first results
-show how good the drill is: `python -m tests.drill.judge 'not_run/*'`. Then they can move to the others.
+People who had not read the drill wrote the programs on 2026-11-27, in the style of public examples, and checked them
+without the drill. train.txt is the correct program, bug.diff plants the bug, truth.yaml describes it. Only the first
+result with a program shows how good the drill is: docs/development/measurements.md has these results.
 """
 
 from __future__ import annotations
