@@ -27,7 +27,7 @@ _LOSS = re.compile(
     rf"(?i)(?<!val )(?<!val_)(?<!eval_)(?<!eval )loss(?:[_/.](?!scale)\w+)?['\"]?\s*[:=|]?\s*['\"\[]?({NUMBER})"
 )
 _RATE = re.compile(rf"(?i)(?<![a-z])(?:lr|learning[_ ]rate)['\"]?\s*[:=|]?\s*['\"\[]*({NUMBER})")
-_EPOCH = re.compile(rf"(?i)(?<![a-z])epoch['\"]?\s*[:=\[]?\s*['\"]?({NUMBER})")
+_EPOCH = re.compile(rf"(?i)(?<![a-z])epoch['\"]?[\s:=\[]*['\"]?({NUMBER})")
 # Epoch 0:  50%|#####     | 32/64 [00:00<00:00, 120.10it/s, v_num=0, train_loss=2.30]   Lightning's bar, and tqdm's
 _BAR = re.compile(r"(?:[Ee]poch\s+(\d+).*?)?\|\s*(\d+)/(\d+) \[[^\]]*\]?")
 # Epoch: [0]  [ 10/64]  loss: 2.30; | epoch   1 |   20/ 64 batches | loss  2.30; [0/5][10/64] Loss_D: 2.30;

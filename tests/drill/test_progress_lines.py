@@ -126,6 +126,14 @@ def test_other_output_has_no_steps() -> None:
     assert progress_lines.best_reader(repeated) is None
 
 
+def test_the_epoch_of_a_line_with_a_step() -> None:
+    """The epoch may be in brackets before the step."""
+    lines = b"".join(b"Epoch: [1]  [%d/9]  step: %d  lr: 0.1  loss: 2.5\n" % (step, 9 + step) for step in (1, 2, 3))
+    reader = progress_lines.best_reader(lines)
+    assert reader is not None
+    assert [point.values["epoch"] for point in progress_lines.points(lines, 0, reader)] == [1, 1, 1]
+
+
 def test_a_pattern_of_the_user() -> None:
     """drill.pattern reads steps from lines that no format fits, and named groups become values."""
     reader = progress_lines.reader_of(r"it=(?P<step>\d+) L=(?P<loss>\S+) r=(?P<lr>\S+)")
