@@ -4,7 +4,8 @@ The invariant: new ranks start only when every server has reported that none of 
 these events, ranks do not restart in this step any more: a stop signal, a lost server, or a server that does not report
 in time. Each server then acts as without restart.warm, and Slurm ends the step when the first server exits.
 
-A spare node has a server without ranks, which can replace a lost server. A server that has lost its connection to the
+A spare node has a server without ranks, which can replace a lost server. If the job requested spare nodes and none is
+left, all ranks end. A server that has lost its connection to the
 first server ends its ranks. So no old rank keeps running on a node that only lost its network.
 
     from a server: failed, ended, stop, lost (its connection has ended)
@@ -61,7 +62,7 @@ class Decider:
         restart and returns '', or it returns why the ranks must not restart.
     nodes: how many nodes have ranks. The others are spare nodes.
     lost: a function that returns the failure of a lost node. Its arguments are the node's place among the nodes with
-        ranks, and its host.
+        ranks, and its host. None if the job requested no spare nodes, so that Slurm ends the step itself.
     """
 
     def __init__(
@@ -116,6 +117,10 @@ class Decider:
         if node in self._nodes:
             spare = min(self._servers - set(self._nodes), default=None)
             if spare is None or self._lost is None:
+                if self._lost is not None:
+                    # With --no-kill, Slurm does not end the step, and a rank may wait forever for one on a node without
+                    # a network.
+                    yield {"end": self.round}
                 yield self._end_for_good(f"the fork server on {self._hosts[node]} is gone")
                 return
             place = self._nodes.index(node)

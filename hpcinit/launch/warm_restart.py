@@ -75,7 +75,8 @@ class WarmRestarts:
         known = len(servers.hosts) == servers.world_size
         self._hosts = servers.hosts if known else [f"node {node}" for node in range(servers.world_size)]
         first = here.rank == FIRST
-        self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, self._of_lost) if first else None
+        lost = self._of_lost if spec.launch.spares else None
+        self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
         self._round = 0
         self._why: Restart | None = None  # the reason for this round

@@ -88,7 +88,7 @@ class Servers:
     def __init__(self, nodes: int = 3, limit_s: float = 60, spares: int = 0) -> None:
         self.decided: list[Restart] = []
         hosts = [f"n{node + 1}" for node in range(nodes + spares)]
-        self._decider = Decider(hosts, limit_s, self._decide, nodes, self._lost)
+        self._decider = Decider(hosts, limit_s, self._decide, nodes, self._lost if spares else None)
 
     def _lost(self, place: int, host: str) -> Restart:
         return failed(rank=place, how=f"{host} is lost", time=9.0)
@@ -140,7 +140,7 @@ def test_what_ends_the_restarts(message: Mapping[str, Any], why: str) -> None:
 
 def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     """The ranks start when the servers that remain have reported, whatever the lost one reported before. A spare node
-    that is lost is replaced, too. Without a spare node the restarts end."""
+    that is lost is replaced, too. If no spare node is left, all ranks end: one may wait for a node without a network."""
     servers = Servers(spares=2)
     assert not [order for node in (3, 4) for order in servers.send(node, ended="")], "they have no ranks"
     assert servers.send(1, lost=True) == [{"end": 0}]
@@ -152,8 +152,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
         assert servers.send(node, ended="") == []
     (order,) = servers.send(3, lost=True)
     assert order["nodes"] == [0, 4, 2], "all others had reported"
-    (order,) = servers.send(0, lost=True)
-    assert order["over"] == "the fork server on n1 is gone"
+    end, order = servers.send(0, lost=True)
+    assert end == {"end": 2} and order["over"] == "the fork server on n1 is gone"
 
 
 def test_a_spare_node_that_is_lost() -> None:
