@@ -352,6 +352,8 @@ def _of_data(
         again = [one for one in read_at if one < number]
         in_epoch = bool(length) and any((number - one) % length == 0 for one in read_at)
         first = read_at[0] + 1 if read_at else 0
+        # The attempt started with the first batch of an epoch.
+        new_epoch = bool(length) and (first - 1 - after) % length == 0
         restarted = bool(again) and not seeded and _restarted(alone, rank, steps[0], from_step, own, again[0])
         of_epoch = "" if other is None else f"epoch {own_epochs[other]:g} instead of {epochs[other]:g}"
         depends = f"the random state is not that of step {from_step}, and the data order depends on it"
@@ -369,7 +371,7 @@ def _of_data(
             (longer and not (again and again[-1] > after), EPOCH, f"{WRONG_START}: it made too many steps"),
             (
                 read_at and not again,
-                EPOCH,
+                EPOCH if new_epoch else DATA,
                 f"step {number + 1} read the batch of step {first}: the program skipped data",
             ),
             (read_at, DATA, f"step {number + 1} read the batch of step {again[-1] + 1 if again else 0} again"),
