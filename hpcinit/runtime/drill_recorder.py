@@ -192,7 +192,7 @@ def _record_steps(torch: Any, path: Path) -> None:
             first.append(optimizer)
         inputs, batch[:] = tuple(batch), [0, 0]
         # A forward pass with other data can draw other numbers.
-        drawn = before_forward.pop() if before_forward else random_states()
+        drawn = before_forward.pop() if before_forward else None
         if optimizer is not first[0] or _is_of_a_load():
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
@@ -213,7 +213,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
                 }
-                | drawn,
+                | (drawn or random_states()),
             )
 
     base.__init__ = created

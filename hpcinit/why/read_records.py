@@ -181,13 +181,13 @@ def _with_others(
         lines.append(f"{who(one.record)} {delay}: {brief(one.record.error)}")
     together = [
         one.record.rank
-        for one in errors
-        if evidence.has_clock and one.record.host != first.record.host
-        and evidence.when(one) - at < AGREE_S and brief(one.record.error) != text
-    ]  # fmt: skip
+        for one in (errors if evidence.has_clock and found.grade is Grade.RAISED else ())
+        if one.record.host != first.record.host
+        and evidence.when(one) - at < AGREE_S
+        and brief(one.record.error) != text
+    ]
     verdict = replace(found.verdict, evidence=(*found.verdict.evidence, *lines))
-    with_it = evidence.named(together) if found.grade is Grade.RAISED and together else ""
-    return replace(found, verdict=verdict, together=with_it)
+    return replace(found, verdict=verdict, together=evidence.named(together) if together else "")
 
 
 def _source(traceback: str) -> list[str]:
