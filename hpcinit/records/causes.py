@@ -245,7 +245,7 @@ KINDS = (
     Message(failure_kinds.NODE, r"DUE TO JOB NOT ENDING WITH SIGNALS", "Slurm drains this node: ask the site"),
     Message(failure_kinds.SIGNAL, r"Segmentation fault|Bus error|Illegal instruction|core dumped"
      r"|Caught signal \d+", SIGNALS["Segmentation fault"]),
-    Message(failure_kinds.SCRIPT, r"Error response from daemon|not enough slots available",
+    Message(failure_kinds.SCRIPT, r"Error response from daemon|not enough slots available|OMPI was not built with",
      "the launcher or the container runtime refused to start the program: read its message"),
     Message(failure_kinds.SCRIPT, r"command not found$|/sh: .*: not found$",
      "a command was not found: check cluster.modules, cluster.setup, cluster.venv"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -40,10 +40,11 @@ _CANCELLED = re.compile(
 _REFUSED = re.compile(
     r"^(?:srun: fatal: (.+)|srun: error: ((?:Task launch|Unable to (?:create|allocate|confirm)"
     r"|Invalid|Unsupported|Unrecognized|Requested|[Cc]annot|[Cc]ouldn't|MPI: ).+)"
-    r"|s(?:batch|alloc): error: (.+)|slurmstepd: error: ((?:execve\(\)|pyxis): .+)"
+    r"|s(?:batch|alloc): error: (.+)|slurmstepd\S*: error: ((?:execve\(\)|pyxis): .+)"
     r"|(\S+: line \d+: .+: (?:command not found|No such file or directory|Permission denied)))$"
 )
-_REASON = re.compile(r"(?i)no such file|not found|denied|unauthorized")
+_REASON = re.compile(r"(?i)no such file|not found|denied|unauthorized|no space left")
+_BEFORE_PROGRAM = re.compile(r"^slurmstepd(?:-(\S+))?: error: (?:execve\(\)|pyxis): ")  # about a task that cannot start
 # slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.
 _OOM = re.compile(
     r"[Dd]etected \d+ oom[_-]kill event|: Out Of Memory$|exceeded memory limit \(\d+ > \d+\)"
@@ -146,6 +147,7 @@ class JobLog:
     output: the last lines that other programs printed.
     unreachable: the nodes on which srun could not start a task.
     refused: why Slurm did not start the program, or ''.
+    not_started: how the tasks ended that slurmstepd could not start.
     """
 
     ends: tuple[End, ...] = ()
@@ -155,6 +157,7 @@ class JobLog:
     output: tuple[str, ...] = ()
     unreachable: tuple[str, ...] = ()
     refused: str = ""
+    not_started: tuple[End, ...] = ()
 
 
 def read(text: str, ranks_per_task: int = 1) -> JobLog:
@@ -171,8 +174,10 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     ends, lost, unreachable, aborted, cancelled = [], [], [], False, None
     named: set[str] = set()  # hosts whose task printed how its ranks ended
     firsts: dict[str, int] = {}  # the first rank of the component of a host
+    before_abort = 0  # the number of ends that srun listed before Slurm ended the step
     for line in lines:
         aborted = aborted or bool(ABORTED.search(line))
+        before_abort = before_abort if aborted else len(ends)
         if found := _TASKS.match(line):
             how, numbers = found[4], _ranks(found[3])
             if not numbers:
@@ -201,7 +206,24 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     away = tuple(dict.fromkeys(unreachable))
     refusals = [next(filter(None, found.groups())) for line in lines if (found := _REFUSED.match(line))]
     refused = next((one for one in refusals if _REASON.search(one)), (refusals or [""])[0])
-    return JobLog(tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away, refused)
+    without = tuple(_not_started(lines, ends, ends[: max(1, before_abort)]))
+    return JobLog(
+        tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away, refused, without
+    )
+
+
+def _not_started(lines: Iterable[str], ends: Sequence[End], first: Sequence[End]) -> Iterator[End]:
+    """Yield how the tasks ended that slurmstepd could not start: those on the nodes that its messages name.
+
+    If its messages name no node, yield the tasks that ended first, and those that ended in the same way.
+
+    first: the ends that srun listed before Slurm ended the step, at least one.
+    """
+    hosts = [found[1] for line in lines if (found := _BEFORE_PROGRAM.match(line))]
+    if hosts and any(hosts):
+        yield from (end for end in ends if end.host in hosts)
+    elif hosts:
+        yield from (end for end in first if end.how == first[0].how and end.how.startswith("Exited with"))
 
 
 def failures(lines: Iterable[str]) -> Iterator[Failure]:

@@ -88,6 +88,7 @@ class Evidence:
     over: whether a line after the last training step reports that the training finished.
     unread: lines before the failure that no reader understands, and that may show an earlier failure.
     skipped: whether parts of the logs were not read, or are missing.
+    unregistered: the ranks that never started, while the others wait for them.
     last_words: the ranks whose error is the last output of their process.
     """
 
@@ -123,6 +124,7 @@ class Evidence:
     over: bool = False
     unread: Sequence[str] = ()
     skipped: bool = False
+    unregistered: tuple[int, ...] = ()
     last_words: frozenset[int | None] = frozenset()
 
     @property

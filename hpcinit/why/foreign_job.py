@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
+from hpcinit.base.text import MOST_RANKS
 from hpcinit.records import causes, hang_report, job_log, run_folder
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport
@@ -30,6 +31,8 @@ _SIZE = re.compile(
     r"(\d{1,6})(?!\d)",
     re.IGNORECASE | re.MULTILINE,
 )
+# Lightning: 'Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8', printed by each rank before it waits for the others
+_MEMBER = re.compile(r"GLOBAL_RANK: (\d{1,6}), MEMBER: \d+/(\d{1,6})\b")
 # As `scontrol show job` and `sacct` print it, which scripts call at their end.
 _STATE = re.compile(
     r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b"
@@ -64,6 +67,11 @@ _OTHER_ENDS = (
 # torchrun restarts the ranks, or Slurm the job; and what shows that they started
 _RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")
 _REQUEUED = re.compile(r"CANCELLED AT \S+ DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)")
+# Errors below these lines are consequences: Slurm ended the job, or refused it.
+_LAST_LINE = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+ DUE TO (?:TIME LIMIT|PREEMPTION)"
+    r"|^sbatch: error: Batch job submission failed"
+)
 _STARTED = re.compile(f"{read_tracebacks.TRAINS.pattern}|{re.escape(read_tracebacks.HEADER)}|exitcode")
 _FINISHED = re.compile(r"(?i)\b(?:finished|completed|done|success\w*)\b")
 # After this, an error of an agent is no failure of the training.
@@ -123,7 +131,10 @@ def gather(
     of_ranks = known.task and not ends  # srun's tasks are the agents of torchrun otherwise
     agents = {end.host for end in slurm.ends if end.how.startswith("Exited with") and not end.after_abort}
     every_end = of_ranks and bool(slurm.ends)
-    slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=())
+    not_started = [one if of_ranks else replace(one, ranks=()) for one in slurm.not_started]
+    slurm = replace(
+        slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=(), not_started=tuple(not_started)
+    )
     watched, errors = read_watchdog.read(lines)
     traced = [_of_process(one, processes) for one in read_tracebacks.read(lines)]
     every = _in_order([*traced, *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log)
@@ -140,13 +151,16 @@ def gather(
     every = [one for one in every if one.text != read_tracebacks.CUT]
     errors = [one for one in every if one not in handled and not (ended and WORKER_GONE.search(one.text))]
     errors = _without_caught(errors)
+    if len(logs) == 1:  # in several logs, the order of the lines is not that of time
+        over = next((at for at, line in enumerate(lines) if _LAST_LINE.search(line.text)), len(lines))
+        errors = [one for one in errors if one.number < over or one.number >= len(lines)]
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
     with_error = {one.rank for one in errors if one.rank != NO_RANK}
     by_others = ends_of(with_error)
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
     errors = _assigned(errors, slurm)
-    if not errors and not slurm.ends:  # the launcher's own errors are secondary unless nothing else exists
+    if not errors and not slurm.ends and not slurm.not_started:  # the launcher's own errors are secondary unless nothing else exists
         host = agents.pop() if len(agents) == 1 else ""
         errors = [replace(one, rank=LAUNCHER, host=host) for one in sorted(of_launcher, key=read_launchers.is_report)]
     hosts = {rank: end.host for end in slurm.ends for rank in end.ranks if end.host}
@@ -181,6 +195,7 @@ def gather(
         finished=state == "COMPLETED" or any(_FINISHED.search(line.text) for line in lines[-MOST_LAST:]),
         over=any(_OVER.search(line.text) for line in lines[trained + 1 :]),
         hang=_of_stacks(logs),
+        unregistered=_unregistered(lines) if trained < 0 else (),
         unread=_unread(lines, traced, first, several=len(logs) > 1),
         skipped=bool(cut) or any(log.skipped for log in logs),
         last_words=frozenset(one.rank if one.rank >= 0 else None for one in _last_words(errors, lines)),
@@ -229,6 +244,13 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
     if not all(at):
         return found
     return [one for _, one in sorted(zip(at, found, strict=True), key=lambda pair: pair[0])]
+
+
+def _unregistered(lines: Sequence[Line]) -> tuple[int, ...]:
+    """Return the ranks for which the others wait at the start, as far as the lines of Lightning show it."""
+    found = [match for line in lines if (match := _MEMBER.search(line.text))]
+    size = min(max((int(match[2]) for match in found), default=0), MOST_RANKS)
+    return tuple(sorted(set(range(size)) - {int(match[1]) for match in found}))
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:

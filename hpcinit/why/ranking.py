@@ -142,7 +142,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
         return cause.grade in (*HANGS, Grade.RAISED, Grade.NODE, Grade.MEMORY, Grade.NOTED)
     if effect.grade not in HANGS or cause.abort or not cause.shown:
         return False
-    if effect.verdict.kind == failure_kinds.START_UP and cause.grade in (Grade.KILLED, Grade.RAISED):
+    if effect.verdict.kind == failure_kinds.START_UP and cause.grade in (Grade.KILLED, Grade.RAISED, Grade.EXITED):
         return True
     if cause.grade in (Grade.NODE, Grade.MEMORY):
         return True

@@ -42,6 +42,11 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         verdict = read_hang.of_odd_call(odd, tuple(calls), evidence)
         yield Finding(Grade.DIFFERENT, verdict, odd.ranks, inferred=not evidence.has_clock)
     yield from _unlisted(evidence)
+    if evidence.unregistered:
+        head = f"{evidence.named(evidence.unregistered)} did not start, and the other ranks waited for them"
+        do = "start as many processes as the program expects: one per GPU, with srun on all nodes"
+        verdict = _of_ranks(head, failure_kinds.START_UP, do, evidence.unregistered, evidence)
+        yield Finding(Grade.HUNG, verdict, evidence.unregistered, inferred=True)
     yield from _missing(evidence, calls)
 
 

@@ -17,6 +17,10 @@ from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict, named
 from hpcinit.why.ranking import Finding, Grade
 
 OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
+# torch's store: the rank that has it, and the ranks that connect to it
+SERVER_FAILED = re.compile(r"server socket has failed to (?:listen|bind)|EADDRINUSE")
+CLIENT_FAILED = re.compile(r"client socket has (?:timed out|failed to connect)")
+IS_RUNNING = re.compile(r"\b[Rr]ank (\d{1,6}) is running collective")
 MOST_MORE = 4  # further lines of an error's message
 MOST_DETAILED = 8  # findings of each grade that list the errors of other ranks: of 16,000, each would list 15,999
 MAY_CONTINUE = re.compile(
@@ -37,13 +41,16 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         head = f"the training finished; afterwards {who(last)} failed: {causes.short(last.error)}"
         yield Finding(Grade.RAISED, evidence.verdict(head, failure_kinds.NONE, AFTERWARDS))
     errors = [one for one in ordered if is_cause(one, evidence)]
+    if any(SERVER_FAILED.search(one.record.foreign) for one in errors):
+        errors = [one for one in errors if not CLIENT_FAILED.search(one.record.foreign)]
+    odd = _differs_from_all(errors)
     same: dict[str, list[int]] = {}
     for one in errors:
         same.setdefault(brief(one.record.error), []).append(one.record.rank)
     grades: collections.Counter[Grade] = collections.Counter()
     for one in errors:
         if one.record.kind != failure_kinds.HANG:
-            found = _of_record(one, evidence)
+            found = _of_record(one, odd, evidence)
             grades[found.grade] += 1
             detailed = grades[found.grade] <= MOST_DETAILED
             yield _with_others(found, one, errors, same, evidence) if detailed else found
@@ -102,7 +109,19 @@ def is_interrupt(record: ErrorRecord) -> bool:
     return "KeyboardInterrupt" in record.foreign[:20]  # Python's exception
 
 
-def _of_record(first: Found, evidence: Evidence) -> Finding:
+def _differs_from_all(errors: Sequence[Found]) -> tuple[int, ...]:
+    """Return the rank that called another collective than all others, if torch compared at least two of them with it.
+
+    torch compares two ranks in each message (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+    """
+    pairs = {frozenset(IS_RUNNING.findall(one.record.foreign)) for one in errors}
+    pairs.discard(frozenset())
+    common = set.intersection(*map(set, pairs)) if len(pairs) > 1 else ()
+    return tuple(map(int, common)) if len(common) == 1 else ()
+
+
+def _of_record(first: Found, odd: tuple[int, ...], evidence: Evidence) -> Finding:
+    """Return the finding on an error. odd: the rank that called another collective than all others, or ()."""
     record, at = first.record, evidence.when(first)
     kind, do = causes.of_record(record)
     if kind == failure_kinds.PROGRAM and evidence.oom:
@@ -116,6 +135,7 @@ def _of_record(first: Found, evidence: Evidence) -> Finding:
         :MOST_MORE
     ]
     lines += _source(record.traceback) + [evidence.oom] * bool(evidence.oom)
+    at_fault = at_fault or (odd if kind == failure_kinds.MISMATCH else ())
     if said and kind in OF_OTHERS and not record.kind:
         return replace(_stated(at_fault, text, kind, do, lines, evidence), message=record.foreign)
     rank = at_fault[0] if at_fault else record.rank

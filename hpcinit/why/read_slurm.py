@@ -23,7 +23,6 @@ STOP_SIGNAL = (
     "run.should_stop() saves when it arrives"
 )
 UNFINISHED = "the logs show no failure; if the ranks did not advance before, the stacks and dumps show why"
-BEFORE_PROGRAM = ("execve()", "pyxis")  # messages of slurmstepd about a task that it cannot start
 REFUSED = "read the message: an option, a variable of the environment, a file or the time of the job does not fit"
 
 
@@ -43,13 +42,13 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(Grade.MEMORY, verdict)
     if ended or evidence.state in ("TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"):
         yield Finding(Grade.ENDED, end(ended, evidence))
-    failed = [one for one in log.ends if one.how.startswith("Exited with") and not one.after_abort]
-    if log.refused.startswith(BEFORE_PROGRAM) and failed:
-        hosts = {one.host for one in failed}
-        ranks = tuple(sorted({rank for one in failed for rank in one.ranks} if len(hosts) == 1 else ()))
-        who, host = (f"{named(ranks)} on {failed[0].host}", failed[0].host) if ranks else ("the ranks", "")
+    if hosts := {one.host for one in log.not_started}:
+        host = hosts.pop() if len(hosts) == 1 else ""
+        ranks = tuple(sorted({rank for one in log.not_started for rank in one.ranks} if host else ()))
+        who = (f"{named(ranks)} on {host}" if ranks else f"the ranks on {host}") if host else "the ranks"
         head, rank = f"{who} did not start: {log.refused}", ranks[0] if ranks else None
-        verdict = evidence.verdict(head, failure_kinds.SCRIPT, REFUSED, rank=rank, host=host, error=log.refused)
+        kind = failure_kinds.DISK if causes.kind(log.refused)[0] == failure_kinds.DISK else failure_kinds.SCRIPT
+        verdict = evidence.verdict(head, kind, REFUSED, rank=rank, host=host, error=log.refused)
         yield Finding(Grade.RAISED, verdict, ranks)
     yield from _of_stop_signal(evidence)
     yield from _of_script(evidence)

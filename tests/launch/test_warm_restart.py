@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -24,6 +25,8 @@ from tests import waiting
 from tests.conftest import Run
 from tests.forking import Node
 from tests.minislurm import MiniSlurm
+from tests.submit.test_chain import jobs as chain_jobs
+from tests.submit.test_chain import states
 from tests.submitting import folder_of, job_id_of, submit
 
 # The faults, and what must follow:
@@ -44,6 +47,7 @@ from tests.submitting import folder_of, job_id_of, submit
 # - the first node's server dies during the restart: the step ends, and no rank remains
 # - a server does not report the end of its ranks: the step ends
 # - a rank that the kernel does not end: the step ends: no second set of ranks beside the first
+# - scancel, or the time limit, between the end and the start: no new rank; the next job of a chain runs
 # - device memory that does not become free: reported, and the step ends after the limit
 
 until = partial(waiting.until, timeout_s=120, pause_s=0.05)
@@ -598,22 +602,42 @@ def test_why_names_the_program_that_always_fails(hpcinit: Run, idle_slurm: MiniS
     assert why.startswith("rank 3 on n2 failed first") and "(step 7): ValueError: boom\n" in why, why
 
 
+def submit_restarting(
+    hpcinit: Run, slurm: MiniSlurm, place: Path, busy: dict[str, str], code: str, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """Submit `code` below DIES in `place`. Wait until the job waits for the memory of rank 1, which has killed itself."""
+    (place / "dies.py").write_text(DIES + code)
+    path = f"{busy['PATH'].partition(':')[0]}:{slurm.env.get('PATH', os.environ['PATH'])}"
+    words = ("cluster=mini", *WORDS[1:], *words, f"+job.env.PATH={path}", "--", "dies.py")
+    done = hpcinit("submit", *words, env={**slurm.env, "PATH": path})
+    folder = folder_of(done)
+    until(lambda: (folder / "logs/job.log").exists() and "waiting up to 50 s" in log_of(folder))
+    return done
+
+
+KILLED = "if world.rank == 1:\n    Path('busy').write_text(str(os.getpid()))\n    os.kill(os.getpid(), 9)\n"
+
+
 @pytest.mark.slurm
 def test_scancel_during_a_restart(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, busy: dict[str, str]) -> None:
     """No rank starts again, and no process remains."""
-    code = DIES + (
-        "if world.rank == 1:\n    Path('busy').write_text(str(os.getpid()))\n    os.kill(os.getpid(), 9)\n"
-        "time.sleep(600)\n"
-    )
-    (tmp_path / "dies.py").write_text(code)
-    env = {
-        **idle_slurm.env,
-        "PATH": f"{busy['PATH'].partition(':')[0]}:{idle_slurm.env.get('PATH', os.environ['PATH'])}",
-    }
-    words = ["cluster=mini", *WORDS[1:], f"+job.env.PATH={env['PATH']}"]
-    done = hpcinit("submit", *words, "--", "dies.py", env=env)
-    folder = folder_of(done)
-    until(lambda: (folder / "logs/job.log").exists() and "waiting up to 50 s" in log_of(folder))
+    done = submit_restarting(hpcinit, idle_slurm, tmp_path, busy, f"{KILLED}time.sleep(600)\n")
     idle_slurm.run("scancel", job_id_of(done))
     until(lambda: not processes_of(tmp_path))
+    assert not list(elastic_restarts.read(folder_of(done))) and not list(tmp_path.glob("up-1-*"))
+
+
+@pytest.mark.slurm
+@pytest.mark.more
+def test_the_time_limit_during_a_restart(
+    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, busy: dict[str, str]
+) -> None:
+    """No rank of the first job starts again. The next job of the chain runs, and completes."""
+    code = "if not Path('next').exists():\n    time.sleep(40)\n" + indent(KILLED, "    ") + "    time.sleep(600)\n"
+    done = submit_restarting(hpcinit, idle_slurm, tmp_path, busy, code, "chain=2", "time_min=1")
+    (tmp_path / "next").touch()
+    folder = folder_of(done)
+    ids = chain_jobs(folder)
+    until(lambda: states(idle_slurm, ids) == ["TIMEOUT", "COMPLETED"])
     assert not list(elastic_restarts.read(folder)) and not list(tmp_path.glob("up-1-*"))
+    assert not processes_of(tmp_path)

@@ -6,7 +6,9 @@ for a dead rank. Here, Python's C handler writes a byte, and this thread reads i
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -26,6 +28,16 @@ def note(number: int, frame: FrameType | None) -> None:
 def hold(number: int) -> None:
     """Keep this signal from ending the process until a Watch handles the signal. Call this in the main thread."""
     signals.Handlers([number], note, only_free=True)
+    atexit.register(_ignore, number)
+
+
+def _ignore(number: int) -> None:
+    """Ignore this signal if it is still held. When Python exits, it removes its handlers before the process is gone.
+
+    The signal would then end a rank whose program is complete, so that the whole job would count as failed.
+    """
+    if signal.getsignal(number) is note:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Watch:
