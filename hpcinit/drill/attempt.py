@@ -237,10 +237,12 @@ class SaveWatch:
     def look(self) -> bool:
         """Record which files have changed since the last call. Return whether the job has ended."""
         now, steps = self.attempt.place.written(), self.attempt.steps()
-        renamed = {seen for name, seen in self.last.items() if name not in now}
+        gone = {seen: name for name, seen in self.last.items() if name not in now}
         for name, seen in changes(self.last, now).items():
-            if seen in renamed and "/." in name:
+            if seen in gone and "/." in name:
                 continue  # a file of an old checkpoint that run.save(keep=2) is removing
+            for one in self.by_steps.values() if seen in gone else ():
+                one.files.pop(gone[seen], None)  # a temporary file, which a thread may rename some steps later
             # The file's time is exact, but this call may be late.
             made = bisect.bisect(self.attempt.times, seen.changed_ns / 1e9 + CLOCK_S) if self.attempt.times else steps
             save = self.by_steps.setdefault(made, Save(made))

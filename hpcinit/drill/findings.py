@@ -202,8 +202,9 @@ def _newer(saves: Sequence[Save], read: Sequence[str], from_step: int) -> Save |
         for save in saves
         if save.steps > from_step + 1 and (not read or any(is_alike(*one) for one in save.files.items()))
     ]
-    # A save in the background is complete some steps later.
-    return found[-1] if found and not (read and set(read) <= found[-1].files.keys()) else None
+    # A save in the background is complete some steps later, and a second file of it even later.
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    return found[-1] if found and largest not in found[-1].files else None
 
 
 def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:

@@ -40,7 +40,7 @@ class Plan:
     killed: int
     cut: Sequence[Save]
     disk: tuple[Save, int] | None
-    unchecked: Sequence[str]
+    unchecked: list[str]
 
 
 @dataclass
@@ -228,7 +228,9 @@ class Drill:
         watch = self._next(killed)
         disk = self._whole(doing.full_disk(*plan.disk, watch)) if plan.disk else None
         yield (part := self._part(alone, [killed], [disk.record if disk else self._ended(watch)]))
-        if disk and not part.findings:
+        if disk and disk.record.status is not None:
+            plan.unchecked.append("a full disk: the program ended before the save")
+        elif disk and not part.findings:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
@@ -237,11 +239,14 @@ class Drill:
         Omit files that are no complete training state, too.
         """
         files = {save.steps: save.files for save in self.saves}
+        known = kinds(name for save in self.saves for name in save.files)
 
         def is_whole(save: Save) -> bool:
+            if save.steps not in files:  # a save after the signal, or a temporary file: step_8.pt.tmp
+                return not any(one in kind and one != kind for kind in kinds(save.files) for one in known)
             # Compare the total size and the kinds of names, because a name may contain the time. A complete temporary
             # file has the right size, too, if the program was killed between the last write and the rename.
-            expected = files.get(save.steps, {})
+            expected = files[save.steps]
             return sum(save.files.values()) >= 0.99 * sum(expected.values()) and kinds(save.files) >= kinds(expected)
 
         return replace(cut, saves=[save for save in states(cut.saves, self.largest) if is_whole(save)])

@@ -174,10 +174,9 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     ends, lost, unreachable, aborted, cancelled = [], [], [], False, None
     named: set[str] = set()  # hosts whose task printed how its ranks ended
     firsts: dict[str, int] = {}  # the first rank of the component of a host
-    before_abort = 0  # the number of ends that srun listed before Slurm ended the step
+    before_abort: list[End] = []  # what srun listed before Slurm ended the step
     for line in lines:
         aborted = aborted or bool(ABORTED.search(line))
-        before_abort = before_abort if aborted else len(ends)
         if found := _TASKS.match(line):
             how, numbers = found[4], _ranks(found[3])
             if not numbers:
@@ -190,6 +189,7 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
                 numbers = tuple(task * ranks_per_task + each for task in numbers for each in range(ranks_per_task))
             if numbers is not None and (found[2] == "rank" or found[1] not in named):
                 ends.append(End(found[1], numbers, how, aborted and bool(_END_OF_ABORTED.match(how))))
+                before_abort += [] if aborted else ends[-1:]
         elif found := _COMPONENT.match(line):
             with contextlib.suppress(NodelistError):  # a program may print such a line too
                 firsts.update(dict.fromkeys(nodelist.expand(found[2]), int(found[1])))
@@ -206,7 +206,7 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
     away = tuple(dict.fromkeys(unreachable))
     refusals = [next(filter(None, found.groups())) for line in lines if (found := _REFUSED.match(line))]
     refused = next((one for one in refusals if _REASON.search(one)), (refusals or [""])[0])
-    without = tuple(_not_started(lines, ends, ends[: max(1, before_abort)]))
+    without = tuple(_not_started(lines, ends, before_abort or ends[:1]))
     return JobLog(
         tuple(ends), tuple(dict.fromkeys(lost)), cancelled, oom(lines), tuple(output[-5:]), away, refused, without
     )
@@ -217,7 +217,7 @@ def _not_started(lines: Iterable[str], ends: Sequence[End], first: Sequence[End]
 
     If its messages name no node, yield the tasks that ended first, and those that ended in the same way.
 
-    first: the ends that srun listed before Slurm ended the step, at least one.
+    first: the ends that srun listed before Slurm ended the step, or the first end.
     """
     hosts = [found[1] for line in lines if (found := _BEFORE_PROGRAM.match(line))]
     if hosts and any(hosts):

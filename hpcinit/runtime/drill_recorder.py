@@ -336,19 +336,23 @@ class _Generators:
         self.steps += 1
         if passes != self.passes or not self.steps & (self.steps - 1):
             self.passes = passes
-            shared = [self.torch.default_generator, getattr(random.random, "__self__", None)]
-            if numpy := sys.modules.get("numpy"):
-                shared.append(numpy.random.rand.__self__)
-            known = {id(one) for one in [*shared, *self.found.values()]}
-            kinds = self.kinds()
-            # A torch.Generator is not among these objects, but torch's sampler names its own.
-            for one in [one for one in gc.get_objects() if type(one) in kinds and id(one) not in known]:
+            for one in self._others():
                 self.add(one)
         # One that only this table refers to is no longer used.
         self.found = {number: self.found[number] for number in self.found if sys.getrefcount(self.found[number]) > 2}
         return {
             f"{drill_records.OWN}{zlib.crc32(self._text(one).encode())}": number for number, one in self.found.items()
         }
+
+    def _others(self) -> list[Any]:
+        """Return the generators that are not known yet, except for those of the libraries."""
+        shared = [self.torch.default_generator, getattr(random.random, "__self__", None)]
+        if numpy := sys.modules.get("numpy"):
+            shared.append(numpy.random.rand.__self__)
+        known, kinds = {id(one) for one in [*shared, *self.found.values()]}, self.kinds()
+        # A torch.Generator is not among the collector's objects, but the object that has it as an attribute is.
+        found = gc.get_referents(*gc.get_objects())
+        return [one for one in found if type(one) in kinds and id(one) not in known]
 
     def _text(self, generator: Any) -> str:
         if isinstance(generator, random.Random):

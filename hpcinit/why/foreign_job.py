@@ -31,7 +31,7 @@ _SIZE = re.compile(
     r"(\d{1,6})(?!\d)",
     re.IGNORECASE | re.MULTILINE,
 )
-# Lightning: 'Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8', printed by each rank before it waits for the others
+# Lightning, before a rank waits for the others: 'Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8'
 _MEMBER = re.compile(r"GLOBAL_RANK: (\d{1,6}), MEMBER: \d+/(\d{1,6})\b")
 # As `scontrol show job` and `sacct` print it, which scripts call at their end.
 _STATE = re.compile(
@@ -132,9 +132,7 @@ def gather(
     agents = {end.host for end in slurm.ends if end.how.startswith("Exited with") and not end.after_abort}
     every_end = of_ranks and bool(slurm.ends)
     not_started = [one if of_ranks else replace(one, ranks=()) for one in slurm.not_started]
-    slurm = replace(
-        slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=(), not_started=tuple(not_started)
-    )
+    slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=(), not_started=tuple(not_started))
     watched, errors = read_watchdog.read(lines)
     traced = [_of_process(one, processes) for one in read_tracebacks.read(lines)]
     every = _in_order([*traced, *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log)
@@ -150,17 +148,14 @@ def gather(
     cut = [one.rank for one in every if one.text == read_tracebacks.CUT]
     every = [one for one in every if one.text != read_tracebacks.CUT]
     errors = [one for one in every if one not in handled and not (ended and WORKER_GONE.search(one.text))]
-    errors = _without_caught(errors)
-    if len(logs) == 1:  # in several logs, the order of the lines is not that of time
-        over = next((at for at, line in enumerate(lines) if _LAST_LINE.search(line.text)), len(lines))
-        errors = [one for one in errors if one.number < over or one.number >= len(lines)]
+    errors = _before_end(_without_caught(errors), lines if len(logs) == 1 else ())
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
     with_error = {one.rank for one in errors if one.rank != NO_RANK}
     by_others = ends_of(with_error)
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
     errors = _assigned(errors, slurm)
-    if not errors and not slurm.ends and not slurm.not_started:  # the launcher's own errors are secondary unless nothing else exists
+    if not (errors or slurm.ends or slurm.not_started):  # the launcher's own errors are secondary otherwise
         host = agents.pop() if len(agents) == 1 else ""
         errors = [replace(one, rank=LAUNCHER, host=host) for one in sorted(of_launcher, key=read_launchers.is_report)]
     hosts = {rank: end.host for end in slurm.ends for rank in end.ranks if end.host}
@@ -248,9 +243,19 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
 
 def _unregistered(lines: Sequence[Line]) -> tuple[int, ...]:
     """Return the ranks for which the others wait at the start, as far as the lines of Lightning show it."""
-    found = [match for line in lines if (match := _MEMBER.search(line.text))]
-    size = min(max((int(match[2]) for match in found), default=0), MOST_RANKS)
-    return tuple(sorted(set(range(size)) - {int(match[1]) for match in found}))
+    found = {int(match[1]): int(match[2]) for line in lines if (match := _MEMBER.search(line.text))}
+    if len(found) < 2:  # the log may be of one rank
+        return ()
+    return tuple(sorted(set(range(min(max(found.values()), MOST_RANKS))) - found.keys()))
+
+
+def _before_end(errors: list[Error], lines: Sequence[Line]) -> list[Error]:
+    """Return the errors, without those below the line in which Slurm reports that it ended or refused the job.
+
+    lines: the lines of the only log. In several logs, the order of the lines is not that of time.
+    """
+    over = next((at for at, line in enumerate(lines) if _LAST_LINE.search(line.text)), len(lines))
+    return [one for one in errors if not over <= one.number < len(lines)]
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:

@@ -49,7 +49,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         head, rank = f"{who} did not start: {log.refused}", ranks[0] if ranks else None
         kind = failure_kinds.DISK if causes.kind(log.refused)[0] == failure_kinds.DISK else failure_kinds.SCRIPT
         verdict = evidence.verdict(head, kind, REFUSED, rank=rank, host=host, error=log.refused)
-        yield Finding(Grade.RAISED, verdict, ranks)
+        yield Finding(Grade.RAISED, verdict, ranks, inferred=not evidence.has_clock)
     yield from _of_stop_signal(evidence)
     yield from _of_script(evidence)
     yield Finding(Grade.NOTHING, _nothing(evidence))

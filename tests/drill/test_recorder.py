@@ -17,6 +17,7 @@ from pathlib import Path
 from hpcinit.runtime import drill_recorder
 drill_recorder.install(Path(sys.argv[1]), 0)
 model, given = torch.nn.Linear(2, 1), torch.Generator().manual_seed(7)
+model.noise = torch.Generator().manual_seed(8)  # an attribute of an object
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.arange(16.0).reshape(8, 2))
 train = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=given)
@@ -24,7 +25,7 @@ evaluation = torch.utils.data.DataLoader(data, batch_size=8)
 for epoch in range(3):
     augment = random.Random(epoch)
     for (batch,) in train:
-        model(batch).sum().backward()
+        model(batch + torch.rand(1, generator=model.noise)).sum().backward()
         optimizer.step()
         with torch.no_grad():
             for (batch,) in evaluation:
@@ -44,4 +45,4 @@ def test_passes_over_the_data_and_generators(tmp_path: Path) -> None:
     new = [found - kept for found in numbers]
     assert [len(found) for found in new] == [1] * 6 and new[0] == new[1] != new[2] == new[3] != new[4]
     changed = {name for step in steps for name, number in step.generators.items() if number in kept}
-    assert len(changed) == len(kept) + 2, "the loader has another state in each of the three passes"
+    assert len(changed) == len(kept) + 2 + 5, "the loader has another state in each pass, and the model in each step"

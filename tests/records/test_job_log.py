@@ -91,6 +91,26 @@ def test_an_end_by_a_failed_task_is_no_cancellation() -> None:
     assert (first.ranks, first.how, first.after_abort) == ((1,), "Exited with exit code 7", False)
 
 
+EXECVE = "error: execve(): /opt/env/bin/torchrun: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ends", "hosts"),
+    [
+        ("slurmstepd-n2: ", "n1: task 0: Exited with exit code 1\nn2: task 1: Exited with exit code 2", ["n2"]),
+        ("slurmstepd: ", "n2: task 1: Exited with exit code 2\nn1: task 0: Exited with exit code 1", ["n2"]),
+        ("slurmstepd: ", "n1: task 0: Exited with exit code 2\nn2: task 1: Exited with exit code 2", ["n1", "n2"]),
+        ("slurmstepd: ", "n2: task 1: Exited with exit code 1\nJob step aborted\nn1: task 0: Exited with exit code 1", ["n2"]),
+        ("other: ", "n2: task 1: Exited with exit code 2", []),
+    ],
+)  # fmt: skip
+def test_tasks_that_slurm_could_not_start(prefix: str, ends: str, hosts: list[str]) -> None:
+    """slurmstepd names its node, or else they are those that ended first, and in the same way."""
+    lines = "".join(f"srun: error: {line}\n" for line in ends.splitlines())
+    found = job_log.read(f"{prefix}{EXECVE}\n{lines}")
+    assert [end.host for end in found.not_started] == hosts
+
+
 def test_the_last_job_of_a_chain_counts() -> None:
     """Earlier jobs of a chain write to the same log."""
     both = f"hpcinit: new attempt: job 1 of a chain starts\n{KILLED}hpcinit: new attempt: job 2 of a chain starts\nbash: modul: not found\n"

@@ -32,9 +32,10 @@ def hold(number: int) -> None:
 
 
 def _ignore(number: int) -> None:
-    """Ignore this signal if it is still held. When Python exits, it removes its handlers before the process is gone.
+    """Ignore this signal, unless the program has set its own handler.
 
-    The signal would then end a rank whose program is complete, so that the whole job would count as failed.
+    When Python exits, it removes its handlers before the process is gone. The signal would then end a rank whose
+    program is complete, and the whole job would count as failed.
     """
     if signal.getsignal(number) is note:
         signal.signal(number, signal.SIG_IGN)
