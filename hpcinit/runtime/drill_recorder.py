@@ -345,7 +345,7 @@ class _Generators:
         }
 
     def _others(self) -> list[Any]:
-        """Return the generators that are not known yet, except for those of the libraries."""
+        """Return the generators that are not in the table, except for those of the libraries."""
         shared = [self.torch.default_generator, getattr(random.random, "__self__", None)]
         if numpy := sys.modules.get("numpy"):
             shared.append(numpy.random.rand.__self__)
