@@ -85,6 +85,7 @@ class Attempt:
         self.reader: Reader | None = None
         self.reporter = 0
         self._log_from, self._records_at, self._points_seen = log_from, 0, 0
+        self._read: list[str] = []  # before the first step: the program may remove these files later
 
     @classmethod
     def start(cls, place: Place, run: Path, env: Mapping[str, str], restart: int) -> Attempt:
@@ -115,8 +116,11 @@ class Attempt:
         self.times += [one["time"] for one in found]
         done = len(self.times) or len(self.points())
         if done and not self.first_step:
-            self.first_step = time.monotonic()
+            self.first_step, self._read = time.monotonic(), self._read_so_far()
         return done
+
+    def _read_so_far(self) -> list[str]:
+        return self.place.read_since() if self.place.reads_visible else []
 
     def log(self, rank: int = 0) -> bytes:
         """Return what a rank has printed in this attempt."""
@@ -192,7 +196,6 @@ class Attempt:
 
     def record(self, killed: bool) -> Record:
         """Return the results of this attempt. killed: whether the drill killed the attempt."""
-        read = self.place.read_since() if self.place.reads_visible else []
         ranks = sorted(self.folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:]))
         status = None if killed else int(local_job.read_state(self.run).get("exit_status", 1))
         errors = [one.record for one in error_records.read(self.run / run_folder.ERRORS) if one.record.time > self._at]
@@ -206,7 +209,7 @@ class Attempt:
             reporter=self.reporter,
             done=self.steps(),
             status=status,
-            read=read,
+            read=list(dict.fromkeys([*self._read, *self._read_so_far()])),
             outside=[
                 one | {"bytes": file_size(Path(one["path"]))}
                 for one in drill_records.read_lines(self.folder / drill_records.OUTSIDE)[0]
