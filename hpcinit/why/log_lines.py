@@ -38,7 +38,7 @@ _PREFIXES = (  # the group is a rank
 # Without a rank: timestamps, of CRI with a stream; and Ray's actors, whose processes differ in their process ID.
 _DAY = r"(?:\d{4}[-/]\d\d[-/]\d\d[T _]|(?:[A-Z][a-z]{2} )?[A-Z][a-z]{2} [ \d]\d )"
 _TIME = re.compile(
-    rf"^(?:\[?{_DAY}?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d)| \d{{4}})?\]?|\d{{10}}\.\d+)[ :]"
+    rf"^(?:\[?{_DAY}?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d)| \d{{4}})?\]?|\d{{10}}\.\d+)(?:[ :]|$)"
     r"(?:std(?:out|err) [FP] )?"
 )
 _RAY = re.compile(r"^\(((?:\w+ )?pid=\d{1,9}(?:, ip=\S+)?|\w+, ip=\S+)\) ")
