@@ -101,6 +101,12 @@ class Handlers:
             if restart_calls:
                 signal.siginterrupt(number, False)
 
+    def ignore(self) -> None:
+        """Ignore these signals from now on. Skip signals for which the program has since set a handler."""
+        for number in self._before:
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, signal.SIG_IGN)
+
     def restore(self) -> None:
         """Reinstall the earlier handlers. Skip signals for which the program has since set a handler."""
         for number, before in self._before.items():

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from hpcinit.base.text import counted
 from hpcinit.drill import faults
-from hpcinit.drill.attempt import Record, Save, kinds
+from hpcinit.drill.attempt import Record, Save, file_size, kinds
 from hpcinit.drill.comparison import Resumed, Undisturbed, at, before, close, other_averages, reads_other, values
 from hpcinit.drill.faults import Interruption
 from hpcinit.records import drill_records
@@ -460,8 +460,11 @@ def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
     seen: the finding about the failed resume.
     """
     missing = [name for name, size in cut.expected.items() if cut.unfinished.get(name) != size]
-    for name, size in cut.unfinished.items():
-        if cut.state and size <= SMALL_FILE and _refers(cut.state / name, missing):
+    folder = cut.state or Path()
+    # A thread may write the data some steps after the pointer.
+    pointers = [path for path in folder.rglob("*") if POINTER.search(path.name)] if cut.state else []
+    for name in dict.fromkeys([*cut.unfinished, *(str(path.relative_to(folder)) for path in pointers)]):
+        if cut.state and file_size(folder / name) <= SMALL_FILE and _refers(folder / name, missing):
             return Finding(LATEST, f"{_names([name])} named {_names(missing)} before it was complete; {seen.text}")
     return Finding(TORN, f"{_names(missing) or 'the save'} was incomplete; {seen.text}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -27,18 +26,10 @@ def note(number: int, frame: FrameType | None) -> None:
 
 def hold(number: int) -> None:
     """Keep this signal from ending the process until a Watch handles the signal. Call this in the main thread."""
-    signals.Handlers([number], note, only_free=True)
-    atexit.register(_ignore, number)
-
-
-def _ignore(number: int) -> None:
-    """Ignore this signal, unless the program has set its own handler.
-
-    When Python exits, it removes its handlers before the process is gone. The signal would then end a rank whose
-    program is complete, and the whole job would count as failed.
-    """
-    if signal.getsignal(number) is note:
-        signal.signal(number, signal.SIG_IGN)
+    held = signals.Handlers([number], note, only_free=True)
+    # When Python exits, it removes its handlers before the process is gone. The signal would then end a rank whose
+    # program is complete, and the whole job would count as failed.
+    atexit.register(held.ignore)
 
 
 class Watch:
