@@ -103,9 +103,8 @@ class Handlers:
 
     def ignore(self) -> None:
         """Ignore these signals from now on. Skip signals for which the program has since set a handler."""
-        for number in self._before:
-            if signal.getsignal(number) is self._handler:
-                signal.signal(number, signal.SIG_IGN)
+        self._before = dict.fromkeys(self._before, signal.SIG_IGN)
+        self.restore()
 
     def restore(self) -> None:
         """Reinstall the earlier handlers. Skip signals for which the program has since set a handler."""

@@ -460,12 +460,13 @@ def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
     seen: the finding about the failed resume.
     """
     missing = [name for name, size in cut.expected.items() if cut.unfinished.get(name) != size]
-    folder = cut.state or Path()
-    # A thread may write the data some steps after the pointer.
-    pointers = [path for path in folder.rglob("*") if POINTER.search(path.name)] if cut.state else []
-    for name in dict.fromkeys([*cut.unfinished, *(str(path.relative_to(folder)) for path in pointers)]):
-        if cut.state and file_size(folder / name) <= SMALL_FILE and _refers(folder / name, missing):
-            return Finding(LATEST, f"{_names([name])} named {_names(missing)} before it was complete; {seen.text}")
+    if cut.state:
+        # A thread may write the data some steps after the pointer.
+        pointers = [path for path in cut.state.rglob("*") if POINTER.search(path.name)]
+        for path in [*(cut.state / name for name in cut.unfinished), *pointers]:
+            if file_size(path) <= SMALL_FILE and _refers(path, missing):
+                name = str(path.relative_to(cut.state))
+                return Finding(LATEST, f"{_names([name])} named {_names(missing)} before it was complete; {seen.text}")
     return Finding(TORN, f"{_names(missing) or 'the save'} was incomplete; {seen.text}")
 
 
