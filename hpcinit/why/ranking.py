@@ -27,8 +27,8 @@ highest grade.
 | SCRIPT     | the batch script or srun failed, and no rank did                            |                       |
 | NOTHING    | no failure is in the evidence                                               |                       |
 
-"A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. NODE and MEMORY explain
-every hang. MEMORY and NOTED explain an abort, too.
+"A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. KILLED, RAISED and EXITED
+explain that a rank did not connect. NODE and MEMORY explain every hang. MEMORY and NOTED explain an abort, too.
 
 A verdict is certain if its evidence proves it. Otherwise its headline starts with "probably", and `doubt` is what would
 make it certain.
