@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpcinit.drill.attempt import Record, Save
 from hpcinit.drill.progress_lines import Point, last_digit
-from hpcinit.records.drill_records import Step
+from hpcinit.records.drill_records import COPY, Step
 
 EQUAL = 1e-6  # largest relative difference of sums that count as equal
 AFTER_STEPS = 2  # with equal weights at more steps than this, a resume is exact
@@ -117,8 +117,9 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 compared = True
                 # Use the second step after the restart: the first step's record may contain further inputs.
                 other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
-                same = close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4) and not other_averages(
-                    alone, rank, from_step + number, step
+                same = close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4) and not (
+                    other_averages(alone, rank, from_step + number, step)
+                    or other_copies(alone, rank, from_step + number, steps[number : number + 2])
                 )
                 if other_inputs or not same:
                     differs = from_step + number if differs is None else min(differs, from_step + number)
@@ -144,6 +145,43 @@ def other_averages(alone: Undisturbed, rank: int, number: int, step: Step) -> bo
     if not one or not other or not step.averages or not one.averages:
         return False
     return close(one.averages, other.averages) and not close(step.averages, one.averages, 1e-4)
+
+
+def other_variables(
+    alone: Undisturbed, rank: int, number: int, steps: Sequence[Step]
+) -> dict[str, tuple[float, float]]:
+    """Return the program's variables that a resume did not restore, each with its value and the right one.
+
+    In both undisturbed runs, they have the right value. They are wrong in two steps, because a program may set a
+    variable late.
+
+    steps: two resumed steps, compared with step `number` and the next.
+    """
+    found = []
+    for step, own in enumerate(steps[:2], number):
+        one, other = at(alone.first, rank, step), at(alone.second, rank, step)
+        right = {name: value for name, value in one.variables.items() if name in own.variables} if one else {}
+        found.append(
+            {
+                name: (own.variables[name], value)
+                for name, value in right.items()
+                if other and close(value, other.variables.get(name, math.nan))
+                if not close(value, own.variables[name], 1e-4)
+            }
+        )
+    return {name: values for name, values in found[0].items() if name in found[1]} if len(found) == 2 else {}
+
+
+def other_copies(alone: Undisturbed, rank: int, number: int, steps: Sequence[Step]) -> list[str]:
+    """Return the names of copies of the weights, such as an EMA, that differ although the weights do not.
+
+    number, steps: as in other_variables().
+    """
+    known = [at(alone.first, rank, number + later) for later in range(len(steps[:2]))]
+    if not all(one and close(own.weights, one.weights, 1e-4) for own, one in zip(steps, known, strict=False)):
+        return []
+    found = other_variables(alone, rank, number, steps)
+    return [name.removeprefix(COPY) for name in found if name.startswith(COPY)]
 
 
 def losses(record: Record) -> dict[int, float]:

@@ -9,20 +9,31 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from hpcinit.base.text import counted
 from hpcinit.drill import faults
 from hpcinit.drill.attempt import Record, Save, file_size, kinds
-from hpcinit.drill.comparison import Resumed, Undisturbed, at, before, close, other_averages, reads_other, values
+from hpcinit.drill.comparison import (
+    Resumed,
+    Undisturbed,
+    at,
+    before,
+    close,
+    other_averages,
+    other_copies,
+    other_variables,
+    reads_other,
+    values,
+)
 from hpcinit.drill.faults import Interruption
 from hpcinit.records import drill_records
-from hpcinit.records.drill_records import Step
+from hpcinit.records.drill_records import COPY, Step
 
 LEAST_S = 0.25  # a program that continues to its own end for at least this long ignores the signal
 SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this many bytes
-MOST_NAMES = 3
+MOST_NAMES, MOST_VARIABLES = 3, 2
 POINTER = re.compile(r"(?i)latest|last|newest|current|resume|pointer")  # the name of a file that names a checkpoint
 IN_TMPDIR = re.compile(r"/attempt-\d+/tmp/")  # a file in the TMPDIR of an attempt
 WRONG_START = "the program counts epochs from the wrong start"
@@ -99,17 +110,30 @@ def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
     """
     findings = [*_of_end(cut, record), *_of_place(alone, cut, record, found), *_of_start(alone, cut, record, found)]
     if not findings or findings[0].cause == WRONG_FILE:
-        findings += _of_state(alone, record, found)
+        findings += [_with_variables(one, alone, record, found) for one in _of_state(alone, record, found)]
     if not findings:
         findings += _of_length(alone, cut, record, found)
     if not findings and found.differs is not None:
-        findings = [
-            Finding(UNKNOWN, f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}")
-        ]
+        text = f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}"
+        findings = [_with_variables(Finding(UNKNOWN, text), alone, record, found)]
     unfinished = found.from_step is None or found.from_step != newest(cut.saves)  # it did not skip the interrupted save
     if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings and unfinished:
         return [_of_unfinished(cut, findings[0])]
     return findings
+
+
+def _with_variables(finding: Finding, alone: Undisturbed, record: Record, found: Resumed) -> Finding:
+    """Return the finding with the program's variables that the resume did not restore."""
+    from_step = found.by_weights if found.by_weights is not None else found.from_step
+    start = at(alone.first, 0, 0)
+    if from_step is None or not record.steps or not start:
+        return finding
+    others = other_variables(alone, 0, from_step, record.steps[0])
+    # A variable that does not change in the undisturbed runs may count the steps of this process.
+    changed = {name: one for name, one in others.items() if one[1] != start.variables.get(name) and COPY not in name}
+    order = sorted(changed, key=lambda name: (changed[name][0] != start.variables.get(name), len(name)))
+    shown = [f"{name} is {changed[name][0]:.6g} instead of {changed[name][1]:.6g}" for name in order[:MOST_VARIABLES]]
+    return replace(finding, text="; ".join([finding.text, *shown]))
 
 
 def _of_end(cut: Interruption, record: Record) -> Iterator[Finding]:
@@ -248,8 +272,8 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         # An evaluation before the step can only add inputs.
         seen = f"{fewer[0].inputs} inputs instead of {fewer[1].inputs}"
         causes = [Finding(ACCUMULATION, f"the first step had {seen}: it lacks gradients from before the save")]
-    if not causes and (number := _other_averages(alone, record, from_step)) is not None:
-        causes = [Finding(AVERAGES, f"the averaged weights at step {number + 1} are not those of the undisturbed run")]
+    if not causes and (other := _other_averages(alone, record, from_step)):
+        causes = [Finding(AVERAGES, f"{other} are not those of the undisturbed run")]
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
@@ -292,16 +316,18 @@ def _of_optimizer(
         return
 
 
-def _other_averages(alone: Undisturbed, record: Record, from_step: int) -> int | None:
-    """Return the first step with equal weights but other averaged weights, or None if there is none."""
+def _other_averages(alone: Undisturbed, record: Record, from_step: int) -> str:
+    """Return which averaged weights differ at a step with equal weights, or an empty text if there are none."""
     for rank, steps in enumerate(record.steps):
         for number, own in enumerate(steps, from_step):
             expected = at(alone.first, rank, number)
             if expected is None or not close(own.weights, expected.weights, 1e-4):
                 break
             if other_averages(alone, rank, number, own):
-                return number
-    return None
+                return f"the averaged weights at step {number + 1}"
+            if copies := other_copies(alone, rank, number, steps[number - from_step : number - from_step + 2]):
+                return f"the weights in {', '.join(copies)} at step {number + 1}"
+    return ""
 
 
 def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:

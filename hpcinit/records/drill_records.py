@@ -24,6 +24,7 @@ PROGRESS = "progress.jsonl"  # {step, time, values} of each run.progress() of ra
 PAUSE, CHANGES = "pause", "changes.jsonl"
 # In Step.rng: generators that the program created; whether a loader, or a shuffling sampler, uses torch's generator.
 OWN, LOADER, SHUFFLE = "own ", "loader", "shuffle"
+COPY = "copy "  # in Step.variables: a list or dict of tensors that have the shapes of the weights
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Step:
     averages: the sum of the absolute values of weights that are not trained, such as a moving average (EMA), or 0.
     passes: how many passes over its training data the program has started, or 0 if it uses no DataLoader.
     generators: for each generator in `rng` that the program created, its number. A new object has a new number.
+    variables: numbers of the program, such as a counter in an object, and sums of its other tensors.
     """
 
     at: int
@@ -55,6 +57,7 @@ class Step:
     inputs: int = 0
     passes: int = 0
     generators: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, float] = field(default_factory=dict)
 
 
 def append(path: Path, document: dict[str, Any]) -> None:

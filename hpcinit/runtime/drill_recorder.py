@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from hpcinit.records import drill_records
+from hpcinit.runtime.drill_variables import Variables
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Audit events that change files, and which of their arguments are paths.
@@ -151,6 +152,7 @@ def _record_steps(torch: Any, path: Path) -> None:
     before_forward: list[dict[str, Any]] = []  # the random states before the first forward pass of this step
     generators = _Generators(torch)
     loaders = _Loaders(generators)
+    variables = Variables(torch, str(path.parent.parent.resolve()), _sum)
     evaluated = weakref.WeakSet[Any]()
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
@@ -212,6 +214,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "batch": inputs[0],
                     "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
+                    "variables": variables.read(parameters),
                 }
                 | (drawn or random_states()),
             )

@@ -46,3 +46,50 @@ def test_passes_over_the_data_and_generators(tmp_path: Path) -> None:
     assert [len(found) for found in new] == [1] * 6 and new[0] == new[1] != new[2] == new[3] != new[4]
     changed = {name for step in steps for name, number in step.generators.items() if number in kept}
     assert len(changed) == len(kept) + 2 + 5, "the loader has another state in each pass, and the model in each step"
+
+
+VARIABLES = """
+import sys
+import torch
+from pathlib import Path
+from hpcinit.runtime import drill_recorder
+drill_recorder.install(Path(sys.argv[1]), 0)
+
+class Average:
+    def __init__(self, model):
+        self.updates, self.shadow = 0, [p.detach().clone() for p in model.parameters()]
+    def update(self, model):
+        self.updates += 1
+        self.shadow = [(s + p.detach()) / 2 for s, p in zip(self.shadow, model.parameters())]
+
+def make_step(optimizer, model, average):
+    seen = locals()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    average.update(model)
+    unseen = 1
+    return [*seen]
+
+def main():
+    model = torch.nn.Linear(2, 1)
+    average, names = Average(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        names = make_step(optimizer, model, average)
+    assert names == ["optimizer", "model", "average"], names
+
+main()
+"""
+
+
+def test_variables_of_the_program(tmp_path: Path) -> None:
+    """Numbers and copies of the weights have the names that the program gives them. locals() returns what it did."""
+    folder, program = tmp_path / "attempt-1", tmp_path / "now" / "train.py"
+    folder.mkdir()
+    program.parent.mkdir()
+    program.write_text(VARIABLES)
+    subprocess.run([sys.executable, str(program), str(folder)], check=True, cwd=program.parent)
+    found = [step.variables for step in drill_records.steps(folder, 0)]
+    assert [one["step"] for one in found] == [one["average.updates"] for one in found] == [0, 1, 2]
+    copies = [one[f"{drill_records.COPY}average.shadow"] for one in found]
+    assert len(set(copies)) == 3 and not any("unseen" in one or "seen" in one for one in found)

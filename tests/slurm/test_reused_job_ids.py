@@ -135,9 +135,15 @@ def test_a_new_job_with_an_old_id_is_not_the_run(hpcinit: Run, reset: Reset) -> 
 
 def test_the_end_of_a_new_job_is_not_the_end_of_the_run(hpcinit: Run, reset: Reset) -> None:
     """The state and exit status of the other job, in the queue or only in accounting, are not those of the run."""
-    known = ("sacct", "-X", "--noheader", "--parsable2", "--format=SubmitLine", f"--jobs={','.join(reset.foreign)}")
-    # slurmdbd has the run's own job of each id until it records the other one, whose line has --wrap.
-    until(lambda: reset.cluster.run(*known).count("--wrap") == 3)
+    ids = ",".join([*reset.foreign, job_of(reset.new)])
+    known = ("sacct", "-X", "--noheader", "--parsable2", "--format=SubmitLine", f"--jobs={ids}")
+
+    def is_recorded() -> bool:
+        lines = reset.cluster.run(*known)
+        return lines.count("--wrap") == 3 and str(reset.new) in lines
+
+    # slurmdbd has the old job of each id until it records the new one. The lines of the foreign jobs have --wrap.
+    until(is_recorded)
     reset.cluster.run("scancel", *reset.foreign, job_of(reset.new))
     reset.cluster.wait_idle()
     assert states(hpcinit, reset, reset.old, reset.chain, reset.new) == ["UNKNOWN", "UNKNOWN", "CANCELLED"]

@@ -1,0 +1,97 @@
+"""Reads the program's numbers and copies of its weights for `hpcinit drill`, to name what a resume did not restore.
+
+It looks at the variables of the program's functions that run, at its modules, and at the attributes of their objects.
+It omits a function that calls locals(): before Python 3.13, reading its variables changes what locals() returned.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from hpcinit.records import drill_records
+
+DEEPEST, MOST_OBJECTS, MOST_NUMBERS, MOST_ITEMS = 4, 2000, 300, 32
+IN_MODULES = ("_parameters", "_buffers", "_modules")
+NOT_STATE = (ModuleType, type, FunctionType, BuiltinFunctionType, MethodType, FrameType)
+
+
+class Variables:
+    """The variables of a program.
+
+    folder: the files in it are the program's.
+    total: returns the sum of the absolute values of tensors.
+    """
+
+    def __init__(self, torch: Any, folder: str, total: Any) -> None:
+        self.torch, self.folder, self.total = torch, folder, total
+
+    def read(self, parameters: Sequence[Any]) -> dict[str, float]:
+        """Return a name and a number for each variable: its value, its length, or the sum of its tensors.
+
+        The name of a copy of the weights starts with drill_records.COPY. parameters: the weights.
+        """
+        found: dict[str, float] = {}
+        own, shapes = {one.data_ptr() for one in parameters}, {one.shape for one in parameters}
+        waiting, seen = deque[Any]((name, one, 0) for name, one in self._roots()), set[int]()
+        while waiting and len(seen) < MOST_OBJECTS and len(found) < MOST_NUMBERS:
+            name, one, depth = waiting.popleft()
+            if isinstance(one, int | float):
+                found.setdefault(name, float(one))
+            elif isinstance(one, self.torch.Tensor):
+                if depth and not one.requires_grad and one.data_ptr() not in own and one.is_floating_point():
+                    found.setdefault(name, self.total([one]))
+            elif id(one) not in seen:
+                seen.add(id(one))
+                tensors = _tensors(self.torch, one)
+                if tensors and all(t.shape in shapes and t.data_ptr() not in own for t in tensors):
+                    found.setdefault(f"{drill_records.COPY}{name}", self.total(tensors))
+                elif not tensors and depth < DEEPEST:
+                    if isinstance(one, list | deque):
+                        found.setdefault(f"len({name})", float(len(one)))
+                    waiting.extend((inner, value, depth + 1) for inner, value in self._inside(name, one))
+        return found
+
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of each variable of the program's functions and modules."""
+        frame: FrameType | None = sys._getframe()
+        while frame:
+            code = frame.f_code
+            if code.co_filename.startswith(self.folder):
+                if code.co_flags & inspect.CO_OPTIMIZED and not {"locals", "vars"} & {*code.co_names}:
+                    variables = frame.f_locals
+                    yield from [*variables.items()]
+                    if type(variables) is dict:  # before Python 3.13, the frame keeps it, and so all objects
+                        variables.clear()
+                yield from [one for one in frame.f_globals.items() if not one[0].startswith("__")]
+            frame = frame.f_back
+
+    def _inside(self, name: str, one: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of each attribute or item."""
+        if isinstance(one, (*NOT_STATE, self.torch.optim.Optimizer)):
+            return
+        if type(one) is dict:
+            items = [(f"{name}[{key!r}]", value) for key, value in one.items() if isinstance(key, str | int)]
+        elif isinstance(one, list | tuple):
+            items = [(f"{name}[{number}]", value) for number, value in enumerate(one)]
+        else:
+            try:
+                attributes = object.__getattribute__(one, "__dict__")
+            except AttributeError:
+                return
+            yield from ((f"{name}.{key}", value) for key, value in [*attributes.items()] if key not in IN_MODULES)
+            return
+        if len(items) <= MOST_ITEMS:
+            yield from items
+
+
+def _tensors(torch: Any, one: Any) -> list[Any]:
+    """Return the tensors of a list or dict that has only tensors, without a gradient, and else nothing."""
+    values = [*one.values()] if type(one) is dict else one if isinstance(one, list | tuple) else []
+    if len(values) < 2 or not all(isinstance(value, torch.Tensor) and not value.requires_grad for value in values):
+        return []
+    return [value for value in values if value.is_floating_point()]
