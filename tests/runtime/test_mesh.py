@@ -199,7 +199,8 @@ def test_slices_are_those_of_torchs_mesh(tmp_path: Path) -> None:
         def slices(mesh):
             found = [seen(mesh[names]) for names in ("dp", "sp", "tp", ("dp", "sp"), ("sp", "tp"), ("dp", "tp"), ("dp", "sp", "tp"))]
             found += [seen(mesh["dp", "sp"]["sp"]), seen(mesh["dp", "sp"]._flatten("dp_sp")), seen(mesh["dp_sp"])]
-            for wrong in (("sp", "dp"), "rp"):
+            # torch 2.10 accepts a wrong order if dimensions have the size 1
+            for wrong in (("sp", "dp"), "rp")[torch.__version__ < "2.11" :]:
                 try:
                     mesh[wrong]
                 except KeyError:

@@ -77,4 +77,6 @@ print(len(places), len({output_watch._main_place() for _ in range(3)}))
 def test_each_collective_has_a_place(tmp_path: Path) -> None:
     """A rank that calls collectives at one line is not stuck there."""
     with ranks(ONE_LINE, 1, tmp_path) as [rank]:
-        assert rank.end() == (0, "1\n3 1\n")
+        status, output = rank.end()
+    # torch 2.10 prints lines of gloo, too
+    assert (status, [line for line in output.splitlines() if not line.startswith("[Gloo]")]) == (0, ["1", "3 1"])
