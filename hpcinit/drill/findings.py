@@ -116,10 +116,14 @@ def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resu
     if not findings and found.differs is not None:
         text = f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}"
         findings = [_with_variables(Finding(UNKNOWN, text), alone, record, found)]
-    unfinished = found.from_step is None or found.from_step != newest(cut.saves)  # it did not skip the interrupted save
-    if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings and unfinished:
+    if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings and not _skipped(cut, record, found):
         return [_of_unfinished(cut, findings[0])]
     return findings
+
+
+def _skipped(cut: Interruption, record: Record, found: Resumed) -> bool:
+    """Return whether the attempt used no file of the interrupted save."""
+    return found.from_step == newest(cut.saves) and {*cut.unfinished, *cut.expected}.isdisjoint(record.read)
 
 
 def _with_variables(finding: Finding, alone: Undisturbed, record: Record, found: Resumed) -> Finding:
@@ -272,8 +276,8 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         # An evaluation before the step can only add inputs.
         seen = f"{fewer[0].inputs} inputs instead of {fewer[1].inputs}"
         causes = [Finding(ACCUMULATION, f"the first step had {seen}: it lacks gradients from before the save")]
-    if not causes and (other := _other_averages(alone, record, from_step)):
-        causes = [Finding(AVERAGES, f"{other} are not those of the undisturbed run")]
+    if not causes:
+        causes = _of_averages(alone, record, from_step)
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
@@ -316,18 +320,19 @@ def _of_optimizer(
         return
 
 
-def _other_averages(alone: Undisturbed, record: Record, from_step: int) -> str:
-    """Return which averaged weights differ at a step with equal weights, or an empty text if there are none."""
+def _of_averages(alone: Undisturbed, record: Record, from_step: int) -> list[Finding]:
+    """Return a finding about averaged weights that differ at a step with equal weights."""
     for rank, steps in enumerate(record.steps):
         for number, own in enumerate(steps, from_step):
             expected = at(alone.first, rank, number)
             if expected is None or not close(own.weights, expected.weights, 1e-4):
                 break
-            if other_averages(alone, rank, number, own):
-                return f"the averaged weights at step {number + 1}"
-            if copies := other_copies(alone, rank, number, steps[number - from_step : number - from_step + 2]):
-                return f"the weights in {', '.join(copies)} at step {number + 1}"
-    return ""
+            copies = other_copies(alone, rank, number, steps[number - from_step : number - from_step + 2])
+            if copies or other_averages(alone, rank, number, own):
+                which = f"the tensors in {', '.join(copies)}" if copies else "the averaged weights"
+                text = f"{which} at step {number + 1} of rank {rank} are not those of the undisturbed run"
+                return [Finding(SHARDED if rank else AVERAGES, text)]
+    return []
 
 
 def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:

@@ -201,6 +201,9 @@ def _record_steps(torch: Any, path: Path) -> None:
             parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
             trained = {id(p) for p in parameters}
             averages = {id(p): p for module in evaluated for p in module.parameters() if id(p) not in trained}
+            numbers: dict[str, float] = {}
+            with contextlib.suppress(Exception):  # of an attribute that is computed
+                numbers = variables.read(parameters)
             drill_records.append(
                 path,
                 {
@@ -214,7 +217,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "batch": inputs[0],
                     "inputs": inputs[1],
                     "averages": _sum(list(averages.values())[:MOST_TENSORS]),
-                    "variables": variables.read(parameters),
+                    "variables": numbers,
                 }
                 | (drawn or random_states()),
             )

@@ -16,7 +16,6 @@ from typing import Any
 from hpcinit.records import drill_records
 
 DEEPEST, MOST_OBJECTS, MOST_NUMBERS, MOST_ITEMS = 4, 2000, 300, 32
-IN_MODULES = ("_parameters", "_buffers", "_modules")
 NOT_STATE = (ModuleType, type, FunctionType, BuiltinFunctionType, MethodType, FrameType)
 
 
@@ -67,7 +66,7 @@ class Variables:
                     yield from [*variables.items()]
                     if type(variables) is dict:  # before Python 3.13, the frame keeps it, and so all objects
                         variables.clear()
-                yield from [one for one in frame.f_globals.items() if not one[0].startswith("__")]
+                yield from [one for one in frame.f_globals.items() if one[0][:1].isalpha()]
             frame = frame.f_back
 
     def _inside(self, name: str, one: Any) -> Iterator[tuple[str, Any]]:
@@ -80,10 +79,14 @@ class Variables:
             items = [(f"{name}[{number}]", value) for number, value in enumerate(one)]
         else:
             try:
-                attributes = object.__getattribute__(one, "__dict__")
-            except AttributeError:
+                attributes = vars(one)
+            except TypeError:
                 return
-            yield from ((f"{name}.{key}", value) for key, value in [*attributes.items()] if key not in IN_MODULES)
+            # A module's parameters are in private attributes.
+            public = isinstance(one, self.torch.nn.Module)
+            yield from [
+                (f"{name}.{key}", value) for key, value in attributes.items() if not public or key[:1].isalpha()
+            ]
             return
         if len(items) <= MOST_ITEMS:
             yield from items
