@@ -117,9 +117,8 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 compared = True
                 # Use the second step after the restart: the first step's record may contain further inputs.
                 other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
-                same = close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4) and not (
-                    other_averages(alone, rank, from_step + number, step)
-                    or other_copies(alone, rank, from_step + number, steps[number : number + 2])
+                same = close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4) and not other_copies(
+                    alone, rank, from_step + number, steps[number : number + 2]
                 )
                 if other_inputs or not same:
                     differs = from_step + number if differs is None else min(differs, from_step + number)
@@ -134,17 +133,6 @@ def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
     """
     one, other = at(alone.first, rank, number), at(alone.second, rank, number)
     return bool(one and other and step.batch and one.batch == other.batch != step.batch)
-
-
-def other_averages(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
-    """Return whether a resumed step has other averaged weights than step `number` of the undisturbed runs.
-
-    Return False if a run has not evaluated them before this step, or if the two undisturbed runs differ.
-    """
-    one, other = at(alone.first, rank, number), at(alone.second, rank, number)
-    if not one or not other or not step.averages or not one.averages:
-        return False
-    return close(one.averages, other.averages) and not close(step.averages, one.averages, 1e-4)
 
 
 def other_variables(
@@ -175,13 +163,14 @@ def other_variables(
 def other_copies(alone: Undisturbed, rank: int, number: int, steps: Sequence[Step]) -> list[str]:
     """Return the names of copies of the weights, such as an EMA, that differ although the weights do not.
 
-    number, steps: as in other_variables().
+    number, steps: as in other_variables(). The weights of the second step may differ, because of the copies.
     """
-    known = [at(alone.first, rank, number + later) for later in range(len(steps[:2]))]
-    if not all(one and close(own.weights, one.weights, 1e-4) for own, one in zip(steps, known, strict=False)):
+    known = at(alone.first, rank, number)
+    if not known or not steps or not close(steps[0].weights, known.weights, 1e-4):
         return []
     found = other_variables(alone, rank, number, steps)
-    return [name.removeprefix(COPY) for name in found if name.startswith(COPY)]
+    # A program may keep its best weights in a file, and read that only at its end.
+    return [name.removeprefix(COPY) for name in found if name.startswith(COPY) and "best" not in name]
 
 
 def losses(record: Record) -> dict[int, float]:

@@ -21,7 +21,6 @@ from hpcinit.drill.comparison import (
     at,
     before,
     close,
-    other_averages,
     other_copies,
     other_variables,
     reads_other,
@@ -261,7 +260,9 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         found.from_step,
     ):  # otherwise the program numbers its steps differently
         causes += _of_reported_rate(alone, record)
-    # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer.
+    causes = causes or _of_averages(alone, [steps[:2] for steps in record.steps], from_step)
+    # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer. Those of a loss
+    # depend on the averaged weights of a teacher.
     causes += [
         one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
     ]
@@ -277,7 +278,7 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         seen = f"{fewer[0].inputs} inputs instead of {fewer[1].inputs}"
         causes = [Finding(ACCUMULATION, f"the first step had {seen}: it lacks gradients from before the save")]
     if not causes:
-        causes = _of_averages(alone, record, from_step)
+        causes = _of_averages(alone, record.steps, from_step)
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
@@ -320,17 +321,20 @@ def _of_optimizer(
         return
 
 
-def _of_averages(alone: Undisturbed, record: Record, from_step: int) -> list[Finding]:
-    """Return a finding about averaged weights that differ at a step with equal weights."""
-    for rank, steps in enumerate(record.steps):
+def _of_averages(alone: Undisturbed, resumed: Sequence[Sequence[Step]], from_step: int) -> list[Finding]:
+    """Return a finding about averaged weights that differ at a step with equal weights.
+
+    resumed: the steps of each rank from `from_step` on.
+    """
+    for rank, steps in enumerate(resumed):
         for number, own in enumerate(steps, from_step):
             expected = at(alone.first, rank, number)
             if expected is None or not close(own.weights, expected.weights, 1e-4):
                 break
             copies = other_copies(alone, rank, number, steps[number - from_step : number - from_step + 2])
-            if copies or other_averages(alone, rank, number, own):
-                which = f"the tensors in {', '.join(copies)}" if copies else "the averaged weights"
-                text = f"{which} at step {number + 1} of rank {rank} are not those of the undisturbed run"
+            if copies:
+                what = f"the tensors in {', '.join(copies)} at step {number + 1} of rank {rank}"
+                text = f"{what} are not those of the undisturbed run"
                 return [Finding(SHARDED if rank else AVERAGES, text)]
     return []
 

@@ -24,7 +24,7 @@ PROGRESS = "progress.jsonl"  # {step, time, values} of each run.progress() of ra
 PAUSE, CHANGES = "pause", "changes.jsonl"
 # In Step.rng: generators that the program created; whether a loader, or a shuffling sampler, uses torch's generator.
 OWN, LOADER, SHUFFLE = "own ", "loader", "shuffle"
-COPY = "copy "  # in Step.variables: a list or dict of tensors that have the shapes of the weights
+COPY = "copy "  # in Step.variables: tensors that have the shapes of the weights, such as a moving average (EMA)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Step:
     rng: a checksum of the random state of each library, before the first forward pass of the step.
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
     inputs: how many input tensors `batch` contains.
-    averages: the sum of the absolute values of weights that are not trained, such as a moving average (EMA), or 0.
     passes: how many passes over its training data the program has started, or 0 if it uses no DataLoader.
     generators: for each generator in `rng` that the program created, its number. A new object has a new number.
     variables: numbers of the program, such as a counter in an object, and sums of its other tensors.
@@ -53,7 +52,6 @@ class Step:
     states: int
     rng: dict[str, int]
     batch: int
-    averages: float = 0.0
     inputs: int = 0
     passes: int = 0
     generators: dict[str, int] = field(default_factory=dict)

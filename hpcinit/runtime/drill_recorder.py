@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import random
@@ -153,7 +154,6 @@ def _record_steps(torch: Any, path: Path) -> None:
     generators = _Generators(torch)
     loaders = _Loaders(generators)
     variables = Variables(torch, str(path.parent.parent.resolve()), _sum)
-    evaluated = weakref.WeakSet[Any]()
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
 
@@ -181,8 +181,7 @@ def _record_steps(torch: Any, path: Path) -> None:
                     batch[1] += 1
         else:
             loaders.evaluates()
-            if len(evaluated) < MOST_TENSORS:
-                evaluated.add(module)
+            variables.evaluated.add(module)
 
     def on_step(optimizer: Any, *_: Any) -> None:
         number = next((number for number, one in enumerate(known) if one() is optimizer), 0)
@@ -199,8 +198,6 @@ def _record_steps(torch: Any, path: Path) -> None:
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
             parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
-            trained = {id(p) for p in parameters}
-            averages = {id(p): p for module in evaluated for p in module.parameters() if id(p) not in trained}
             numbers: dict[str, float] = {}
             with contextlib.suppress(Exception):  # of an attribute that is computed
                 numbers = variables.read(parameters)
@@ -216,7 +213,6 @@ def _record_steps(torch: Any, path: Path) -> None:
                     "passes": loaders.passes,
                     "batch": inputs[0],
                     "inputs": inputs[1],
-                    "averages": _sum(list(averages.values())[:MOST_TENSORS]),
                     "variables": numbers,
                 }
                 | (drawn or random_states()),
@@ -271,7 +267,7 @@ def _sample(tensor: Any) -> Any:
 
 
 def _sum(tensors: Iterable[Any]) -> float:
-    return sum(float(_sample(one).double().abs().sum()) for one in tensors)
+    return sum(float(_sample(one).double().abs().sum()) for one in itertools.islice(tensors, MOST_TENSORS))
 
 
 def _random_states(torch: Any) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
@@ -24,36 +25,48 @@ class Variables:
 
     folder: the files in it are the program's.
     total: returns the sum of the absolute values of tensors.
+    evaluated: the modules that the program called without gradients.
     """
 
     def __init__(self, torch: Any, folder: str, total: Any) -> None:
         self.torch, self.folder, self.total = torch, folder, total
+        self.evaluated = weakref.WeakSet[Any]()
 
-    def read(self, parameters: Sequence[Any]) -> dict[str, float]:
+    def read(self, weights: Sequence[Any]) -> dict[str, float]:
         """Return a name and a number for each variable: its value, its length, or the sum of its tensors.
 
-        The name of a copy of the weights starts with drill_records.COPY. parameters: the weights.
+        The name of a copy of the weights starts with drill_records.COPY. weights: the parameters that are trained.
         """
         found: dict[str, float] = {}
-        own, shapes = {one.data_ptr() for one in parameters}, {one.shape for one in parameters}
+        trained, shapes = {id(one) for one in weights}, {one.shape for one in weights}
         waiting, seen = deque[Any]((name, one, 0) for name, one in self._roots()), set[int]()
         while waiting and len(seen) < MOST_OBJECTS and len(found) < MOST_NUMBERS:
             name, one, depth = waiting.popleft()
             if isinstance(one, int | float):
                 found.setdefault(name, float(one))
             elif isinstance(one, self.torch.Tensor):
-                if depth and not one.requires_grad and one.data_ptr() not in own and one.is_floating_point():
+                if depth and not one.requires_grad and one.is_floating_point():
                     found.setdefault(name, self.total([one]))
             elif id(one) not in seen:
                 seen.add(id(one))
-                tensors = _tensors(self.torch, one)
-                if tensors and all(t.shape in shapes and t.data_ptr() not in own for t in tensors):
-                    found.setdefault(f"{drill_records.COPY}{name}", self.total(tensors))
-                elif not tensors and depth < DEEPEST:
+                tensors = self._tensors(one)
+                if tensors and shapes.issuperset(tensor.shape for tensor in tensors):
+                    if trained.isdisjoint(id(tensor) for tensor in tensors):
+                        found.setdefault(f"{drill_records.COPY}{name}", self.total(tensors))
+                elif depth < DEEPEST and not tensors:
                     if isinstance(one, list | deque):
                         found.setdefault(f"len({name})", float(len(one)))
                     waiting.extend((inner, value, depth + 1) for inner, value in self._inside(name, one))
         return found
+
+    def _tensors(self, one: Any) -> list[Any]:
+        """Return the tensors of a module that the program evaluates, or of a list or dict that has only tensors."""
+        if isinstance(one, self.torch.nn.Module):
+            return [*one.parameters()] if one in self.evaluated else []
+        values = [*one.values()] if type(one) is dict else one if isinstance(one, list | tuple) else []
+        if len(values) < 2 or not all(isinstance(value, self.torch.Tensor) for value in values):
+            return []
+        return [value for value in values if value.is_floating_point() and not value.requires_grad]
 
     def _roots(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and the value of each variable of the program's functions and modules."""
@@ -82,19 +95,13 @@ class Variables:
                 attributes = vars(one)
             except TypeError:
                 return
-            # A module's parameters are in private attributes.
-            public = isinstance(one, self.torch.nn.Module)
-            yield from [
-                (f"{name}.{key}", value) for key, value in attributes.items() if not public or key[:1].isalpha()
+            is_module = isinstance(one, self.torch.nn.Module)  # its tensors and submodules are in private attributes
+            items = [
+                (f"{name}.{key}", value) for key, value in attributes.items() if not is_module or key[:1].isalpha()
             ]
+            if is_module and not isinstance(one, self.torch.nn.ModuleList):
+                items += [(f"{name}.{key}", value) for key, value in one.named_children()]
+            yield from items
             return
         if len(items) <= MOST_ITEMS:
             yield from items
-
-
-def _tensors(torch: Any, one: Any) -> list[Any]:
-    """Return the tensors of a list or dict that has only tensors, without a gradient, and else nothing."""
-    values = [*one.values()] if type(one) is dict else one if isinstance(one, list | tuple) else []
-    if len(values) < 2 or not all(isinstance(value, torch.Tensor) and not value.requires_grad for value in values):
-        return []
-    return [value for value in values if value.is_floating_point()]

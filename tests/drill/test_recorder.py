@@ -62,6 +62,16 @@ class Average:
         self.updates += 1
         self.shadow = [(s + p.detach()) / 2 for s, p in zip(self.shadow, model.parameters())]
 
+class Teacher(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.averaged = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    def update(self, model):
+        with torch.no_grad():
+            for own, other in zip(self.parameters(), model.parameters()):
+                own.lerp_(other, 0.5)
+            self.averaged(torch.ones(1, 2))
+
 def make_step(optimizer, model, average):
     seen = locals()
     model(torch.ones(1, 2)).sum().backward()
@@ -72,10 +82,11 @@ def make_step(optimizer, model, average):
 
 def main():
     model = torch.nn.Linear(2, 1)
-    average, names = Average(model), []
+    average, teacher, names = Average(model), Teacher(model), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         names = make_step(optimizer, model, average)
+        teacher.update(model)
     assert names == ["optimizer", "model", "average"], names
 
 main()
@@ -91,5 +102,6 @@ def test_variables_of_the_program(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(program), str(folder)], check=True, cwd=program.parent)
     found = [step.variables for step in drill_records.steps(folder, 0)]
     assert [one["step"] for one in found] == [one["average.updates"] for one in found] == [0, 1, 2]
-    copies = [one[f"{drill_records.COPY}average.shadow"] for one in found]
-    assert len(set(copies)) == 3 and not any("unseen" in one or "seen" in one for one in found)
+    for name in ("average.shadow", "teacher.averaged"):
+        assert len({one.get(f"{drill_records.COPY}{name}") for one in found}) == 3, found
+    assert not any("unseen" in one or "seen" in one for one in found)
