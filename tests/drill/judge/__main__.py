@@ -2,7 +2,7 @@
 
     python -m tests.drill.judge [PROGRAM ...]
 
-People who had not read the drill wrote the programs on 2026-11-27, in the style of public examples, and checked them
+People who had not read the drill wrote the programs in November 2026, in the style of public examples, and checked them
 without the drill. train.txt is the correct program, bug.diff plants the bug, truth.yaml describes it. Only the first
 result with a program shows how good the drill is: docs/development/measurements.md has these results.
 """
