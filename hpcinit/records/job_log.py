@@ -52,7 +52,9 @@ _OOM = re.compile(
 )
 # The batch script, or the first torchrun agent, starts the line of a new attempt with this.
 NEW_ATTEMPT = "new attempt: "
-_OURS = re.compile(r"^(srun|slurmstepd\S*): ")
+_OURS = re.compile(  # slurmstepd of Slurm 26.05 begins its lines with the time
+    r"^(?:srun|slurmstepd\S*): |^(?:\[[\dT:.-]+\] )?error: \*\*\* (?:JOB|STEP) \S+ ON "
+)
 _EXITED = re.compile(r"Exited with exit code (\d+)$")
 _NODE_FAILURE = re.compile(r"(?i)node failure")
 

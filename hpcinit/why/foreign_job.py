@@ -49,7 +49,7 @@ _ALARM = re.compile(
 )
 # Lines of Slurm, launchers, torch's watchdogs and stacks, and lines that the program itself does not call an error
 _UNDERSTOOD = re.compile(
-    r"^(?:srun|sbatch|slurmstepd\S*|hpcinit): |torch/distributed/|torch\.distributed\.elastic|\[launch\.py:"
+    r"^(?:sbatch|hpcinit): |torch/distributed/|torch\.distributed\.elastic|\[launch\.py:"
     r"|ProcessGroup[NG]|^=====|^-----|^Root Cause|^frame #\d|^\S+ FAILED$|Exception raised from|closing signal SIG"
     r"|^\s*(?:time|host|rank|exitcode|error_file|traceback) *:|\b(?:INFO|DEBUG|WARN|WARNING)\b|^\[?[IW]\d{3,4}\b"
     r"|Warning: |^\.\.\.$|^File \"|last\):"
@@ -331,7 +331,7 @@ def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None,
 
 def _is_understood(text: str) -> bool:
     return bool(
-        _UNDERSTOOD.search(text) or _SIZE.search(text) or causes.is_secondary_text(text)
+        _UNDERSTOOD.search(text) or job_log.is_from_slurm(text) or _SIZE.search(text) or causes.is_secondary_text(text)
         or read_launchers.is_end(text) or job_log.oom([text]) or read_tracebacks.is_chain(text)
     )  # fmt: skip
 

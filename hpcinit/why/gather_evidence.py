@@ -49,7 +49,7 @@ TAIL_BYTES = 32768  # of each rank's log: torch's watchdog prints stacks of C++
 MOST_LOGS = 1024
 MOST_OF_JOB_LOG = 64 << 20  # bytes of logs/job.log that are read completely
 # Lines in a rank's log that other programs print, or that do not explain an end.
-_NOT_LAST = re.compile(r"^(slurmstepd\S*:(?! error: execve\(\))|srun:|hpcinit: |\[W)|^\s*$")
+_NOT_LAST = re.compile(r"^(?:hpcinit: |\[W)|^\s*$")
 
 
 def gather(path: Path, now: state.State) -> Evidence:
@@ -243,6 +243,11 @@ class LogEnd(NamedTuple):
             yield Found(ErrorRecord(self.written, rank, host, one.text, ""), self.written)
 
 
+def _is_of_others(line: str) -> bool:
+    is_refusal = "error: execve()" in line  # it explains why the rank did not start
+    return bool(_NOT_LAST.match(line)) or (job_log.is_from_slurm(line) and not is_refusal)
+
+
 def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:
     """Return the end of each rank's log.
 
@@ -252,7 +257,7 @@ def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:
     for rank in logs.ranks(path)[:MOST_LOGS]:
         text, written = _end(logs.of_rank(path, rank))
         lines = text.splitlines()
-        last = next((line.strip() for line in reversed(lines) if not _NOT_LAST.match(line)), "")
+        last = next((line.strip() for line in reversed(lines) if not _is_of_others(line)), "")
         printed = list(log_lines.lines(log_lines.Log(text, rank), log_lines.Labels(task=True, local=True)))
         steps = [number for number, line in enumerate(printed) if read_tracebacks.TRAINS.search(line.text)]
         after = printed[max(steps, default=-1) + 1 :] if written >= since else []

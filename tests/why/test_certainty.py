@@ -54,3 +54,14 @@ def test_the_table_has_the_conditions() -> None:
         rows = [line for line in table.splitlines() if line.startswith("| ") and grade.name in line]
         names = [need.__name__.strip("_").upper() for need in needs]
         assert rows and all(name in rows[-1] for name in names), grade
+
+
+@pytest.mark.parametrize("start", ["slurmstepd: ", "slurmstepd-n1: ", "[2026-11-28T01:05:37.021] "])
+def test_the_end_by_slurm_is_certain(start: str) -> None:
+    """slurmstepd of Slurm 22.05, 24.11 and 26.05 reports a time limit."""
+    reported = "CANCELLED AT 2026-11-28T01:05:37 DUE TO TIME LIMIT ***\n"
+    found = verdict(
+        f"0: up\n0: {start}error: *** STEP 3.0 ON n1 {reported}{start}error: *** JOB 3 ON n1 {reported}"
+        "srun: got SIGCONT\nsrun: error: n1: task 0: Terminated\nsrun: Terminating StepId=3.0\n"
+    )
+    assert found.kind == "time-limit" and found.certain, found
