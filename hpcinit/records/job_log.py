@@ -52,7 +52,7 @@ _OOM = re.compile(
 )
 # The batch script, or the first torchrun agent, starts the line of a new attempt with this.
 NEW_ATTEMPT = "new attempt: "
-_OURS = re.compile(  # slurmstepd of Slurm 26.05 begins its lines with the time
+_OURS = re.compile(  # slurmstepd of Slurm 26.05 prints the time first
     r"^(?:srun|slurmstepd\S*): |^(?:\[[\dT:.-]+\] )?error: \*\*\* (?:JOB|STEP) \S+ ON "
 )
 _EXITED = re.compile(r"Exited with exit code (\d+)$")
