@@ -68,7 +68,11 @@ class RunningCluster:
         states: dict[str, str] = {}
 
         def idle() -> bool:
-            states.update(self.node_states())
+            try:
+                states.update(self.node_states())
+            except MiniSlurmError:
+                self._check_slurmctld()  # that of 26.05 accepts connections before it reads its configuration
+                raise
             return set(states.values()) == {"idle"}
 
         def complaint() -> str:
@@ -155,14 +159,18 @@ class RunningCluster:
         def ready() -> bool:
             if self.answers():
                 return True
-            # It forks twice, so one look may miss both a parent that exited and a child that is not listed yet.
-            if not self._has_slurmctld() and not self._has_slurmctld():
-                raise MiniSlurmError(with_log("slurmctld ended as soon as it was started", log))
+            self._check_slurmctld()
             return False
 
         until(ready, lambda: with_log("slurmctld does not listen on port 6817", log))
 
     # --- inside
+
+    def _check_slurmctld(self) -> None:
+        """Raise MiniSlurmError if the controller has ended."""
+        # It forks twice, so one look may miss both a parent that exited and a child that is not listed yet.
+        if not self._has_slurmctld() and not self._has_slurmctld():
+            raise MiniSlurmError(with_log("slurmctld ended as soon as it was started", self.log("slurmctld")))
 
     @property
     def state(self) -> dict[str, Any]:
