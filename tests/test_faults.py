@@ -126,7 +126,7 @@ def test_a_frozen_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
 
 def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """If a node loses its network during start-up, both sides report which rank they waited for."""
-    # After the others have started to wait: their timeout must come before Slurm gives the node up.
+    # After the others have started to wait: their timeout must arrive before Slurm gives the node up.
     cut = "if rank == 3:\n    time.sleep(5); os.system('ip link set eth0 down'); time.sleep(1)\n"
     try:
         _, logs = start(hpcinit, slurm, tmp_path, cut, "comm.timeout_base_s=12", "+cluster.sbatch.no-requeue=true")

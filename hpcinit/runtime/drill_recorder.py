@@ -181,7 +181,6 @@ def _record_steps(torch: Any, path: Path) -> None:
                     batch[1] += 1
         else:
             loaders.evaluates()
-            variables.evaluated.add(module)
 
     def on_step(optimizer: Any, *_: Any) -> None:
         number = next((number for number, one in enumerate(known) if one() is optimizer), 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
@@ -25,12 +24,10 @@ class Variables:
 
     folder: the files in it are the program's.
     total: returns the sum of the absolute values of tensors.
-    evaluated: the modules that the program called without gradients.
     """
 
     def __init__(self, torch: Any, folder: str, total: Any) -> None:
         self.torch, self.folder, self.total = torch, folder, total
-        self.evaluated = weakref.WeakSet[Any]()
 
     def read(self, weights: Sequence[Any]) -> dict[str, float]:
         """Return a name and a number for each variable: its value, its length, or the sum of its tensors.
@@ -50,19 +47,19 @@ class Variables:
             elif id(one) not in seen:
                 seen.add(id(one))
                 tensors = self._tensors(one)
-                if tensors and shapes.issuperset(tensor.shape for tensor in tensors):
-                    if trained.isdisjoint(id(tensor) for tensor in tensors):
-                        found.setdefault(f"{drill_records.COPY}{name}", self.total(tensors))
-                elif depth < DEEPEST and not tensors:
+                is_copy = tensors and shapes.issuperset(tensor.shape for tensor in tensors)
+                if is_copy and trained.isdisjoint(id(tensor) for tensor in tensors):
+                    found.setdefault(f"{drill_records.COPY}{name}", self.total(tensors))
+                elif depth < DEEPEST and (not tensors or isinstance(one, self.torch.nn.Module)):
                     if isinstance(one, list | deque):
                         found.setdefault(f"len({name})", float(len(one)))
                     waiting.extend((inner, value, depth + 1) for inner, value in self._inside(name, one))
         return found
 
     def _tensors(self, one: Any) -> list[Any]:
-        """Return the tensors of a module that the program evaluates, or of a list or dict that has only tensors."""
+        """Return the parameters of a module, or the tensors of a list or dict that has only tensors."""
         if isinstance(one, self.torch.nn.Module):
-            return [*one.parameters()] if one in self.evaluated else []
+            return [*one.parameters()]
         values = [*one.values()] if type(one) is dict else one if isinstance(one, list | tuple) else []
         if len(values) < 2 or not all(isinstance(value, self.torch.Tensor) for value in values):
             return []
