@@ -77,6 +77,11 @@ class Resumed:
     largest: float
     compared: bool
 
+    @property
+    def state_step(self) -> int | None:
+        """Return after how many steps the loaded weights were saved, or if that is unknown, `from_step`."""
+        return self.from_step if self.by_weights is None else self.by_weights
+
 
 def resumed(alone: Undisturbed, record: Record) -> Resumed:
     """Compare an attempt after a fault with the undisturbed run.
@@ -148,13 +153,15 @@ def other_variables(
     found = []
     for step, own in enumerate(steps[:2], number):
         one, other = at(alone.first, rank, step), at(alone.second, rank, step)
-        right = {name: value for name, value in one.variables.items() if name in own.variables} if one else {}
+        if not one or not other:
+            return {}
         found.append(
             {
                 name: (own.variables[name], value)
-                for name, value in right.items()
-                if other and close(value, other.variables.get(name, math.nan))
-                if not close(value, own.variables[name], 1e-4)
+                for name, value in one.variables.items()
+                if name in own.variables
+                and close(value, other.variables.get(name, math.nan))
+                and not close(value, own.variables[name], 1e-4)
             }
         )
     return {name: values for name, values in found[0].items() if name in found[1]} if len(found) == 2 else {}

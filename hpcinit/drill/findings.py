@@ -28,7 +28,7 @@ from hpcinit.drill.comparison import (
 )
 from hpcinit.drill.faults import Interruption
 from hpcinit.records import drill_records
-from hpcinit.records.drill_records import COPY, Step
+from hpcinit.records.drill_records import Step
 
 LEAST_S = 0.25  # a program that continues to its own end for at least this long ignores the signal
 SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this many bytes
@@ -127,13 +127,16 @@ def _skipped(cut: Interruption, record: Record, found: Resumed) -> bool:
 
 def _with_variables(finding: Finding, alone: Undisturbed, record: Record, found: Resumed) -> Finding:
     """Return the finding with the program's variables that the resume did not restore."""
-    from_step = found.by_weights if found.by_weights is not None else found.from_step
-    start = at(alone.first, 0, 0)
+    from_step, start = found.state_step, at(alone.first, 0, 0)
     if from_step is None or not record.steps or not start:
         return finding
     others = other_variables(alone, 0, from_step, record.steps[0])
     # A variable that does not change in the undisturbed runs may count the steps of this process.
-    changed = {name: one for name, one in others.items() if one[1] != start.variables.get(name) and COPY not in name}
+    changed = {
+        name: one
+        for name, one in others.items()
+        if one[1] != start.variables.get(name) and not name.startswith(drill_records.COPY)
+    }
     order = sorted(changed, key=lambda name: (changed[name][0] != start.variables.get(name), len(name)))
     shown = [f"{name} is {changed[name][0]:.6g} instead of {changed[name][1]:.6g}" for name in order[:MOST_VARIABLES]]
     return replace(finding, text="; ".join([finding.text, *shown]))
@@ -236,7 +239,7 @@ def _newer(saves: Sequence[Save], read: Sequence[str], from_step: int) -> Save |
 
 def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
     """If losses or weights differ, yield a finding about the part of the state that was not restored."""
-    from_step = found.by_weights if found.by_weights is not None else found.from_step
+    from_step = found.state_step
     if found.differs is None or from_step is None:
         return
     pairs = [(at(record, rank, 0), at(alone.first, rank, from_step)) for rank in range(alone.world_size)]
@@ -260,7 +263,7 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         found.from_step,
     ):  # otherwise the program numbers its steps differently
         causes += _of_reported_rate(alone, record)
-    causes = causes or _of_averages(alone, [steps[:2] for steps in record.steps], from_step)
+    causes = causes or _of_averages(alone, record.steps, from_step)
     # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer. Those of a loss
     # depend on the averaged weights of a teacher.
     causes += [
@@ -277,8 +280,6 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
         # An evaluation before the step can only add inputs.
         seen = f"{fewer[0].inputs} inputs instead of {fewer[1].inputs}"
         causes = [Finding(ACCUMULATION, f"the first step had {seen}: it lacks gradients from before the save")]
-    if not causes:
-        causes = _of_averages(alone, record.steps, from_step)
     if not causes and any(_other_random(alone, rank, own, from_step) for rank, (own, _) in enumerate(both)):
         causes = [
             Finding(
@@ -327,12 +328,12 @@ def _of_averages(alone: Undisturbed, resumed: Sequence[Sequence[Step]], from_ste
     resumed: the steps of each rank from `from_step` on.
     """
     for rank, steps in enumerate(resumed):
-        for number, own in enumerate(steps, from_step):
+        for index, own in enumerate(steps):
+            number = from_step + index
             expected = at(alone.first, rank, number)
             if expected is None or not close(own.weights, expected.weights, 1e-4):
                 break
-            copies = other_copies(alone, rank, number, steps[number - from_step : number - from_step + 2])
-            if copies:
+            if copies := other_copies(alone, rank, number, steps[index : index + 2]):
                 what = f"the tensors in {', '.join(copies)} at step {number + 1} of rank {rank}"
                 text = f"{what} are not those of the undisturbed run"
                 return [Finding(SHARDED if rank else AVERAGES, text)]

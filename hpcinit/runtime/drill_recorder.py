@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import itertools
 import json
 import os
 import random
@@ -153,7 +152,7 @@ def _record_steps(torch: Any, path: Path) -> None:
     before_forward: list[dict[str, Any]] = []  # the random states before the first forward pass of this step
     generators = _Generators(torch)
     loaders = _Loaders(generators)
-    variables = Variables(torch, str(path.parent.parent.resolve()), _sum)
+    variables = Variables(torch, str(path.parent.parent.resolve()), lambda tensors: _sum(tensors[:MOST_TENSORS]))
     base = sys.modules["torch.optim.optimizer"].Optimizer
     create = base.__init__
 
@@ -266,7 +265,7 @@ def _sample(tensor: Any) -> Any:
 
 
 def _sum(tensors: Iterable[Any]) -> float:
-    return sum(float(_sample(one).double().abs().sum()) for one in itertools.islice(tensors, MOST_TENSORS))
+    return sum(float(_sample(one).double().abs().sum()) for one in tensors)
 
 
 def _random_states(torch: Any) -> dict[str, int]:

@@ -68,6 +68,7 @@ class Variables:
     def _roots(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and the value of each variable of the program's functions and modules."""
         frame: FrameType | None = sys._getframe()
+        modules = set[int]()
         while frame:
             code = frame.f_code
             if code.co_filename.startswith(self.folder):
@@ -76,29 +77,30 @@ class Variables:
                     yield from [*variables.items()]
                     if type(variables) is dict:  # before Python 3.13, the frame keeps it, and so all objects
                         variables.clear()
-                yield from [one for one in frame.f_globals.items() if one[0][:1].isalpha()]
+                if id(frame.f_globals) not in modules:
+                    modules.add(id(frame.f_globals))
+                    yield from [one for one in frame.f_globals.items() if one[0][:1].isalpha()]
             frame = frame.f_back
 
-    def _inside(self, name: str, one: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the value of each attribute or item."""
+    def _inside(self, name: str, one: Any) -> list[tuple[str, Any]]:
+        """Return the name and the value of each attribute, or of each item if there are at most MOST_ITEMS."""
         if isinstance(one, (*NOT_STATE, self.torch.optim.Optimizer)):
-            return
+            return []
         if type(one) is dict:
             items = [(f"{name}[{key!r}]", value) for key, value in one.items() if isinstance(key, str | int)]
         elif isinstance(one, list | tuple):
             items = [(f"{name}[{number}]", value) for number, value in enumerate(one)]
         else:
-            try:
-                attributes = vars(one)
-            except TypeError:
-                return
-            is_module = isinstance(one, self.torch.nn.Module)  # its tensors and submodules are in private attributes
-            items = [
-                (f"{name}.{key}", value) for key, value in attributes.items() if not is_module or key[:1].isalpha()
-            ]
-            if is_module and not isinstance(one, self.torch.nn.ModuleList):
-                items += [(f"{name}.{key}", value) for key, value in one.named_children()]
-            yield from items
-            return
-        if len(items) <= MOST_ITEMS:
-            yield from items
+            return [(f"{name}.{key}", value) for key, value in self._attributes(one)]
+        return items if len(items) <= MOST_ITEMS else []
+
+    def _attributes(self, one: Any) -> list[tuple[str, Any]]:
+        try:
+            attributes = [*vars(one).items()]
+        except TypeError:
+            return []
+        if not isinstance(one, self.torch.nn.Module):
+            return attributes
+        # The tensors and submodules of a module are in private attributes. The layers in a ModuleList are too many.
+        submodules = [] if isinstance(one, self.torch.nn.ModuleList) else [*one.named_children()]
+        return [(key, value) for key, value in attributes if key[:1].isalpha()] + submodules

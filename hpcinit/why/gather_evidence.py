@@ -50,6 +50,7 @@ MOST_LOGS = 1024
 MOST_OF_JOB_LOG = 64 << 20  # bytes of logs/job.log that are read completely
 # Lines in a rank's log that other programs print, or that do not explain an end.
 _NOT_LAST = re.compile(r"^(?:hpcinit: |\[W)|^\s*$")
+_REFUSAL = re.compile(r"slurmstepd\S*: error: execve\(\)")  # it explains why the rank did not start
 
 
 def gather(path: Path, now: state.State) -> Evidence:
@@ -244,8 +245,7 @@ class LogEnd(NamedTuple):
 
 
 def _is_of_others(line: str) -> bool:
-    is_refusal = "error: execve()" in line  # it explains why the rank did not start
-    return bool(_NOT_LAST.match(line)) or (job_log.is_from_slurm(line) and not is_refusal)
+    return bool(_NOT_LAST.match(line)) or (job_log.is_from_slurm(line) and not _REFUSAL.match(line))
 
 
 def _ends_of_logs(path: Path, since: float) -> dict[int, LogEnd]:

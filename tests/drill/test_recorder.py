@@ -103,5 +103,5 @@ def test_variables_of_the_program(tmp_path: Path) -> None:
     found = [step.variables for step in drill_records.steps(folder, 0)]
     assert [one["step"] for one in found] == [one["average.updates"] for one in found] == [0, 1, 2]
     for name in ("average.shadow", "teacher"):
-        assert len({one.get(f"{drill_records.COPY}{name}") for one in found}) == 3, found
+        assert len({one[f"{drill_records.COPY}{name}"] for one in found}) == 3, found
     assert not any("unseen" in one or "seen" in one for one in found)
