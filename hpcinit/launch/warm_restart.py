@@ -150,6 +150,7 @@ class WarmRestarts:
         with closing(signals.Descriptor(FORWARDED)) as received:
             if not self._ends(ranks):
                 problem = self._free_node(ranks, received) if status or ranks.ended_by_order else ""
+                self._wait_without_ranks(ranks, received, 0.0)  # a stop or a lost server counts before this report
                 self._link.send({"round": self._round, "ended": problem})
             while not self._ends(ranks) and self._next is None:
                 self._wait_without_ranks(ranks, received, 1.0)

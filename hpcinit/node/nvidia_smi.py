@@ -57,12 +57,13 @@ def query() -> tuple[tuple[Gpu, ...], str]:
 
 
 def pids(timeout_s: float) -> set[int] | None:
-    """Return the process ids that use memory of a GPU on this node, or None if nvidia-smi does not answer in time.
+    """Return the process ids that use memory of a GPU on this node.
 
+    Return None if nvidia-smi does not answer in time, or is ended by a signal: a stop signal to the step reaches it too.
     The set is empty if nvidia-smi does not exist or fails.
     """
     status, text = _run("compute-apps", ("pid",), timeout_s)
-    if status == TIMED_OUT:
+    if status == TIMED_OUT or (status is not None and status < 0):
         return None
     return {int(_number(line.strip()) or 0) for line in text.splitlines()} if status == 0 else set()
 

@@ -295,6 +295,17 @@ def test_sigterm_between_the_end_and_the_start(tmp_path: Path, busy: dict[str, s
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("up-*"))
 
 
+def test_a_stop_signal_that_ends_nvidia_smi_too(tmp_path: Path, busy: dict[str, str]) -> None:
+    """Slurm sends it to all processes of the step. The memory then counts as not free, and no restart is recorded."""
+    command = tmp_path / "bin/nvidia-smi"
+    command.write_text(command.read_text().replace("exit 0", "test -e stop && kill -TERM $PPID $$\nexit 0"))
+    node = warm(tmp_path, WAITS, env=busy)
+    output_has(node, "waiting up to 50 s")
+    (tmp_path / "stop").touch()
+    assert node.end()[0] == -9
+    assert not list(elastic_restarts.read(tmp_path)) and not any("start 1" in node.log(rank) for rank in range(2))
+
+
 def test_memory_that_does_not_become_free(tmp_path: Path, busy: dict[str, str]) -> None:
     code = "import sys; from hpcinit.launch import warm_restart; warm_restart.MEMORY_S = 1.0; from hpcinit import fork; sys.exit(fork.main(sys.argv[1:]))"
     ended_with, said = warm(tmp_path, WAITS, env=busy, entry=["-c", code]).end()
