@@ -59,7 +59,7 @@ def query() -> tuple[tuple[Gpu, ...], str]:
 def pids(timeout_s: float) -> set[int] | None:
     """Return the process ids that use memory of a GPU on this node.
 
-    Return None if nvidia-smi does not answer in time, or is ended by a signal: a stop signal to the step reaches it too.
+    Return None if nvidia-smi does not answer in time, or if a signal ends it, such as a stop signal to the whole step.
     The set is empty if nvidia-smi does not exist or fails.
     """
     status, text = _run("compute-apps", ("pid",), timeout_s)
