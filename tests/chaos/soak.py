@@ -116,6 +116,7 @@ class Soak:
                 self._check(f"{kind} ({what})", began)
                 if self.run.state == "PENDING":
                     undo()  # the requeued job may need the node
+                    undo = nothing  # the job may start meanwhile, and must not lose the node again
                     begin_now(self.run.slurm, self.run.job)
                 keep_full(self)
                 time.sleep(0.2)
