@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcinit.after.decisions import Facts
 from hpcinit.base import safe_files
 from hpcinit.records import hang_report, job_log, run_folder
-from hpcinit.slurm import scontrol, slurm_client
+from hpcinit.slurm import nodelist, scontrol, slurm_client
 from hpcinit.slurm.slurm_client import Unreachable
 
 DOWN = ("down", "fail")  # states of a node that is lost; sinfo adds '*' to a node that does not respond
@@ -44,13 +44,14 @@ def gather(job: Job, status: int, restarts: bool) -> Facts:
     status: srun's exit status.
     restarts: whether to collect the facts that only a restart needs.
     """
-    lines = _log(job, job.job_from)
+    lines, record = _log(job, job.job_from), _record(job.name)
+    lost = _lost(job, record) if restarts and status else ()
     return Facts(
         status=status,
         failures=tuple(job_log.failures(lines if job.from_ == job.job_from else _log(job, job.from_))),
         stop=_stop(job),
-        preempted=_preempted(job.name),
-        lost=tuple(lost_nodes(job.nodelist, job.excluded)) if restarts and status else (),
+        preempted=bool(scontrol.preempted_at(record)),
+        lost=tuple(lost),
         unusable=tuple(_unusable(job)) if restarts and status else (),
         hung=tuple(_hung(job)) if restarts and status else (),
         node_failed=job_log.node_failed(lines),
@@ -72,9 +73,22 @@ def _stop(job: Job) -> str:
     return str(record.get("reason", "")) if record.get("job") == job.number else ""
 
 
-def _preempted(name: str) -> bool:
+def _record(name: str) -> dict[str, str]:
+    """Return what `scontrol show job` prints about the job, or {}."""
     found = scontrol.records(_printed("scontrol", "show", "job", name), "JobId")
-    return bool(found and scontrol.preempted_at(found[0]))
+    return found[0] if found else {}
+
+
+def _lost(job: Job, record: Mapping[str, str]) -> Iterator[str]:
+    """Yield the nodes that the job has lost: those that are down, and those that Slurm has removed from the job.
+
+    With --no-kill, Slurm removes a node that fails. The node may work again by now, but not in this job.
+    """
+    yield from lost_nodes(job.nodelist, job.excluded)
+    left = record.get("NodeList", "")
+    if left not in scontrol.NOTHING and record.get("JobState") == "RUNNING":
+        left_hosts = set(nodelist.expand(left))
+        yield from (host for host in nodelist.expand(job.nodelist) if host not in left_hosts | set(job.excluded))
 
 
 def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:

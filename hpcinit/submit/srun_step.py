@@ -27,6 +27,7 @@ from hpcinit.records.starts import STARTS
 from hpcinit.submit import container
 from hpcinit.submit.run_path import RunPath
 
+STEP_LIMIT_S = 300  # how long srun tries to create a step; slow prologs need some of it
 NODES = "hpcinit_nodes"  # variable of the batch script: the nodes of the step with warm spare nodes
 WIDTH = 100  # of a line of the command, in characters
 # srun's %t is not the rank in a heterogeneous job: Slurm 22.05 writes the file of rank 2 as 3 in a step of several
@@ -142,6 +143,8 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
         "mpi": None if config.comm.backend == "mpi" else "none",
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
         "no-kill": bool(left),  # the other tasks continue without a node that is lost
+        # If the job loses a node before this step, srun would wait forever for it. hpcinit.after then acts.
+        "immediate": STEP_LIMIT_S if config.spare_nodes else None,
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",
         "gpu-bind": gpu_bind(config) if alone else None,

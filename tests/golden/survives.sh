@@ -131,7 +131,7 @@ fi
 while :; do
   srun ${hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"} \
     --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 --export=ALL --mpi=none \
-    --kill-on-bad-exit=1 --wait=0 --unbuffered --open-mode=append \
+    --kill-on-bad-exit=1 --immediate=300 --wait=0 --unbuffered --open-mode=append \
     --output=/shared/me/runs/x-0001/logs/rank-%t.log \
     /shared/me/venv/bin/python -u -m hpcinit.run /shared/me/runs/x-0001/spec.json
   hpcinit_after $?

@@ -271,3 +271,25 @@ def test_requeued_without_a_budget(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path
     assert why.startswith("rank 0 on n") and "failed first: exited with exit code 5: bad sample" in why, why
     assert "1 restart: 1 requeued by Slurm" in why
     assert "1 restart" in hpcinit("status", folder.name, env=slurm.env).stdout
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_a_node_that_is_lost_before_the_ranks_start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
+    """srun would wait forever for its task. The ranks start without the node, although the node works again."""
+    slurm, more = idle_slurm, ["nodes=2", "ranks_per_node=1", "spare_nodes=1", "launch=fork", "restart.warm=true"]
+    more += [
+        "launch.preload=[]",
+        "+cluster.srun.immediate=2",
+        'cluster.setup=["touch setup; until test -e go; do sleep 0.1; done"]',
+    ]
+    done = submit(hpcinit, slurm, *more, "--", "bash", "-c", "echo ranks $WORLD_SIZE")
+    folder, job = folder_of(done), job_id_of(done)
+    until((tmp_path / "setup").exists)
+    assert slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip() == "n[1-3]"
+    slurm.give_up("n3")
+    until(lambda: slurm.node_states()["n3"].startswith("idle"))
+    (tmp_path / "go").touch()
+    assert finish(slurm, job) == "COMPLETED", log(folder)
+    assert "hpcinit: new attempt: node_fail on n3: restarting the ranks in the same job, without n3" in log(folder)
+    assert printed(folder, 0) == "ranks 2\n" and restarts(folder) == []
