@@ -1,115 +1,19 @@
-"""Each node is checked before its ranks start: leftovers of ended jobs, and GPU memory that others use.
-
-The nodes of the test cluster share the machine's /proc and /dev/shm, so a leftover belongs to the node in its environment.
-"""
+"""Each node is checked before its ranks start: GPU memory that others use, and a check that hangs or fails."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from hpcinit.node import leftovers, node_check, node_findings
-from hpcinit.records.node_facts import Node
+from hpcinit.node import node_check
 from hpcinit.records.spec import NodeCheck, Program, Spec
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.submit.test_restart import finish, log
 from tests.submitting import folder_of, job_id_of, printed, submit
-from tests.waiting import until
-
-SEGMENT = f"torch_{2**22 + os.getpid()}_1_1"
-WORDS = ("nodes=1", "ranks_per_node=1", "gpus_per_node=0", "check_node.timeout_s=150", "+cluster.sbatch.nodelist=n1")
-# Leave Slurm's session and process tree, as a daemon does, so that the end of the job does not end this process.
-ORPHAN = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        for number in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        with open(sys.argv[1] + ".new", "w") as file:
-            file.write(str(os.getpid()))
-        os.rename(sys.argv[1] + ".new", sys.argv[1])
-        time.sleep(600)
-    os._exit(0)
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.1)
-"""
-
-
-def alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    return False
-
-
-def orphan_of(slurm: MiniSlurm, folder: Path, stack: ExitStack) -> tuple[int, str]:
-    """Return the process and the job of an orphan: a task's child that outlived its job on n1. `stack` kills it."""
-    (folder / "orphan.py").write_text(ORPHAN)
-    told = folder / "pid"
-    task = f"srun '{sys.executable}' {folder}/orphan.py {told}"
-    job = slurm.run("sbatch", "--parsable", "-wn1", f"--output={folder}/orphan.log", f"--wrap={task}").strip()
-    assert finish(slurm, job, 150) == "COMPLETED"
-    pid = int(told.read_text())
-    stack.enter_context(suppress(ProcessLookupError))
-    stack.callback(os.kill, pid, signal.SIGKILL)
-    assert alive(pid)
-    return pid, job
-
-
-@pytest.fixture
-def orphan(idle_slurm: MiniSlurm, tmp_path: Path) -> Iterator[tuple[int, str]]:
-    with ExitStack() as stack:
-        yield orphan_of(idle_slurm, tmp_path, stack)
-
-
-@pytest.fixture
-def segment(idle_slurm: MiniSlurm) -> Iterator[Path]:
-    """Yield a file as torch leaves it in n1's /dev/shm: this user's, of a process that has ended, older than the job."""
-    slurmd = (idle_slurm.directory / "run/n1.pid").read_text().strip()  # lives as long as the node, unlike a task
-    path = Path(f"/proc/{slurmd}/root/dev/shm/{SEGMENT}")
-    path.write_bytes(bytes(4096))
-    os.utime(path, (time.time() - 3600,) * 2)
-    yield path
-    path.unlink(missing_ok=True)
-
-
-@pytest.mark.slurm
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "launch", ["srun", *(pytest.param(launch, marks=pytest.mark.more) for launch in ("fork", "torchrun"))]
-)
-def test_leftovers_of_ended_jobs_are_reported(
-    hpcinit: Run, idle_slurm: MiniSlurm, orphan: tuple[int, str], segment: Path, launch: str
-) -> None:
-    """An orphan process and a file in /dev/shm of ended jobs are reported before the program starts, and stay."""
-    pid, job = orphan
-    done = submit(hpcinit, idle_slurm, *WORDS, f"launch={launch}", "wait=true", "--", "true", timeout=300)
-    folder = folder_of(done)
-    assert done.returncode == 0, done.stderr + log(folder)
-    text = log(folder) + printed_lines(folder)
-    assert re.search(rf"^hpcinit: n1: process {pid} \(\S+\) of job {job}, which has ended, still runs; if ", text, re.M)
-    assert re.search(rf"^hpcinit: n1: files of torch or NCCL in /dev/shm, .* \(/dev/shm/{SEGMENT}.*GB\); ", text, re.M)
-    assert alive(pid) and segment.exists()
-
-
-@pytest.mark.slurm
-@pytest.mark.timeout(500)
-def test_a_file_in_use_is_not_reported(hpcinit: Run, idle_slurm: MiniSlurm, segment: Path) -> None:
-    """A file in /dev/shm that a process maps is not reported."""
-    with segment.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        folder = folder_of(submit(hpcinit, idle_slurm, *WORDS, "wait=true", "--", "true", timeout=300))
-    assert "/dev/shm" not in printed_lines(folder)
 
 
 def printed_lines(folder: Path) -> str:
@@ -209,86 +113,6 @@ def test_a_check_that_hangs_or_fails_does_not_end_the_job(
 SPEC = Spec("x", "here", 1, 1, Program("command", "true"), "/", "nonce", check_node=NodeCheck("replace"))
 HERE = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_CLUSTER_NAME": "here", "SLURM_PROCID": "0"}
 HERE["SLURM_LOCALID"] = "0"
-
-
-@contextmanager
-def task_of(env: Mapping[str, str]) -> Iterator[int]:
-    """Run a process with this environment, as a task of a step has it."""
-    task = subprocess.Popen(["sleep", "600"], env={**env, "PATH": os.environ["PATH"]})
-    try:
-        until(lambda: "sleep" in Path(f"/proc/{task.pid}/comm").read_text())
-        yield task.pid
-        assert task.poll() is None, "it was killed"
-    finally:
-        task.kill()
-        task.wait()
-
-
-@pytest.fixture
-def own_segment() -> Iterator[Path]:
-    """Yield a file as torch leaves it in this process's /dev/shm."""
-    path = Path("/dev/shm", SEGMENT)
-    path.write_bytes(bytes(4096))
-    os.utime(path, (time.time() - 3600,) * 2)
-    yield path
-    path.unlink()
-
-
-def lines_about_processes(env: Mapping[str, str]) -> list[str]:
-    processes, _ = leftovers.find(env, 30)
-    checks = node_findings.node_findings(Node(processes=processes), (), (), 1)
-    return [f"{check.detail}; {check.advice}" for check in checks]
-
-
-def test_without_a_reply_of_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_segment: Path) -> None:
-    """If Slurm gives no reply about the user's jobs, no process is reported."""
-    with task_of({**HERE, "SLURM_JOB_ID": "6"}) as pid:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert [task.pid for task in leftovers._tasks(HERE)] == [pid]
-        assert lines_about_processes(HERE) == [] and own_segment.exists()
-
-
-@pytest.mark.slurm
-def test_a_job_that_slurm_does_not_know(slurm: MiniSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of a job that neither scontrol nor sacct knows may be a leftover: the line states that."""
-    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
-    here = {**HERE, "SLURM_JOB_ID": "4000000", "SLURM_CONF": slurm.env["SLURM_CONF"]}
-    with task_of({**here, "SLURM_JOB_ID": "4000001"}) as pid:
-        assert lines_about_processes(here) == [
-            f"process {pid} (sleep) has the environment of job 4000001, which Slurm no longer reports; is it a "
-            "leftover?"
-        ]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"SLURM_CLUSTER_NAME": "another"},
-        {"SLURM_CONF": "/another/slurm.conf"},
-        {"SLURMD_NODENAME": "n2"},
-        {"SLURM_PROCID": ""},
-        {"HPCINIT_ENGINE": "1"},
-    ],
-)
-def test_processes_that_are_no_tasks_of_this_node(other: dict[str, str]) -> None:
-    """A process of another cluster or node, of cluster=local, or without a rank is not a leftover of a job."""
-    task = {**HERE, "SLURM_JOB_ID": "6"}
-    with task_of(task):
-        assert len(list(leftovers._tasks(HERE))) == 1
-    with task_of({key: value for key, value in {**task, **other}.items() if value}):
-        assert list(leftovers._tasks(HERE)) == []
-
-
-def test_another_network_namespace() -> None:
-    """A process in another network namespace runs on another node, even if all its variables are equal."""
-    env = {**HERE, "SLURM_JOB_ID": "6", "PATH": os.environ["PATH"]}
-    command = ["unshare", "--user", "--map-root-user", "--net", "sleep", "600"]
-    with subprocess.Popen(command, env=env) as task:
-        until(lambda: "sleep" in Path(f"/proc/{task.pid}/comm").read_text())
-        try:
-            assert list(leftovers._tasks(HERE)) == []
-        finally:
-            task.kill()
 
 
 @pytest.mark.parametrize("more", [{}, {"HPCINIT_ENGINE": "1"}])

@@ -352,7 +352,7 @@ class Hang:
 class NodeCheck:
     """Settings of the check of each node before its ranks start.
 
-    It finds leftovers of ended jobs and GPU memory in use, and measures the free disk space.
+    It finds GPU memory in use and faulty GPUs, and measures the free disk space.
     """
 
     action: str = key(

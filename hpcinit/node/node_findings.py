@@ -36,7 +36,6 @@ def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequen
     pids: the process ids of these ranks.
     ranks: the number of ranks in the job.
     """
-    yield from _leftovers(node)
     for place in node.places:
         yield _place(place)
     gpus = gpus_of_job(node, devices)
@@ -49,26 +48,6 @@ def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequen
         names = ", ".join(divided)
         detail = f"MIG divides {names}: a rank uses one instance, and NCCL does not connect two instances of one GPU"
         yield Check("devices", WARNING, detail, "request whole GPUs, or start one rank")
-
-
-def _leftovers(node: Node) -> Iterator[Check]:
-    for task in node.processes:
-        process = f"process {task.pid} ({task.name})"
-        if task.known:
-            detail = f"{process} of job {task.jobs[0]}, which has ended, still runs"
-            yield Check("leftovers", WARNING, detail, f"if you do not need it: kill -9 {task.pid}")
-        else:
-            jobs = "+".join(task.jobs)
-            detail = f"{process} has the environment of job {jobs}, which Slurm no longer reports"
-            yield Check("leftovers", WARNING, detail, "is it a leftover?")
-    if node.files:
-        files = node.files
-        more = f" and {files.count - 1} more" if files.count > 1 else ""
-        detail = (
-            "files of torch or NCCL in /dev/shm, older than this job, that none of your processes has open "
-            f"({files.first}{more}, {files.gb:.2f} GB)"
-        )
-        yield Check("leftovers", WARNING, detail, "remove them if none of your programs on this node needs them")
 
 
 def _place(place: Place) -> Check:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpcinit.base.safe_files import read_or_empty
-from hpcinit.node import leftovers, nccl_interface, nvidia_smi
+from hpcinit.node import nccl_interface, nvidia_smi
 from hpcinit.records.check_results import SHARED_MEMORY
 from hpcinit.records.node_facts import Interface, Name, Node, Place
 from hpcinit.records.scratch import ENV_LOCAL_DISK
@@ -32,12 +32,11 @@ def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, 
     own: the name of this node.
     names: the job's nodes, whose names are resolved. If `names` is empty, query GPUs only if Slurm assigned some.
     backend: the backend of the process group, such as 'auto' or 'nccl'.
-    timeout_s: the time limit; one half is for Slurm's commands, the other half for NCCL.
+    timeout_s: the time limit of the check; NCCL may take half of it.
     """
     total, available = _memory()
     assigned = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or ""
     gpus, gpu_error = nvidia_smi.query() if assigned or names else ((), "")
-    processes, files = leftovers.find(env, timeout_s / 2)
     return Node(
         memory_gb=round(total, 1),
         available_gb=round(available, 1),
@@ -52,8 +51,6 @@ def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, 
         job=env.get("SLURM_JOB_ID", ""),
         xids=nvidia_smi.xids() if gpus or gpu_error else (),
         nccl=nccl_interface.ask(env, own, timeout_s / 2) if nccl_interface.is_used(env, backend) else None,
-        processes=processes,
-        files=files,
     )
 
 

@@ -1,4 +1,4 @@
-"""The facts about a node that node/node_probe.py collects: folders, interfaces, GPUs, NCCL's interface, leftovers."""
+"""The facts about a node that node/node_probe.py collects: folders, interfaces, GPUs, NCCL's interface."""
 
 from __future__ import annotations
 
@@ -141,32 +141,6 @@ class Nccl:
 
 
 @dataclass(frozen=True)
-class Leftover:
-    """A process that an ended job left on the node.
-
-    known: whether Slurm still has a record of the job. If not, the job may not have ended.
-    """
-
-    pid: int
-    name: str
-    jobs: tuple[str, ...]
-    known: bool
-
-
-@dataclass(frozen=True)
-class OldFiles:
-    """Files in /dev/shm that no process uses.
-
-    first: the path of one of them.
-    gb: their total size.
-    """
-
-    first: str
-    count: int
-    gb: float
-
-
-@dataclass(frozen=True)
 class Node:
     """What the probe found on one node.
 
@@ -189,5 +163,3 @@ class Node:
     job: str = ""
     xids: tuple[Xid, ...] = ()
     nccl: Nccl | None = None
-    processes: tuple[Leftover, ...] = ()
-    files: OldFiles | None = None

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import installed
 from tests.submit.test_restart import finish
 from tests.submitting import job_of
-from tests.test_node_check import orphan_of
 from tests.waiting import until
 
 PAGE = (Path(__file__).parents[2] / "docs/administrators.md").read_text()
@@ -237,13 +235,6 @@ def spare_node(record: Recorder) -> None:
     assert "restarting the ranks in the same job" in (folder / "logs/job.log").read_text()
 
 
-def leftover(record: Recorder) -> None:
-    with ExitStack() as stack:
-        orphan_of(record.slurm, record.folder, stack)
-        words = ("nodes=1", "+cluster.sbatch.nodelist=n1", "check_node.timeout_s=150", "wait=true", "--", "true")
-        assert "which has ended, still runs" in (record.submit(*words) / "logs/rank-0.log").read_text()
-
-
 def after_the_run(record: Recorder) -> None:
     name = record.submit("nodes=1", "wait=true", "--", "true").name
     for words in ("status", f"watch {name}", f"logs {name}", f"report {name}", f"why {name}", "clean --yes"):
@@ -287,7 +278,6 @@ SCENARIOS: list[tuple[Callable[[Recorder], None], tuple[str, ...], tuple[str, ..
     (chain, ("submit",), JOB),
     (restart, ("submit",), (*JOB, "a rank that fails", "restart.max_restarts")),
     (spare_node, ("submit",), (*JOB, "a rank that fails", "spare_nodes")),
-    (leftover, ("submit", "submit wait=true"), (*JOB, "a leftover process")),
     (after_the_run, ("submit", "submit wait=true", "watch", "status", "logs", "report", "why", "clean"), JOB),
     (refused, ("submit",), ()),
     (excluded, ("submit", "nodes"), JOB),
