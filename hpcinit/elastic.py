@@ -17,7 +17,6 @@ from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.cli.main import guarded
 from hpcinit.launch.signal_monitor import SignalMonitor
-from hpcinit.launch.torchrun.agent_watch import AgentWatch
 from hpcinit.node import node_check
 from hpcinit.records import run_folder
 from hpcinit.records.spec import Spec
@@ -37,13 +36,10 @@ def main(argv: Sequence[str]) -> int:
         )
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
-    watch = AgentWatch()
-    SignalMonitor(watch.look)  # reports a hanging agent and continues a stopped agent; it dies with this process
+    SignalMonitor()  # continues a stopped agent; it dies with this process
     signals = agent_signals.Signals()  # before torch starts threads, because they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
-    if spec.nodes == 1:
-        watch.polled()  # a single agent waits for no other, so it is watched from the start
     check = node_check.start(spec, os.environ)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
@@ -54,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
     with program.recorded(agents):
         node_check.finish(check, path.parent)
-    return agent.run(spec, path, agents, signals, watch)
+    return agent.run(spec, path, agents, signals)
 
 
 def _check_agent_count(spec: Spec, agents: World, path: Path) -> None:

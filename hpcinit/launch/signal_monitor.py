@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
 
 from hpcinit.base import processes, signals
 
@@ -28,17 +27,14 @@ class SignalMonitor:
     """A helper process that reports the signals it receives.
 
     Create it while this process has one thread and little memory.
-
-    look: a function that the helper calls regularly. Its arguments are this process's id and the seconds since the last
-    call, which are at most LOOK_S.
     """
 
-    def __init__(self, look: Callable[[int, float], object] | None = None) -> None:
+    def __init__(self) -> None:
         self._read, write = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _listen(write, parent, look)
+            _listen(write, parent)
         os.close(write)
 
     def also_received(self, number: int) -> bool:
@@ -61,7 +57,7 @@ class SignalMonitor:
         os.close(self._read)
 
 
-def _listen(write: int, parent: int, look: Callable[[int, float], object] | None) -> None:
+def _listen(write: int, parent: int) -> None:
     """Run the helper: report each signal, and continue a stopped parent whose child has exited. Never return."""
     signals.block(FORWARDED)
     os.setsid()
@@ -76,5 +72,3 @@ def _listen(write: int, parent: int, look: Callable[[int, float], object] | None
             processes.state(child) == "Z" for child in processes.children(parent)
         ):
             os.kill(parent, signal.SIGCONT)
-        elif look is not None:
-            look(parent, LOOK_S)

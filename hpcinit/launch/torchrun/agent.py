@@ -34,7 +34,6 @@ from hpcinit.base.processes import ENV_PARENT
 from hpcinit.base.supervisor import Child, Supervisor
 from hpcinit.launch import rank_binding
 from hpcinit.launch.torchrun.agent_signals import ENDING, Signals
-from hpcinit.launch.torchrun.agent_watch import AgentWatch
 from hpcinit.launch.torchrun.rendezvous_handler import AgentRendezvous
 from hpcinit.records import elastic_restarts, job_log, rank_log, run_folder, timeline
 from hpcinit.records.elastic_restarts import Restart
@@ -200,20 +199,13 @@ class Agent(SimpleElasticAgent):
 class Node:
     """Starts the ranks of one node for its agent, and reports their failures."""
 
-    def __init__(
-        self, spec: Spec, path: Path, agents: World, agent_signals: Signals, polled: Callable[[], object]
-    ) -> None:
-        self._spec, self._path, self._folder, self._agents, self._signals = (
-            spec,
-            path,
-            path.parent,
-            agents,
-            agent_signals,
-        )
+    def __init__(self, spec: Spec, path: Path, agents: World, agent_signals: Signals) -> None:
+        self._spec, self._path, self._folder = spec, path, path.parent
+        self._agents, self._signals = agents, agent_signals
         allowed = os.sched_getaffinity(0)
         self._cpus = rank_binding.cpus(spec.launch, spec.ranks_per_node, allowed, os.environ)
         self._began = startup.startup_began()
-        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart, polled)
+        self.rendezvous = AgentRendezvous(agents, spec, self._timeout, self._record_restart)
 
     def start(self) -> Workers:
         """Start the ranks of this node. After a restart, write the reason for it to the log of each rank."""
@@ -316,16 +308,15 @@ class Node:
         return self._spec.comm.timeout.start_up(self._spec.nodes, left)
 
 
-def run(spec: Spec, path: Path, agents: World, agent_signals: Signals, watch: AgentWatch) -> int:
+def run(spec: Spec, path: Path, agents: World, agent_signals: Signals) -> int:
     """Run the agent until the ranks of all nodes have ended. Return 0, or the exit status of the failed rank.
 
     If a signal ended that rank, end this process by the same signal. Raise BringUpError if agents are missing.
 
     path: the file of the spec.
     agents: the World of the agents, in which each agent is a rank.
-    watch: detects that this agent hangs.
     """
-    node = Node(spec, path, agents, agent_signals, watch.polled)
+    node = Node(spec, path, agents, agent_signals)
     worker_spec = WorkerSpec(
         role="default",
         local_world_size=spec.ranks_per_node,

@@ -46,16 +46,14 @@ class AgentRendezvous(RendezvousHandler):
         spec: Spec,
         timeout: Callable[[], timedelta],
         record: Callable[[Restart], None],
-        polled: Callable[[], object] = lambda: None,
     ) -> None:
         """Connect to the other agents.
 
         agents: the World of the agents, in which each agent is a rank.
         timeout: returns how long to wait for all agents.
         record: called by the first agent at each restart, when no rank is running any more.
-        polled: called before each use of the store.
         """
-        self._agents, self._timeout, self._record, self._polled = agents, timeout, record, polled
+        self._agents, self._timeout, self._record = agents, timeout, record
         self.round = 0
         self.why: Restart | None = None
         self._store = _join(agents, spec, timeout())
@@ -202,7 +200,6 @@ class AgentRendezvous(RendezvousHandler):
 
     def _call(self, name: str, *arguments: object) -> Any:
         """Call the method `name` of the store. Raise BringUpError if the first agent, its host, is gone."""
-        self._polled()
         try:
             return getattr(self._store, name)(*arguments)
         except (DistError, RuntimeError) as error:
