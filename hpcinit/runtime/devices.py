@@ -207,8 +207,8 @@ def _near_cpus(
 
 def _has_its_own(world: World, device: torch.device, env: Mapping[str, str]) -> bool:
     """Return whether this rank sees only its own devices, not those of other ranks."""
-    visible = visible_devices.read(env, kind(device), is_task=world.launcher == "slurm")
-    return visible.private or device.index != world.local_rank
+    count = torch.accelerator.device_count()
+    return device.index != world.local_rank or visible_devices.is_private(env, kind(device), count, world)
 
 
 def _node_of(rank: int, device: torch.device, sysfs: Path) -> int:

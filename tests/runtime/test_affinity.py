@@ -80,6 +80,7 @@ def test_fewer_ranks_than_devices(monkeypatch: pytest.MonkeyPatch, sysfs: Path) 
 def test_private_devices(monkeypatch: pytest.MonkeyPatch, sysfs: Path) -> None:
     """With --gpus-per-task a rank does not see the others' devices: it gets its whole NUMA node, with a note."""
     kernel = Kernel(monkeypatch, sysfs)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     env = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_TRES_BIND": "gpu:per_task:2"}
     said = "CPU affinity 0-3,8-11 (NUMA node 0, near cuda:0, possibly shared with other ranks)"
     assert kernel.bind(world(0, 2), torch.device("cuda", 0), env) == said

@@ -27,8 +27,8 @@ REFUSED = {"preserve_env"}  # hpcinit reports this environment as an error
 
 def _visible(task: Task) -> int:
     """Return how many devices the rank sees on a node of GPUS devices. A fake of what the driver makes of the variable."""
-    names = visible_devices.cuda(task.env)
-    return GPUS if names is None else len(names)
+    names = task.env.get("CUDA_VISIBLE_DEVICES")
+    return GPUS if names is None else 0 if names in visible_devices.NONE else len(names.split(","))
 
 
 STEPS = [
