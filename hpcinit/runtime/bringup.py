@@ -218,10 +218,9 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     training_record.begin(state.timeline.file, world.rank)
     if world.rank == 0:
         took_s = time.monotonic() - began
-        table = f"layout\n{mesh.rank_table(plan.layout)}" if mesh.rank_table(plan.layout) else ""
         timeouts = f"start-up timeout {plan.formula}, collective timeout {collectives.total_seconds():g} s"
         set_here = safeguards.describe(os.environ, protected)
-        details = [line for line in (where, timeouts, *notes, table, set_here) if line]
+        details = [line for line in (where, timeouts, *notes, set_here) if line]
         more = f"; more in {run_folder.STARTUP}" if folder else f"; more with {startup_settings.ENV_VERBOSE}=1"
         say(f"{_shape(world)}, {_by_device(plan)}, up in {took_s:.1f} s{more}")
         startup_settings.record(folder, world.job, details)

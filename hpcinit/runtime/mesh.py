@@ -22,20 +22,8 @@ COMBINED = {
 }
 # With expert parallelism a data parallel dimension is split in two: ep, and the ranks that have the same experts.
 SPLIT = {"dp_replicate": ("edp_replicate", "ep"), "dp_shard": ("edp_shard", "ep")}
-MEANING = {
-    "pp": "pipeline stages",
-    "dp_replicate": "other samples, the same parameters",
-    "dp_shard": "other samples, parameters divided",
-    "edp_replicate": "the same experts",
-    "edp_shard": "the same experts",
-    "ep": "other experts",
-    "cp": "parts of a sequence",
-    "tp": "parts of a layer",
-    "dp": "other samples",
-    "fsdp": "parameters divided",
-    "loss": "losses and gradients averaged",
-    "sp": "parts of a sequence",
-}
+# The names that size(), group(), place() and a Mesh accept: dimensions, and combinations of them.
+NAMES = ("pp", "dp_replicate", "dp_shard", "edp_replicate", "edp_shard", "ep", "cp", "tp", *COMBINED)
 
 
 def all_dimensions(layout: Layout) -> dict[str, int]:
@@ -81,56 +69,6 @@ def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
     return tuple(each for each in names if each in parts)
 
 
-def group_members(layout: Layout, name: str) -> list[range]:
-    """Return the ranks of each group of a dimension or combination, in rank order.
-
-    The dimensions of a combination are next to each other, so each group is one range of ranks.
-
-    layout: the parallelism, with every degree computed.
-    """
-    sizes = mesh_dimensions(layout)
-    names = tuple(sizes)
-    chosen = members(names, name)
-    size = math.prod(sizes[each] for each in chosen)
-    step = math.prod(sizes[each] for each in names[names.index(chosen[-1]) + 1 :]) if chosen else 1
-    world_size = math.prod(sizes.values())
-    return [
-        range(block + first, block + first + size * step, step)
-        for block in range(0, world_size, size * step)
-        for first in range(step)
-    ]
-
-
-def rank_table(layout: Layout) -> str:
-    """Return a table that shows which ranks form groups. It has one line per dimension and combination.
-
-    For plain data parallelism, return ''.
-    """
-    if layout.pp * layout.dp_shard * layout.cp * layout.tp * layout.ep == 1:
-        return ""
-    sizes = mesh_dimensions(layout)
-    rows = [(name, size, name) for name, size in sizes.items()]
-    for name in (*SPLIT, *COMBINED):
-        made = members(tuple(sizes), name)
-        if len(made) > 1:
-            rows.append((name, math.prod(sizes[each] for each in made), " x ".join(made)))
-    lines = [("dimension", "size", "first group", "")]
-    for name, size, of in rows:
-        what = MEANING[name] + ("" if of == name else f" ({of})")
-        lines.append((name, str(size), _shown(group_members(layout, name)[0]), what))
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    return "\n".join(
-        f"{name:<{widths[0]}}  {size:>{widths[1]}}  {ranks:<{widths[2]}}  {what}".rstrip()
-        for name, size, ranks, what in lines
-    )
-
-
-def _shown(ranks: range) -> str:
-    """Return the ranks in short form, as in '0 8 16 ... 56'."""
-    shown = [str(rank) for rank in ranks]
-    return " ".join(shown if len(shown) <= 4 else [*shown[:3], "...", shown[-1]])
-
-
 # The device mesh of a layout.
 
 
@@ -141,7 +79,7 @@ class NotMade:
 
 
 class Mesh(DeviceMesh):
-    """torch's DeviceMesh with all dimensions, plus the combinations and alternative names in MEANING.
+    """torch's DeviceMesh with all dimensions, plus the combinations and alternative names in NAMES.
 
     `mesh["dp", "sp"]` is a mesh of two dimensions. `mesh.get_group("tp")` is this rank's group; if the dimension has
     size 1, the group contains only this rank. `dp`, `fsdp` and `loss` are combinations, and `sp` is another name for
@@ -176,7 +114,7 @@ class Mesh(DeviceMesh):
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if names == self.mesh_dim_names:
             return self
-        used = [each for name in names if name in MEANING for each in _members(self, name)]
+        used = [each for name in names if name in NAMES for each in _members(self, name)]
         if used != [name for name in self.mesh_dim_names or () if name in used]:
             raise KeyError(f"mesh dimensions {names}, expected names in the order of {self.mesh_dim_names}, each once")
         found = DeviceMesh._concatenate([self._one(name) for name in names])  # as fully_shard does, see mesh_part
@@ -185,7 +123,7 @@ class Mesh(DeviceMesh):
 
     def _one(self, name: str) -> DeviceMesh:
         """Return the mesh of one dimension or combination. Raise KeyError for an unknown name."""
-        if name not in MEANING:
+        if name not in NAMES:
             return self.part((name,))  # one that the program has flattened itself
         return mesh_part(self, name) or self.of_one()
 
@@ -232,7 +170,7 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh:
 def size(mesh: DeviceMesh, name: str) -> int:
     """Return how many ranks are in a dimension or combination.
 
-    Raise RequestError if MEANING does not contain the name.
+    Raise RequestError if NAMES does not contain the name.
     """
     sizes = _sizes(mesh)
     return math.prod([sizes[each] for each in _members(mesh, name)])
@@ -242,7 +180,7 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     """Return the mesh of some dimensions or combinations, without those of size 1. If all have size 1, return None.
 
     For example, `mesh_part(mesh, "dp_replicate", "fsdp")` is the mesh that fully_shard expects for HSDP. Raise
-    RequestError if MEANING does not contain a name.
+    RequestError if NAMES does not contain a name.
     """
     found = tuple(_called(mesh, name) for name in names if size(mesh, name) > 1)
     if not found:
@@ -259,7 +197,7 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
     """Return this rank's process group for a dimension or combination. If its size is 1, the group is this rank alone.
 
-    Raise RequestError if MEANING does not contain the name.
+    Raise RequestError if NAMES does not contain the name.
     """
     _check(name)
     return mesh[name].get_group()
@@ -268,7 +206,7 @@ def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
 def place(mesh: DeviceMesh, name: str) -> int:
     """Return this rank's number in its group, 0 to size - 1.
 
-    Raise RequestError if MEANING does not contain the name.
+    Raise RequestError if NAMES does not contain the name.
     """
     found = mesh_part(mesh, name)
     return 0 if found is None else found.get_local_rank()
@@ -281,8 +219,8 @@ def _members(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
 
 
 def _check(name: str) -> None:
-    if name not in MEANING:
-        raise RequestError(f"unknown mesh dimension {name!r}; expected one of: {', '.join(MEANING)}")
+    if name not in NAMES:
+        raise RequestError(f"unknown mesh dimension {name!r}; expected one of: {', '.join(NAMES)}")
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:

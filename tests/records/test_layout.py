@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import DIMENSIONS, Layout
 from hpcinit.runtime import mesh
+from tests.records.groups import group_members
 
 layouts = st.lists(st.integers(1, 4), min_size=5, max_size=5).map(lambda degrees: Layout(*degrees))
 
@@ -101,26 +102,13 @@ def test_impossible_values(wrong: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_the_table_shows_the_groups_of_rank_0() -> None:
-    """Each dimension and combination has a line with its size and first group; plain data parallelism has no table."""
-    assert mesh.rank_table(Layout(dp_replicate=64)) == ""
-    assert mesh.rank_table(Layout(dp_replicate=2, dp_shard=8, tp=4)).splitlines() == [
-        "dimension     size  first group",
-        "dp_replicate     2  0 32          other samples, the same parameters",
-        "dp_shard         8  0 4 8 ... 28  other samples, parameters divided",
-        "tp               4  0 1 2 3       parts of a layer",
-        "dp              16  0 4 8 ... 60  other samples (dp_replicate x dp_shard)",
-        "loss            16  0 4 8 ... 60  losses and gradients averaged (dp_replicate x dp_shard)",
-    ]
-
-
 def test_experts_are_taken_from_the_data_parallel_ranks() -> None:
     """With ep 2 a data parallel dimension of 4 splits into two, and adjacent ranks in it have different experts. The
     other data parallel dimension does not change."""
     layout = Layout(dp_replicate=2, dp_shard=4, tp=2, ep=2)
     assert mesh.mesh_dimensions(layout) == {"dp_replicate": 2, "edp_shard": 2, "ep": 2, "tp": 2}
-    assert [list(each) for each in mesh.group_members(layout, "ep")][:2] == [[0, 2], [1, 3]]
-    assert [list(each) for each in mesh.group_members(layout, "edp_shard")][:2] == [[0, 4], [1, 5]]
-    assert list(mesh.group_members(layout, "dp_replicate")[0]) == [0, 8]
-    assert list(mesh.group_members(layout, "dp_shard")[0]) == [0, 2, 4, 6]
+    assert [list(each) for each in group_members(layout, "ep")][:2] == [[0, 2], [1, 3]]
+    assert [list(each) for each in group_members(layout, "edp_shard")][:2] == [[0, 4], [1, 5]]
+    assert list(group_members(layout, "dp_replicate")[0]) == [0, 8]
+    assert list(group_members(layout, "dp_shard")[0]) == [0, 2, 4, 6]
     assert mesh.mesh_dimensions(Layout(dp_replicate=4, ep=4)) == {"edp_replicate": 1, "ep": 4}

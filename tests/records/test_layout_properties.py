@@ -10,6 +10,7 @@ from collections import Counter
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import DIMENSIONS, Layout
 from hpcinit.runtime import mesh
+from tests.records.groups import group_members
 
 CASES = 10_000
 
@@ -48,7 +49,7 @@ def test_ten_thousand_layouts() -> None:
         if isinstance(found, Layout):
             seen["accepted"] += 1
             check_groups(found, degrees, nodes * per_node)
-            assert across or all(len({r // per_node for r in each}) == 1 for each in mesh.group_members(found, "tp"))
+            assert across or all(len({r // per_node for r in each}) == 1 for each in group_members(found, "tp"))
         else:
             seen[reason(found, degrees, nodes, per_node, across)] += 1
     assert sum(seen.values()) == CASES
@@ -59,8 +60,8 @@ def check_groups(layout: Layout, degrees: dict[str, int], world_size: int) -> No
     """Check that sizes are as requested, and that the groups of each name partition the ranks."""
     assert all(degree in (-1, getattr(layout, name)) for name, degree in degrees.items())
     assert math.prod(layout.degrees().values()) == world_size
-    for name in mesh.MEANING:
-        groups = mesh.group_members(layout, name)
+    for name in mesh.NAMES:
+        groups = group_members(layout, name)
         assert sorted(rank for each in groups for rank in each) == list(range(world_size)), name
         sizes = {len(each) for each in groups}
         expected = math.prod(getattr(layout, part) for part in mesh.COMBINED.get(name, (name,))) if name not in {"edp_shard", "edp_replicate"} else None  # fmt: skip

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import DIMENSIONS, Layout
 from hpcinit.runtime import mesh
+from tests.records.groups import group_members
 
 def built(layout, rank):
     size = math.prod(layout.degrees().values())
@@ -39,14 +40,14 @@ def test_groups_match_the_arithmetic(tmp_path: Path) -> None:
             size = math.prod(degrees)
             rank = random.randrange(size)
             made = built(layout, rank)
-            for name in mesh.MEANING:
-                expected = next(list(each) for each in mesh.group_members(layout, name) if rank in each)
+            for name in mesh.NAMES:
+                expected = next(list(each) for each in group_members(layout, name) if rank in each)
                 ranks = dist.get_process_group_ranks(mesh.group(made, name))
                 names |= {name} if len(ranks) > 1 else set()
                 if (ranks, mesh.size(made, name), ranks[mesh.place(made, name)]) != (expected, len(expected), rank):
                     wrong.append([str(layout), rank, name, ranks, expected])
             dist.destroy_process_group()
-        print(json.dumps([wrong, sorted(names) == sorted(mesh.MEANING)]))
+        print(json.dumps([wrong, sorted(names) == sorted(mesh.NAMES)]))
         """),
         tmp_path,
     )
@@ -115,8 +116,8 @@ def test_every_name_has_a_mesh(tmp_path: Path) -> None:
             made = built(layout, 0)
             assert layout.ep > 1 or made["pp", "dp_shard"].mesh_dim_names == ("pp", "dp_shard")
             assert [group.size() for group in made.get_all_groups()] == list(made.shape)
-            for name in mesh.MEANING:
-                expected = list(mesh.group_members(layout, name)[0])
+            for name in mesh.NAMES:
+                expected = list(group_members(layout, name)[0])
                 for group in (made[name].get_group(), made.get_group(name)):
                     ranks = dist.get_process_group_ranks(group)
                     if (ranks, made[name].size(), made[name].get_local_rank()) != (expected, len(expected), 0):
@@ -144,7 +145,7 @@ def test_combinations_cause_no_warning(tmp_path: Path) -> None:
         made = built(Layout(1, 2, 2, 2, 2, ep=2), 5)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            for names in (*((name,) for name in mesh.MEANING), ("dp_replicate", "fsdp"), ("dp", "cp", "tp")):
+            for names in (*((name,) for name in mesh.NAMES), ("dp_replicate", "fsdp"), ("dp", "cp", "tp")):
                 first, again = mesh.mesh_part(made, *names), mesh.mesh_part(made, *names)
                 assert first is None or [str(each.mesh_dim_names) for each in (first, again)] == [str(first.mesh_dim_names)] * 2
                 assert first is None or first.get_all_groups() == again.get_all_groups(), names
@@ -161,13 +162,14 @@ def test_real_groups_of_eight_ranks(tmp_path: Path) -> None:
     code = """
         import json, torch, torch.distributed as dist, hpcinit
         from hpcinit.runtime import mesh
+        from tests.records.groups import group_members
         layout = hpcinit.Layout(1, 2, 2, 1, 2, ep=2)
         run = hpcinit.init(layout=layout)
         sums = {}
         for name in ("dp_replicate", "dp_shard", "ep", "tp", "dp", "loss", "cp", "pp"):
             value = torch.tensor([float(2**run.rank)])
             dist.all_reduce(value, group=run.group(name))
-            expected = next(sum(2**rank for rank in each) for each in mesh.group_members(layout, name) if run.rank in each)
+            expected = next(sum(2**rank for rank in each) for each in group_members(layout, name) if run.rank in each)
             sums[name] = [int(value), expected]
         assert dist.get_process_group_ranks(run.group("cp")) == [run.rank]
         print(json.dumps(sums))
