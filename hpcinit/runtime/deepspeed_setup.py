@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from datetime import timedelta
 
@@ -11,28 +12,6 @@ from hpcinit.base.errors import BringUpError
 from hpcinit.base.versions import installed
 from hpcinit.deepspeed import deepspeed_versions
 from hpcinit.runtime import devices, ops
-
-# The names that DeepSpeed 0.19.8 resets in deepspeed.utils.groups._release_process_group_references. DeepSpeed 0.18.5
-# lacks that function and has the same names.
-_EMPTIED = (
-    "_EXPERT_PARALLEL_GROUP",
-    "_EXPERT_PARALLEL_GROUP_RANKS",
-    "_EXPERT_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-    "_ALL_TO_ALL_GROUP",
-)
-_RESET = {
-    "_WORLD_GROUP": None,
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
-    "_TENSOR_MODEL_PARALLEL_GROUP": None,
-    "_MODEL_PARALLEL_GROUP": None,
-    "_DATA_PARALLEL_GROUP": None,
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
-    "expert_tensor_parallel_world_size": 1,
-    "mesh_device": None,
-    "mpu": None,
-}
 
 
 def deepspeed_version() -> str:
@@ -81,8 +60,5 @@ def forget_deepspeed() -> None:
         return
     if hasattr(groups, "_release_process_group_references"):
         groups._release_process_group_references()
-        return
-    for name in _EMPTIED:
-        getattr(groups, name, {}).clear()  # a DeepSpeed before 0.18.5, which only the program uses, lacks some
-    for name, value in _RESET.items():
-        setattr(groups, name, value)
+    else:
+        importlib.reload(groups)  # DeepSpeed 0.18.5 keeps process groups in variables of this module
