@@ -46,6 +46,7 @@ PACKAGES = {
     "world": Package(
         "World, the launchers, host names, rank 0's address, network interfaces, ports, visible devices, fingerprints",
         LOGIN,
+        ("psutil",),
     ),
     "node": Package(
         "one probe of a node and what its facts mean: for the doctor, and for the check before ranks start",

@@ -108,8 +108,8 @@ def _place(what: str, path: str) -> Place:
 
 def _interfaces() -> Iterator[Interface]:
     """Yield the node's network interfaces, except loopback, bridges, and those of containers."""
-    for name in network.interface_names():
-        if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")) or ":" in name:
+    for name in sorted(name for _, name in socket.if_nameindex()):
+        if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")):
             continue
         place = Path("/sys/class/net") / name
         speed = read_or_empty(place / "speed")  # Mbit/s; -1 where the driver does not know

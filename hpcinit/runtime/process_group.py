@@ -27,6 +27,7 @@ from hpcinit.world import World, network
 from hpcinit.world.launchers.mpi import check_horovod, horovod
 
 LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIDE = "hpcinit-side/"  # prefix of the names of side groups
 
 
@@ -58,7 +59,6 @@ def make(
         try:
             rendezvous = startup.join_rendezvous(world, spec, timeout)
             os.environ.update(startup.program_environment(world, rendezvous))
-            refuse_interfaces(os.environ, backend)  # after the rendezvous, so that every rank gets the error
             startup.reach("device", **recorded)
             store = open_store(world, rendezvous, deadline)
             if rendezvous:
@@ -77,19 +77,6 @@ def make(
     )
 
 
-def refuse_interfaces(env: Mapping[str, str], backend: str) -> None:
-    """Raise BringUpError if an environment variable makes `backend` use network interfaces that this node lacks."""
-    there = network.interface_names()
-    for variable, (reader, unmatched) in network.READS.items():
-        missing = unmatched(env.get(variable, ""), there) if reader in backend else []
-        if missing:
-            raise BringUpError(
-                f"{', '.join(missing)} matches no interface of {socket.gethostname()}, which has "
-                f"{', '.join(there)} ({variable}={env[variable]}, from cluster.interface). Set cluster.interface to "
-                "one that every node has, or to null: then gloo and NCCL choose one"
-            )
-
-
 def _in_torch(
     world: World,
     store: Store,
@@ -106,10 +93,12 @@ def _in_torch(
         startup.reach("joined")
         barrier(device)
     except (RuntimeError, ValueError, OSError) as error:  # torch's errors are RuntimeErrors
-        gist = _gist(error)
+        gist, there = _gist(error), ", ".join(name for _, name in socket.if_nameindex())
+        asked = [f"{name}={os.environ[name]}" for name in INTERFACES if name in os.environ]
+        wanted = f"; {' and '.join(asked)} (cluster.interface), and this node has {there}" if asked else ""
         raise BringUpError(
             f"torch could not create the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
-            f"{gist}; for more output set TORCH_CPP_LOG_LEVEL=INFO (torch) or NCCL_DEBUG=INFO (NCCL)",
+            f"{gist}{wanted}; for more output set TORCH_CPP_LOG_LEVEL=INFO (torch) or NCCL_DEBUG=INFO (NCCL)",
             quoted=gist,
         ) from error
 

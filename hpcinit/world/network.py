@@ -10,28 +10,19 @@ address are never used:
 
 from __future__ import annotations
 
-import array
-import contextlib
-import fcntl
 import ipaddress
 import re
 import socket
-import struct
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hpcinit.base.errors import ConfigError, WorldError
 
-SIOCGIFCONF = 0x8912  # linux/sockios.h: all IPv4 addresses, with the names of their interfaces
-_IFREQ = 40  # bytes of struct ifreq on 64 bits: 16 of name, 2 of family, 2 of port, 4 of address, and padding
-_MOST = 512
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str], Sequence[str]]  # returns a name's addresses; raises OSError if there are none
 PLACEHOLDER = "{host}"
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
-# SLURM_NODE_ALIASES "ec0:10.0.0.7:host-7,ec1:[fd00::8]:host-8": node, NodeAddr, NodeHostName
-_ALIAS = re.compile(r"([^:,]+):(\[[^]]*\]|[^:,\[\]]*):([^:,]*)")
 
 
 class Found(NamedTuple):
@@ -150,27 +141,6 @@ def in_url(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def node_aliases(text: str) -> dict[str, str]:
-    """Return the address of each node in SLURM_NODE_ALIASES. Slurm sets this variable if DNS may lack the nodes' names.
-
-    '(null)' means that there are no aliases. Raise WorldError if the text is not in the form that Slurm writes.
-    """
-    if text in {"", "(null)"}:
-        return {}
-    found: dict[str, str] = {}
-    at = 0
-    while at <= len(text):
-        alias = _ALIAS.match(text, at)
-        if not alias or text[alias.end() : alias.end() + 1] not in {"", ","}:
-            raise WorldError(
-                f"SLURM_NODE_ALIASES cannot be read at column {at + 1}: {text[at : at + 40]!r}, expected "
-                "NODE:ADDRESS:HOSTNAME,..."
-            )
-        found[alias[1]] = alias[2].strip("[]")
-        at = alias.end() + 1
-    return {node: address for node, address in found.items() if address}
-
-
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
@@ -182,15 +152,10 @@ def _is_address(text: str) -> bool:
 def holding(address: str) -> str:
     """Return the name of the interface that has `address`, such as 'eth0'.
 
-    If no interface has it, or if the interfaces cannot be read, return ''.
+    If no interface has it, return ''.
     """
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    try:
-        found = _ipv4() if wanted.version == 4 else _ipv6()
-    except (OSError, ValueError):
-        return ""
-    # An address with its own label is listed as 'eth0:1'.
-    return next((name.partition(":")[0] for name, held in found if held == wanted), "")
+    return next((name for name, held in _own_addresses() if held == wanted), "")
 
 
 def family(address: str) -> socket.AddressFamily:
@@ -220,11 +185,8 @@ def default_address() -> str:
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):
             return found
-    with contextlib.suppress(OSError, ValueError):
-        found_here: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [ip for _, ip in _ipv4()]
-        found_here += [ip for _, ip in _ipv6()]
-        return next((str(ip) for ip in found_here if not (ip.is_loopback or ip.is_link_local)), "")
-    return ""
+    usable = [ip for _, ip in _own_addresses() if not (ip.is_loopback or ip.is_link_local)]
+    return str(min(usable, key=lambda ip: ip.version)) if usable else ""
 
 
 def blind_spot(name: str, resolver: Resolver = resolve) -> str:
@@ -242,55 +204,6 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
     return f"{name} is {bound} on {name} itself" if ipaddress.ip_address(bound).is_loopback else ""
 
 
-def interface_names() -> tuple[str, ...]:
-    """Return the sorted names of this node's network interfaces, including address labels such as 'eth0:1'."""
-    found = {name for _, name in socket.if_nameindex()}
-    with contextlib.suppress(OSError, ValueError):  # labels are rare
-        found.update(name for name, _ in _ipv4())
-    return tuple(sorted(found))
-
-
-def unmatched_by_gloo(value: str, there: Collection[str]) -> list[str]:
-    """Return the names in GLOO_SOCKET_IFNAME (such as 'eth0,eth1') that are not interfaces of this node.
-
-    torch requires that all of them exist under exactly these names. torch (2.13) ignores a value with only one
-    character.
-
-    there: the names of this node's interfaces.
-    """
-    return [name for name in value.split(",") if name and name not in there] if len(value) > 1 else []
-
-
-def unmatched_by_nccl(value: str, there: Collection[str]) -> list[str]:
-    """Return [value] if NCCL_SOCKET_IFNAME selects none of this node's interfaces, else [].
-
-        eth,ib          interfaces whose names start with eth or ib.
-        =eth0,ib0       only eth0 and ib0.
-        ^docker,lo      all interfaces whose names start with neither docker nor lo.
-        ^=docker0       all interfaces except docker0.
-
-    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
-
-    there: the names of this node's interfaces.
-    """
-    listed = value.removeprefix("^")
-    exact = listed.startswith("=")
-    # "eth0:1234" is an interface and a port.
-    wanted = [word.partition(":")[0] for word in listed.removeprefix("=").split(",")]
-    wanted = [word for word in wanted if word]
-    if len(value) <= 1 or not wanted:
-        return []
-    named = {name for name in there if (name in wanted if exact else name.startswith(tuple(wanted)))}
-    return [] if (named != set(there) if value.startswith("^") else named) else [value]
-
-
-# The backend that reads a variable, and how it reads it.
-READS: dict[str, tuple[str, Callable[[str, Collection[str]], list[str]]]] = {
-    "GLOO_SOCKET_IFNAME": ("gloo", unmatched_by_gloo),
-    "NCCL_SOCKET_IFNAME": ("nccl", unmatched_by_nccl),
-}
-
-
 def first_of_ours(addresses: Sequence[str]) -> str:
     """Return the first of `addresses` that is an address of this node, or ''."""
     for address in addresses:
@@ -303,17 +216,13 @@ def first_of_ours(addresses: Sequence[str]) -> str:
     return ""
 
 
-def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
-    buffer = array.array("B", bytes(_MOST * _IFREQ))
-    at, size = buffer.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", size, at))
-    filled = struct.unpack("iP", answer)[0]
-    entries = [buffer[i : i + _IFREQ].tobytes() for i in range(0, filled, _IFREQ)]
-    return [(e[:16].partition(b"\0")[0].decode(errors="replace"), ipaddress.IPv4Address(e[20:24])) for e in entries]
+def _own_addresses() -> list[tuple[str, IPAddress]]:
+    """Return this node's addresses, each with the name of its interface, without labels such as ':1' in 'eth0:1'."""
+    import psutil  # noqa: PLC0415 - needed only if the nodes' names do not resolve everywhere
 
-
-def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:
-    # "fd000000000000000000000000000002 02 40 00 80     eth0"
-    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    return [(words[5], ipaddress.IPv6Address(bytes.fromhex(words[0]))) for words in lines]
+    return [
+        (name.partition(":")[0], ipaddress.ip_address(one.address.partition("%")[0]))
+        for name, found in psutil.net_if_addrs().items()
+        for one in found
+        if one.family in {socket.AF_INET, socket.AF_INET6}
+    ]

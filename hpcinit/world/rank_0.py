@@ -64,8 +64,6 @@ NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
 @functools.cache
 def _slurm_address(host: str) -> str | None:
     """Return the address that Slurm has for a node, or None. It is needed if the node's name does not resolve."""
-    if alias := network.node_aliases(os.environ.get("SLURM_NODE_ALIASES", "")).get(host):
-        return alias
     try:
         done = slurm_client.run(["scontrol", "--all", "show", "node", host], at_most=NODE_ADDRESS_LIMIT)
     except slurm_client.Unreachable:
