@@ -182,11 +182,10 @@ def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
 #     evidence                                            detects
 #     no SLURM_STEP_ID                                    sbatch and salloc from a login node
 #     SLURM_STEP_ID 4294967290                            salloc's interactive shell
-#     no SLURM_UMASK (srun sets it, slurmstepd            every batch script, nested ones too
-#     removes it from a batch script's environment)
-#     step hosts that are not the job's, or not this      jobs that were nested with another shape
-#     node; another number of tasks here than the step's
 #     another slurmstepd above this process               all of them, if /proc can be read
+#
+# If /proc shows no slurmstepd, as in some containers, a nested job counts as a step. Its ranks then wait until the
+# start-up timeout, and rank 0 names the missing ones.
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT. Slurm 26.05 writes them as signed numbers.
 NO_RANKS = {
@@ -203,23 +202,14 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Return a reason to doubt that this process is a task of a Slurm step, as a clause for a message, or '' if none.
-
-    Raise WorldError if the variables may be inherited from another process, and the parents of this process are not
-    visible.
-    """
+    """Return a reason to doubt that this process is a task of a Slurm step, as a clause of a message, or ''."""
     step = env.get("SLURM_STEP_ID")
     if step is None:
         return "SLURM_STEP_ID is not set"
     if step in NO_RANKS:
         return f"SLURM_STEP_ID is {step}: {NO_RANKS[step]}"
     # slurmstepd sets SLURM_TASK_PID. hpcinit's local engine does not, and may itself run inside a step.
-    if process.step and "SLURM_TASK_PID" in env:
-        return _doubt_from_process(env, process)
-    reason = _doubt_from_umask(env) or _doubt_from_hosts(env) or _doubt_from_counts(env)
-    if not reason:
-        _refuse_two_sizes(env)
-    return reason
+    return _doubt_from_process(env, process) if process.step and "SLURM_TASK_PID" in env else ""
 
 
 def job_ids(env: Mapping[str, str]) -> set[str]:
@@ -235,53 +225,6 @@ def _doubt_from_process(env: Mapping[str, str], process: Process) -> str:
     claimed = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
     what = f", {NO_RANKS[step]}," if step in NO_RANKS else ""
     return f"SLURM_STEP_ID is inherited: Slurm started this process in step {process.step}{what} not in {claimed}"
-
-
-def _doubt_from_umask(env: Mapping[str, str]) -> str:
-    first = all(env.get(f"SLURM_{name}") == "0" for name in ("PROCID", "LOCALID", "NODEID", "GTIDS"))
-    if first and "SLURM_TASK_PID" in env and "SLURM_UMASK" not in env:
-        return (
-            "SLURM_STEP_ID is inherited from the step that submitted this job: SLURM_UMASK, which srun sets for every "
-            "task, is not set"
-        )
-    return ""
-
-
-def _doubt_from_hosts(env: Mapping[str, str]) -> str:
-    step, job, node = env.get("SLURM_STEP_NODELIST"), env.get("SLURM_JOB_NODELIST"), env.get("SLURMD_NODENAME")
-    if not step:
-        return ""
-    hosts = set(nodelist.expand(step))
-    if job and not hosts <= set(nodelist.expand(job)):
-        return f"SLURM_STEP_ID is inherited from another job: SLURM_STEP_NODELIST is {step}, SLURM_JOB_NODELIST {job}"
-    if node and node not in hosts:
-        return f"SLURM_STEP_ID is inherited from another step: SLURM_STEP_NODELIST is {step}, SLURMD_NODENAME {node}"
-    return ""
-
-
-def _doubt_from_counts(env: Mapping[str, str]) -> str:
-    step, per_node, gtids = (env.get(f"SLURM_{k}") for k in ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "GTIDS"))
-    if not (step and per_node and gtids):
-        return ""
-    # Both lists are in the nodelist's order, which may differ from the order of SLURM_NODEID.
-    counts = dict(zip(nodelist.expand(step), nodelist.expand_counts(per_node), strict=False))
-    count, here = counts.get(env.get("SLURMD_NODENAME", "")), len(gtids.split(","))
-    if count is None or count == here:
-        return ""
-    return (
-        f"SLURM_STEP_ID is inherited from another step: that has {counted(count, 'task')} on {env['SLURMD_NODENAME']} "
-        f"(SLURM_STEP_TASKS_PER_NODE {per_node}), and SLURM_GTIDS is {gtids}"
-    )
-
-
-def _refuse_two_sizes(env: Mapping[str, str]) -> None:
-    step, job = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_NTASKS")
-    if step and job and step != job:
-        raise WorldError(
-            f"SLURM_STEP_NUM_TASKS is {step} and SLURM_NTASKS is {job}, expected the same number: either the step's "
-            "variables are inherited from the job that submitted this one (then start the ranks with srun), or srun "
-            "was called with --preserve-env (then remove that option)"
-        )
 
 
 def present(env: Mapping[str, str]) -> bool:
