@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from hpcinit.records.spec import Spec
 from hpcinit.slurm import nodelist, queue, slurm_client
 from hpcinit.slurm.slurm_client import Unreachable
 
-PY_SPY = "HPCINIT_PY_SPY"  # environment variable: the path of py-spy; empty: do not use it
 # In sh, because the nodes may have another Python. The last arguments are candidates.
 START = """code=$1 query=$2; shift 2
 for python do
@@ -154,11 +152,3 @@ def collector(asked: Mapping[str, Any]) -> list[str]:
     """
     code = Path(stack_collector.__file__).read_text()
     return ["sh", "-c", START, "sh", code, json.dumps(asked), sys.executable, "python3", "python"]
-
-
-def py_spies() -> list[str]:
-    """Return the paths at which a node may have py-spy: beside this Python, then on PATH."""
-    if (given := os.environ.get(PY_SPY)) is not None:
-        return [given] if given else []
-    beside = str(Path(sys.executable).parent / "py-spy")
-    return [beside, *([found] if (found := shutil.which("py-spy")) else []), "py-spy"]

@@ -5,8 +5,7 @@ hpcinit nor the run's environment may exist outside a container.
 
 A thread in each rank, which runtime/lifecycle/stack_signal.py starts, writes the rank's stacks. If C code keeps the
 GIL, this thread can't run. It then gets a signal, whose handler writes the stacks. A process without that handler never
-gets the signal, because the signal would end the process. py-spy reads the stacks of such a process, and of a stopped
-process. None of this interrupts the program.
+gets the signal, because the signal would end the process. None of this interrupts the program.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -35,7 +33,6 @@ OF_A_RANK = re.compile(
 )
 CHUNK = 800  # characters; Slurm mixes the output of tasks only between lines below 1 KiB
 PREFIX = "hpcinit-stacks"
-PY_SPY_S = 5.0  # py-spy needs 0.1 s on an idle core
 SETTLED_S, HANDLER_S = 0.03, 1.0  # the stacks are complete if they do not grow for so long; the handler's limit
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
 TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250}
@@ -88,10 +85,9 @@ def main(argv: list[str]) -> int:
     if asked["ranks"]:
         found = [one for one in found if one.rank in asked["ranks"]]
     results: list[Any] = [None] * len(found)
-    py_spy = _py_spy(asked["py_spy"])
 
     def sample(at: int) -> None:
-        results[at] = _sampled(found[at], asked["samples"], asked["apart_s"], py_spy)
+        results[at] = _sampled(found[at], asked["samples"], asked["apart_s"])
 
     threads = [threading.Thread(target=sample, args=(at,)) for at in range(len(found))]
     for thread in threads:
@@ -252,21 +248,17 @@ def _own_pid(place: Path) -> int:
     return int(place.name)
 
 
-def _py_spy(candidates: list[str]) -> str:
-    return next((path for path in map(shutil.which, candidates) if path), "")
-
-
-def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[str, Any]:
+def _sampled(one: Process, samples: int, apart_s: float) -> dict[str, Any]:
     start, first, own = time.monotonic(), _cpu_s(one.pid), OwnStacks(one)
     found: list[dict[str, Any]] = []
-    errors: list[str] = []
     for at in range(samples):
         time.sleep(max(0.0, start + at * apart_s - time.monotonic()))
         state = _state(one.pid)
-        sample = {"state": state, "wchan": _read(one.pid, "wchan").strip("0\n")}
+        sample: dict[str, Any] = {"state": state, "wchan": _read(one.pid, "wchan").strip("0\n")}
         if state in ("", "Z", "X"):
             break
-        sample.update(_stack(one, own, state, py_spy, errors))
+        if state not in ("T", "t"):
+            sample["frames"] = own.frames()
         found.append(sample)
     last, elapsed = _cpu_s(one.pid), time.monotonic() - start
     own.close()
@@ -280,63 +272,7 @@ def _sampled(one: Process, samples: int, apart_s: float, py_spy: str) -> dict[st
         "gil_kept": own.gil_is_kept,
         "cpu_s": None if first is None or last is None else last - first,
         "samples": found,
-        "error": errors[-1] if errors else "",
     }
-
-
-def _stack(one: Process, own: OwnStacks, state: str, py_spy: str, errors: list[str]) -> dict[str, Any]:
-    """Return the stack of the main thread, and which thread holds the GIL if py-spy shows it.
-
-    The stack is {"frames": [[file, line, function], ...]}, with the innermost frame first.
-    """
-    if not one.python:
-        return {}
-    if state not in ("T", "t"):
-        frames = own.frames()
-        if frames:
-            return {"frames": frames}
-    if not py_spy:
-        errors.append("py-spy is not installed: pip install py-spy")
-    elif not any(error.startswith("py-spy: ") for error in errors):  # one refusal is enough
-        return _by_py_spy(one.pid, py_spy, errors)
-    return {}
-
-
-def _by_py_spy(pid: int, py_spy: str, errors: list[str]) -> dict[str, Any]:
-    command = [py_spy, "dump", "--json", "--nonblocking", "--pid", str(pid)]
-    said = ""
-    for _ in range(3):  # of a process that runs, a reading can be inconsistent
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=PY_SPY_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            said = str(error)
-            break
-        said = done.stderr.decode(errors="replace").strip()
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            threads = json.loads(done.stdout.decode(errors="replace"))
-            found = _threads(pid, threads)
-            if found.get("frames"):
-                return found
-        if "ermission" in said:
-            break
-    errors.append("py-spy: " + (said.splitlines() or ["no stack"])[0].replace("Error: ", ""))
-    return {}
-
-
-def _threads(pid: int, threads: list[dict[str, Any]]) -> dict[str, Any]:
-    main = [one for one in threads if one.get("os_thread_id") == pid or one.get("thread_name") == "MainThread"]
-    found: dict[str, Any] = {}
-    if main:
-        found["frames"] = [_frame(frame) for frame in main[0]["frames"]]
-    for one in threads:
-        if one.get("owns_gil"):
-            found["gil"] = "MainThread" if one in main else one.get("thread_name") or "a thread"
-            found["gil_frames"] = [] if one in main else [_frame(frame) for frame in one["frames"]]
-    return found
-
-
-def _frame(frame: dict[str, Any]) -> list[Any]:
-    return [frame["filename"], frame["line"], frame["name"].rpartition(".")[2]]
 
 
 class OwnStacks:

@@ -43,11 +43,10 @@ class RankStack:
 
     state: one of the constants STOPPED, IN_KERNEL, GIL (C code holds the GIL), NO_STACK, STUCK (all samples are equal)
         or MOVING (the samples differ).
-    frames: the stack of the main thread, or of the thread that holds the GIL.
+    frames: the stack of the main thread.
     wchan: the kernel function in which the main thread is waiting, or '' if it is unknown.
     same: how many samples have the same stack as the last sample.
     note: why there is no stack.
-    thread: the name of the thread that holds the GIL if that isn't the main thread, otherwise ''.
     """
 
     rank: int
@@ -61,7 +60,6 @@ class RankStack:
     cpu_s: float = 0.0
     of_s: float = 0.0
     note: str = ""
-    thread: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Group:
     def headline(self) -> str:
         one = self.first
         who = f"{rank_names(self.ranks)} on {nodelist.compress(self.hosts)}"
-        return f"{who}: {', '.join(part for part in self._what() if part)}" + self._advice(one)
+        return f"{who}: {', '.join(part for part in self._what() if part)}" + self._advice(one.state)
 
     def _what(self) -> list[str]:
         one, where = self.first, self.place
@@ -104,8 +102,7 @@ class Group:
             inside = f" in {one.wchan}" if one.wchan else ""
             return [f"waits in the kernel{inside} (state D: a disk, a file server or a driver)", place, used]
         if one.state == GIL:
-            who = f"its thread {one.thread!r} holds the GIL" if one.thread else "holds the GIL"
-            return [f"{who} in {one.samples} of {one.samples} samples", place, same, used]
+            return [f"holds the GIL in {one.samples} of {one.samples} samples", place, same, used]
         if one.state == NO_STACK:
             inside = f"waits in the kernel function {one.wchan}" if one.wchan else ""
             return [f"no Python stack ({one.note})" if one.note else "no Python stack", inside, used]
@@ -113,10 +110,14 @@ class Group:
             return ["moving", place, used]
         return [place, same, used]
 
-    def _advice(self, one: RankStack) -> str:
-        if one.state != STOPPED:
-            return ""
-        return f"; to continue: kill -CONT {' '.join(map(str, self.pids))}"
+    def _advice(self, state: str) -> str:
+        if state == STOPPED:
+            return f"; to continue: kill -CONT {' '.join(map(str, self.pids))}"
+        if state == NO_STACK:
+            return (
+                f"; to see it: hpcinit exec RUN --rank {self.ranks[0]} -- sh -c 'py-spy dump --pid $HPCINIT_RANK_PID'"
+            )
+        return ""
 
     def document(self) -> dict[str, Any]:
         one = self.first
@@ -127,7 +128,6 @@ class Group:
             "state": one.state,
             "waits_in": self.place.waits_in,
             "at": self.place.at,
-            "thread": one.thread,
             "wchan": one.wchan,
             "same": one.same,
             "samples": one.samples,
@@ -222,7 +222,6 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
         "ranks": list(wanted),
         "samples": SAMPLES,
         "apart_s": APART_S,
-        "py_spy": job_step.py_spies(),
     }
     command = job_step.collector(asked)
     env = job_step.environment(slurm_client.environment())
@@ -275,21 +274,17 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
     last = stacks[-1] if stacks else ()
     same = sum(stack == last for stack in stacks)
     states = {one["state"] for one in samples}
-    holder = _gil_holder(samples, sampled["gil_kept"])
-    frames, thread = last, ""
+    frames = last
     if states and states <= {"T", "t"}:
         state = STOPPED
     elif states == {"D"}:
         state = IN_KERNEL
     elif not all(stacks) or not stacks:
         state = NO_STACK
-    elif holder and holder != "MainThread":
-        state, thread = GIL, holder
-        frames = _frames(samples[-1].get("gil_frames", ()))
     elif same < len(stacks):
         state, frames = MOVING, common(stacks)
     else:
-        state = GIL if holder else STUCK
+        state = GIL if sampled["gil_kept"] else STUCK
     wchan = {one.get("wchan", "") for one in samples}
     return RankStack(
         sampled["rank"],
@@ -302,22 +297,8 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
         len(samples),
         sampled["cpu_s"] or 0.0,
         sampled["elapsed_s"],
-        sampled["error"] or ("" if sampled["python"] else f"it is not a Python process: {sampled['title']}"),
-        thread,
+        "" if sampled["python"] else f"it is not a Python process: {sampled['title']}",
     )
-
-
-def _gil_holder(samples: Sequence[Mapping[str, Any]], kept: bool | None) -> str:
-    """Return the name of the thread that holds the GIL in all samples, or ''.
-
-    kept: whether the rank's own thread for writing stacks waited seconds for the GIL. None if the rank has no such
-        thread; Python code that runs in every sample then looks like C code that holds the GIL.
-    """
-    holders = {one.get("gil", "") for one in samples if "gil" in one or "frames" in one}
-    if kept is False or len(holders) > 1:
-        return ""
-    seen = holders.pop() if holders else ""
-    return seen or ("MainThread" if kept else "")
 
 
 def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
@@ -355,7 +336,7 @@ def fold(ranks: Iterable[RankStack]) -> list[Group]:
     together: dict[tuple[object, ...], list[RankStack]] = {}
     for one in sorted(ranks, key=lambda one: (one.rank, one.pid)):
         wchan = one.wchan if one.state in (IN_KERNEL, NO_STACK) else ""
-        key = (one.state, one.frames, wchan, one.note if one.state == NO_STACK else "", one.thread)
+        key = (one.state, one.frames, wchan, one.note if one.state == NO_STACK else "")
         together.setdefault(key, []).append(one)
     groups = [_group(members) for members in together.values()]
 
