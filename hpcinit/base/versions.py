@@ -10,17 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# PEP 440 without its epochs: 0.19.4, 0.19.4rc1, 2.13.0a0+git1234, 2.9.0+cu128, 0.18.5.post1, 0.20.dev3
-_VERSION = re.compile(
-    r"v?(?P<release>\d+(?:\.\d+)*)"
-    r"(?:[-_.]?(?P<phase>alpha|a|beta|b|preview|pre|c|rc)[-_.]?(?P<number>\d*))?"
-    r"(?:-(?P<post1>\d+)|[-_.]?(?P<post>post|rev|r)[-_.]?(?P<post2>\d*))?"
-    r"(?:[-_.]?(?P<dev>dev)[-_.]?(?P<dev_number>\d*))?"
-    r"(?:\+.*)?",
-    re.IGNORECASE,
-)
-_PHASES = {"alpha": "a", "beta": "b", "preview": "rc", "pre": "rc", "c": "rc"}
-Key = tuple[tuple[int, ...], tuple[int, str, int], int, tuple[int, int]]
+# 0.19.4, 0.19.4rc1, 2.13.0a0+git1234, 2.9.0+cu128, 0.18.5.post1, 0.20.dev3
+_VERSION = re.compile(r"v?(?P<release>\d+(?:\.\d+)*)(?P<before>[-_.]?(?:a|b|c|rc|pre|dev))?.*", re.IGNORECASE)
 
 
 class Tested(NamedTuple):
@@ -44,10 +35,11 @@ def newer_than_tested(package: str, version: str) -> str:
     return f"{version} is newer than {newest}, the newest {package} that hpcinit is tested with"
 
 
-def key(version: str) -> Key:
-    """Return a sort key for a version, in the order of PEP 440: '0.16.10' after '0.16.4', '0.19.4rc1' before '0.19.4'.
+def key(version: str) -> tuple[tuple[int, ...], bool]:
+    """Return a sort key for a version: '0.16.10' after '0.16.4', and '0.19.4rc1' before '0.19.4'.
 
-    The part after a '+' describes the build and is ignored. Raise ValueError if `version` is not a version.
+    Pre-releases of the same release are equal, and so are its builds, such as 2.9.0+cu128 and 2.9.0. Raise ValueError
+    if `version` is not a version.
     """
     found = _VERSION.fullmatch(version.strip())
     if not found:
@@ -55,14 +47,7 @@ def key(version: str) -> Key:
     release = [int(part) for part in found["release"].split(".")]
     while release[1:] and release[-1] == 0:
         release.pop()
-    post = int(found["post1"] or found["post2"] or 0) if found["post1"] or found["post"] else -1
-    dev = (0, int(found["dev_number"] or 0)) if found["dev"] else (1, 0)
-    if found["phase"]:
-        name = found["phase"].lower()
-        phase = (1, _PHASES.get(name, name), int(found["number"] or 0))
-    else:
-        phase = (0, "", 0) if found["dev"] and post < 0 else (2, "", 0)
-    return tuple(release), phase, post, dev
+    return tuple(release), found["before"] is None
 
 
 def installed(package: str) -> str:
