@@ -97,12 +97,12 @@ class Run:
         """
         python_arguments.check_timeout(timeout_s)
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        watched = poll.Poll(self.path)
+        watched = poll.Polls([self.path])
         while not watched.ask():
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"{self.name} is {watched.now.name} after {timeout_s:g} s; it continues")
+                raise TimeoutError(f"{self.name} is {watched.first.name} after {timeout_s:g} s; it continues")
             time.sleep(POLL_S)
-        return watched.now.name
+        return watched.first.name
 
     def logs(self, rank: int = 0) -> str:
         """Return what `rank` has printed so far, or '' if it has not started yet.

@@ -28,7 +28,7 @@ from hpcinit.config.request import Request
 from hpcinit.doctor import link_diagnosis, login_checks, node_diagnosis
 from hpcinit.engine import from_record
 from hpcinit.observe import find_runs, state
-from hpcinit.observe.poll import Poll
+from hpcinit.observe.poll import Polls
 from hpcinit.records import check_results, job_record, node_records, rank_report, run_folder, spec
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.node_records import NodeFailure
@@ -144,11 +144,11 @@ def wait(path: Path) -> int:
     """Wait until the run in the folder `path` has ended. Return 0, or 130 after Ctrl-C."""
     colors = console.color_system()
     out = Console(stderr=True, quiet=console.quiet(), highlight=False, soft_wrap=True, color_system=colors)
-    poll, shown, started = Poll(path), "", time.monotonic()
+    poll, shown, started = Polls([path]), "", time.monotonic()
     try:
         with out.status("") as line:
             while not poll.ask():
-                now = f"{poll.now.name} {poll.now.reason}".strip()
+                now = f"{poll.first.name} {poll.first.reason}".strip()
                 if now != shown and not out.is_terminal:
                     out.print(f"[{time.monotonic() - started:.0f} s] {now}", markup=False)
                 shown = now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.observe import overview, state
@@ -19,6 +18,8 @@ FEW = 20  # up to this many jobs, their exit records are read every time; for mo
 class Polls:
     """The latest states of several runs, in the attribute `now`. One query covers all runs.
 
+    first: the state of the first run, for a caller that follows a single job.
+
     The constructor raises RequestError if one of the folders is not a run.
     """
 
@@ -29,6 +30,12 @@ class Polls:
             if run.error:
                 raise run.error
         self._exits = self._exit_statuses()
+
+    @property
+    def first(self) -> state.State:
+        run = self.now[0]
+        assert run.now is not None, f"{run.path} is a sweep"
+        return run.now
 
     def ask(self) -> bool:
         """Query Slurm again if enough time has passed. Return whether all runs are over.
@@ -52,43 +59,9 @@ class Polls:
             self._known = clock
         return all(run.over for run in self.now) or clock - self._known > PURGED_S
 
-    def shown(self) -> list[overview.Run]:
-        """Return the latest states, with elapsed and remaining times corrected for the time since the last query."""
-        seconds = round(time.monotonic() - self._queried)
-        return [
-            replace(run, now=_later(run.now, seconds) if run.now else None,
-                    tasks=[replace(task, state=_later(task.state, seconds)) for task in run.tasks])
-            for run in self.now
-        ]  # fmt: skip
-
     def _names(self) -> list[tuple[str, str]]:
         return [(now.job_id, now.name) for run in self.now for _, now in run.parts]
 
     def _exit_statuses(self) -> list[int | None]:
         open_ = [path for run in self.now for path, now in run.parts if not now.over and now.name != "PENDING"]
         return [job_record.exit_status(path) for path in open_] if len(open_) <= FEW else []
-
-
-def _later(now: state.State, seconds: int) -> state.State:
-    if now.name != "RUNNING" or now.elapsed_s is None:
-        return now
-    left = None if now.left_s is None else max(0, now.left_s - seconds)
-    return now._replace(elapsed_s=now.elapsed_s + seconds, left_s=left)
-
-
-class Poll:
-    """The latest state of one run. The constructor raises RequestError if the folder is not a run."""
-
-    def __init__(self, path: Path) -> None:
-        self._polls = Polls([path])
-
-    @property
-    def now(self) -> state.State:
-        [run] = self._polls.now
-        if run.now is None:
-            raise run.error or AssertionError(f"{run.path} is a sweep")
-        return run.now
-
-    def ask(self) -> bool:
-        """Query Slurm again if enough time has passed. Return whether the run is over."""
-        return self._polls.ask()

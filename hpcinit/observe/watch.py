@@ -78,7 +78,7 @@ def _live(polls: Polls) -> None:
         while not over:
             over = polls.ask()
             live.update(
-                status_table.status_table(polls.shown(), each_task=True, most=max(2, console.height - 2)), refresh=True
+                status_table.status_table(polls.now, each_task=True, most=max(2, console.height - 2)), refresh=True
             )
             if not over:
                 time.sleep(LOOK_S)
@@ -92,7 +92,7 @@ def changes(polls: Polls, as_json: bool = False) -> Iterator[str]:
     over = False
     while not over:
         over = polls.ask()
-        for run in polls.shown():
+        for run in polls.now:
             for text in _json(run, printed) if as_json else _lines(run, printed):
                 yield text if as_json else f"[{time.monotonic() - start:.0f} s] {plain(text)}"
         if not over:

@@ -14,7 +14,7 @@ from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.base.text import ranges
 from hpcinit.observe import continuation, find_runs, logs, progress, state
-from hpcinit.observe.poll import Poll, Polls
+from hpcinit.observe.poll import Polls
 from hpcinit.records import job_record, run_folder
 from hpcinit.slurm import reasons
 from hpcinit.why import why_command
@@ -42,10 +42,10 @@ def follow(path: Path) -> int:
 
 def _watch(path: Path, console: Console) -> state.State:
     tail = logs.Tail(logs.of_rank(path, 0))
-    started, poll, shown = time.monotonic(), Poll(path), ""
+    started, poll, shown = time.monotonic(), Polls([path]), ""
     with console.status("") as line:
         while True:
-            over, now = poll.ask(), poll.now
+            over, now = poll.ask(), poll.first
             for text in tail.lines():
                 console.print(_shown(text, console))
             if over:

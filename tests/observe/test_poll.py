@@ -42,7 +42,7 @@ def count_queries(monkeypatch: pytest.MonkeyPatch, run: Path, name: str, seconds
 
     monkeypatch.setattr(queue, "_lines", answer)
     monkeypatch.setattr(poll, "time", Clock())
-    polling = poll.Poll(run)
+    polling = poll.Polls([run])
     over = [polling.ask() for _ in range(seconds)]
     return queries.count("squeue"), over[-1]
 
@@ -59,7 +59,7 @@ def test_an_exit_record_causes_a_query_at_once(run: Path, monkeypatch: pytest.Mo
     clock = Clock()
     monkeypatch.setattr(poll, "time", clock)
     monkeypatch.setattr(queue, "_lines", lambda *_: queries.append(clock.now) or [squeue_line("77", "COMPLETING")])
-    polling = poll.Poll(run)
+    polling = poll.Polls([run])
     while clock.now < 305 or queries[-1] == clock.now:  # a moment at which no query is due
         polling.ask()
     (run / "exit.json").write_text(json.dumps({"job": "77", "exit_status": 0}))
