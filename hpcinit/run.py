@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,16 +27,6 @@ from hpcinit.runtime import extension_locks, interpreter_exit, program, startup
 from hpcinit.runtime.lifecycle import stack_signal
 from hpcinit.world import World, launchers
 
-# Other files of a run folder that users may confuse with the spec.
-NOT_SPECS = {
-    run_folder.PROVENANCE,
-    run_folder.SUBMISSION,
-    run_folder.EXIT,
-    run_folder.PROGRESS,
-    run_folder.PROGRAM_USE,
-    run_folder.WORLD_SIZE,
-}
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the program as this rank, and return its exit status. Raise RequestError if the arguments are wrong.
@@ -52,7 +41,11 @@ def main(argv: Sequence[str]) -> int:
         Path.cwd()
     except FileNotFoundError:
         raise RequestError("the current folder was deleted: start this in a folder that exists") from None
-    _refuse_invalid_arguments(argv)
+    if argv[0].startswith("-") and argv[0] != "-m":
+        raise RequestError(
+            f"{argv[0]}: no such option, expected one of: SPEC (the {run_folder.SPEC} of a run folder, alone), "
+            "script.py args..., -m module args..., command args..."
+        )
     spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
     return become_rank(argv, spec, check=node_check.start(spec, os.environ) if spec else None)
 
@@ -104,25 +97,6 @@ def become_rank(
     status = program.run(what, world, run_spec)
     interpreter_exit.end(status)
     return status
-
-
-def _refuse_invalid_arguments(argv: Sequence[str]) -> None:
-    """Raise RequestError if the first argument can't be run.
-
-    Such an argument is an unknown option, a folder, or a file of the run folder other than the spec.
-    """
-    path = Path(argv[0])
-    file = path.suffix in {".yaml", ".yml"} or path.name in NOT_SPECS or (path.suffix == ".json" and len(argv) > 1)
-    folder = path.is_dir() and not shutil.which(argv[0])
-    option = argv[0].startswith("-") and argv[0] != "-m"
-    if not (file or folder or option):
-        return
-    spec = (path if path.is_dir() else path.parent) / run_folder.SPEC
-    near = f"; did you mean {shlex.quote(str(spec))}?" if spec.is_file() else ""
-    raise RequestError(
-        f"{shlex.join(argv)}: cannot be run, expected one of: SPEC (the {run_folder.SPEC} of a run folder, "
-        f"alone), script.py args..., -m module args..., command args...{near}"
-    )
 
 
 def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -> Iterator[str]:

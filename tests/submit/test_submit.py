@@ -309,21 +309,6 @@ def test_a_deleted_working_folder(
     assert done.returncode == 2 and "the current folder was deleted" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "words", [["config.yaml"], ["runs/true-0001"], ["runs/true-0001/submission.json"], ["-x"], ["spec.json", "3"]]
-)
-def test_what_hpcinit_run_accepts(hpcinit: Run, words: list[str]) -> None:
-    """For a wrong argument of hpcinit run, the message lists the possible ones and suggests the spec."""
-    if words[0].startswith("runs"):
-        hpcinit("submit", "wait=true", "--", "true")
-    done = hpcinit("run", *words)
-    assert (
-        done.returncode == 2
-        and "expected one of: SPEC (the spec.json of a run folder, alone), script.py" in done.stderr
-    )
-    assert ("did you mean runs/true-0001/spec.json?" in done.stderr) == words[0].startswith("runs")
-
-
 def test_a_spec_of_another_size(hpcinit: Run, tmp_path: Path) -> None:
     """A single rank of a run of two starts, with a warning that names both sizes."""
     hpcinit("submit", "nodes=2", "wait=true", "--", "sh", "-c", "echo $RANK/$WORLD_SIZE")
