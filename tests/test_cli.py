@@ -142,11 +142,6 @@ def test_options_of_the_program_are_passed_on(hpcinit: Run) -> None:
     ("line", "guess"),
     [
         ("sumbit nodes=2", "; did you mean 'submit'?"),
-        ("ls", "; did you mean: hpcinit status"),
-        ("ps train-0001", "; did you mean: hpcinit status train-0001"),
-        ("kill 4242", "; did you mean: hpcinit cancel 4242"),
-        ("stop 4242", "; did you mean: hpcinit cancel 4242"),
-        ("version", "; did you mean: hpcinit --version"),
         ("help statsu", "; did you mean 'status'?"),
         ("nodes=2 cluster=mini", "; did you mean: hpcinit submit nodes=2 cluster=mini"),
         ("train.py --lr 'a b'", "; did you mean: hpcinit submit -- train.py --lr 'a b'"),

@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Literal, NoReturn
 
 from hpcinit.base.errors import RequestError
@@ -112,6 +113,17 @@ def message(text: str) -> None:
 def warning(text: str) -> None:
     """Print a note that starts with 'hpcinit: warning:'."""
     message(f"warning: {text}")
+
+
+def in_terminal() -> bool:
+    """Return whether stderr is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@cache
+def note_slow(command: str) -> None:
+    """Print a note that hpcinit waits for `command`. Each command is noted once per process."""
+    message(f"waiting for {command}")
 
 
 def say(text: str) -> None:
@@ -233,7 +245,7 @@ class ProgressLine:
 
     def __init__(self) -> None:
         self._shown, self._at, self._started = "", 0.0, time.monotonic()
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._terminal = in_terminal()
 
     def show(self, message: str) -> None:
         """Print `message` with the seconds since this object was created."""

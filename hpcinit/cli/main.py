@@ -5,7 +5,6 @@ Every command ends with a message and an exit status, never with a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import gc
@@ -13,27 +12,13 @@ import importlib
 import os
 import shlex
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hpcinit.base import console, failure_kinds, json_output
 from hpcinit.base.console import say
 from hpcinit.base.errors import ConfigError, Failure, HpcinitError, Interrupted
-from hpcinit.base.processes import PROC
-from hpcinit.base.safe_files import read_or_empty
 from hpcinit.cli.commands import ABOUT, COMMANDS, EXAMPLES, OPTIONS
 
-SLOW_S = 1.0
-SLURM = {"sacct", "sbatch", "scontrol", "sinfo", "squeue"}
-# Names that other tools use for our commands.
-MEANT = {
-    **dict.fromkeys(("ls", "ps", "list", "queue", "squeue"), "status"),
-    **dict.fromkeys(("kill", "stop", "scancel"), "cancel"),
-    **dict.fromkeys(("rm", "delete"), "clean"),
-    **dict.fromkeys(("tail", "cat"), "logs"),
-    "sbatch": "submit",
-    "version": "--version",
-}
 HELP, COMPLETION = {"-h", "--help"}, {"-sc", "--shell-completion"}
 
 
@@ -86,50 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # After `run`, --help may be an option of the program.
     if HELP & set(own[1:2] if words[0] == "run" else own[1:]):
         return _help(words)
-    with _note_if_slow(words[0]):
-        return guarded(COMMANDS[words[0]].module, words[1:])
-
-
-@contextlib.contextmanager
-def _note_if_slow(name: str) -> Iterator[None]:
-    """In a terminal, print a note if a Slurm command takes over a second, as in 'hpcinit status: waiting for squeue'.
-
-    The note is printed once, and never for `run`, whose output is the program's.
-    """
-    over = threading.Event()
-    if name != "run" and sys.stderr is not None and sys.stderr.isatty():
-        threading.Thread(target=_note_first_slow, args=(name, over), daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _note_first_slow(name: str, over: threading.Event) -> None:
-    before: set[tuple[str, str]] = set()
-    while not over.wait(SLOW_S):
-        running = _slurm_commands()
-        if slow := sorted(before & running):
-            console.note(f"hpcinit {name}: waiting for {slow[0][1]}")
-            return
-        before = running
-
-
-def _slurm_commands() -> set[tuple[str, str]]:
-    """Return the process id and the name of each Slurm command that this process is running.
-
-    On systems other than Linux, return an empty set.
-    """
-    pids = [pid for task in PROC.glob("self/task/*/children") for pid in read_or_empty(task).split()]
-    return {(pid, name) for pid in pids if (name := read_or_empty(PROC / pid / "comm")) in SLURM}
+    return guarded(COMMANDS[words[0]].module, words[1:])
 
 
 def _no_such(words: list[str]) -> str:
     first = words[0]
     close = [] if first.startswith("-") else difflib.get_close_matches(first, COMMANDS, n=1)  # --nodes is no command
     guess = f"; did you mean {close[0]!r}?" if close else ""
-    if meant := MEANT.get(first):
-        guess = f"; did you mean: hpcinit {shlex.join([meant, *words[1:]])}"
     if first.startswith("-") and set(words[1:2]) & COMMANDS.keys():
         guess = f"; did you mean: hpcinit {shlex.join([words[1], first, *words[2:]])}"
     if "=" in first or first.endswith(".py"):

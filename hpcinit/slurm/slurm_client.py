@@ -48,6 +48,7 @@ TIMEOUTS: dict[str, timedelta] = {
 }
 CHECK = "is SLURM_CONF right, is the controller up?"  # what the user can check when a command timed out
 OF_THE_END = re.compile(rb"error: \S+: task 0: |Force Terminated StepId")  # what srun prints of a task's exit status
+SLOW_S = 1.0  # in a terminal, a note names a command that takes longer
 REAP_S = 1.0  # the wait for a killed client, which may hang in the kernel on a dead file server
 
 
@@ -212,6 +213,8 @@ class Call:
         """Wait for the command to end and return its output. On a timeout, kill it and raise TimedOut."""
         limit = self._timeout if at_most is None else min(at_most, self._timeout)
         try:
+            if console.in_terminal() and not self.ends_within(min(SLOW_S, limit.total_seconds())):
+                console.note_slow(self.command[0])
             stdout, stderr = self._process.communicate(timeout=limit.total_seconds())
         except subprocess.TimeoutExpired:
             self.drop()
