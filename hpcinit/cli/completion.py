@@ -1,15 +1,13 @@
 """Completes `hpcinit` commands with TAB. `hpcinit --shell-completion install=bash|zsh|fish` prints the shell's script.
 
 hpcinit has its own scripts, because Hydra's do not support subcommands, change COMP_WORDBREAKS in the whole shell, and
-use bash's script for zsh. Hydra still provides the keys and choices.
+use bash's script for zsh.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -121,7 +119,7 @@ def _all(words: list[str], word: str) -> Iterable[str]:
         return (path.name for path in find_runs.all_runs(Path(given[-1] if given else "runs")))
     if words[0] in WITH_OVERRIDES:
         before = [each for each in words[1:] if not each.startswith("-")]
-        return of_config(before, word) or of_hydra([*before, word])
+        return of_config(before, word)
     return ()
 
 
@@ -139,7 +137,7 @@ def flags(command: str) -> list[str]:
 def of_config(before: Sequence[str], word: str) -> list[str]:
     """Return the config groups, choices, keys and partitions that complete `word`.
 
-    Return [] if only Hydra can complete the argument.
+    Return [] for Hydra's own settings, and for overrides that start with +, ~ or a quote.
 
     before: the overrides before `word`.
     """
@@ -158,18 +156,3 @@ def of_config(before: Sequence[str], word: str) -> list[str]:
     found = [f"{table}{name}" for name in keys.beside(word)]
     found = [f"{name}{'.' if keys.is_container(name) else '='}" for name in found]
     return sorted({name for name in (*found, *(f"{group}=" for group in groups - {"hydra"})) if name.startswith(word)})
-
-
-def of_hydra(words: Sequence[str]) -> list[str]:
-    """Return the keys, groups and choices with which Hydra would complete the last of `words`.
-
-    Hydra reads the line from the variable COMP_LINE and skips the first item, which is the program.
-    """
-    from hpcinit.submit import submit_command  # noqa: PLC0415 - not for the other commands
-
-    os.environ["COMP_LINE"] = " ".join(["hpcinit", *words])
-    answer = io.StringIO()
-    with contextlib.redirect_stdout(answer):
-        submit_command.main(["--shell-completion", "query=fish"])
-    inside = words[-1].startswith("hydra")  # Hydra's own settings only if the user types hydra
-    return [found for found in answer.getvalue().splitlines() if inside or not found.startswith("hydra")]
