@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -28,7 +28,7 @@ SILENT = "silent.json"
 ENDS = "ends.txt"  # exists after the rank that wrote the report has decided that all ranks end
 NO_STEPS = "no-steps.txt"  # exists while a rank that reports its steps takes none: the others write their stacks then
 RECORD = "report.json"  # a HangReport
-REPORT = "report.txt"  # the same as text
+REPORT = "report.txt"  # the same as text, for people
 ELSEWHERE = "elsewhere"  # state of a rank whose stack shows no collective
 ENDED = "ended"  # state of a rank whose program has ended, or has not started: hpcinit waits for other ranks
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
@@ -238,7 +238,7 @@ class HangReport:
     silent_s: seconds since any rank took a step, or None if no rank has taken one.
     last_steps: pairs of a step and the ranks that reported it as their last.
     unheard: ranks that sent no heartbeat and wrote no stack.
-    text: the lines of a report whose fields cannot be read.
+    text: the message of an error record whose fields cannot be read.
 
     For a program that reports no steps, the report also has these fields:
 
@@ -407,7 +407,7 @@ def without_output(
     now_s: the current time in seconds since 1970, or None if the job no longer runs.
     raised: the place where each rank raised a timeout of its collective after the ranks stopped printing.
     """
-    for folder in _folders(run, (SILENT,), job_id, restart):
+    for folder in _folders(run, SILENT, job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             marker, noted = safe_files.read_json(folder / SILENT), (folder / SILENT).stat().st_mtime
             silent_s, complete = float(marker["silent_s"]), marker.get("complete") is True
@@ -494,30 +494,20 @@ def left(run: Path, job_id: str, restart: object) -> HangReport | None:
         steps after another id, and no other job uses the run folder.
     restart: the number of the restart, or None for any.
     """
-    return next((_read(folder) for folder in _folders(run, (RECORD, REPORT), job_id, restart)), None)
+    for folder in _folders(run, RECORD, job_id, restart):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return from_document(safe_files.read_json(folder / RECORD))
+    return None
 
 
-def _folders(run: Path, names: Iterable[str], job_id: str, restart: object) -> Iterator[Path]:
-    """Yield the folders hang/JOB.STEP.RESTART of an attempt that contain a file with one of these names."""
-    for folder in sorted({path.parent for name in names for path in (run / run_folder.HANG_REPORTS).glob(f"*/{name}")}):
+def _folders(run: Path, name: str, job_id: str, restart: object) -> Iterator[Path]:
+    """Yield the folders hang/JOB.STEP.RESTART of an attempt that contain a file with this name."""
+    for folder in sorted(path.parent for path in (run / run_folder.HANG_REPORTS).glob(f"*/{name}")):
         job, _, rest = folder.name.partition(".")
         if ("_" in job_id or job == scratch.folder_name(job_id)) and (
             restart is None or rest.rpartition(".")[2] in ("", str(restart))
         ):
             yield folder
-
-
-def _read(folder: Path) -> HangReport | None:
-    """Return the report in the folder, or None if it has none.
-
-    If report.json is incomplete or missing, as in earlier versions, use the text in report.txt.
-    """
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return from_document(safe_files.read_json(folder / RECORD))
-    with contextlib.suppress(OSError):
-        if lines := tuple(safe_files.read_text(folder / REPORT).splitlines()):
-            return HangReport(text=lines)
-    return None
 
 
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:

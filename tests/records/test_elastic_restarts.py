@@ -66,12 +66,12 @@ def test_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / "errors/rank-3.json").write_text(record.to_json())
     hang = tmp_path / "hang/43.0.0"
     hang.mkdir(parents=True)
-    (hang / hang_report.REPORT).write_text("no step for 300 s")
+    (hang / hang_report.RECORD).write_text(hang_report.HangReport(silent_s=300.0).to_json())
     assert hang_report.left(tmp_path, "43", 0)
     elastic_restarts.set_aside(tmp_path, "43.0.0")
     assert list(error_records.read(tmp_path / "errors")) == [] and not hang_report.left(tmp_path, "43", 0)
     assert [found.record for found in error_records.read(tmp_path / "errors/before-43.0.0")] == [record]
-    assert (tmp_path / "hang/before-43.0.0" / hang_report.REPORT).exists()
+    assert (tmp_path / "hang/before-43.0.0" / hang_report.RECORD).exists()
     elastic_restarts.set_aside(tmp_path, "43.0e1.0")  # with nothing to set aside
 
 
