@@ -42,6 +42,18 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
         raise
 
 
+def append(path: Path, text: str) -> None:
+    """Append `text` to a file in one write, so that several processes can append to it. Raise OSError if that fails.
+
+    A new file is readable only by this user. A link is refused.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
 def read_or_empty(path: Path) -> str:
     """Return the text of the file without surrounding whitespace, or '' if it cannot be read."""
     try:

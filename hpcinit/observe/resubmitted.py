@@ -20,11 +20,7 @@ def note(run: Path, again: Path) -> None:
     folder, task = _place(run)
     line = json.dumps({"task": task, "run": os.path.relpath(again, folder)}) + "\n"
     with suppress(OSError):
-        file = os.open(folder / run_folder.RESUBMITTED, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        safe_files.append(folder / run_folder.RESUBMITTED, line)
 
 
 def of_sweep(sweep: Path) -> Mapping[str, Path]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcinit.base import safe_files
 from hpcinit.records.run_folder import from_known_fields
 
 ENV_DRILL = "HPCINIT_DRILL"  # environment variable: the folder of this attempt. All files in its parent may be written
@@ -64,11 +64,7 @@ def append(path: Path, document: dict[str, Any]) -> None:
     If the disk is full, write nothing, because a full disk must not end the program.
     """
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, json.dumps(document).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        safe_files.append(path, json.dumps(document) + "\n")
 
 
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:

@@ -153,8 +153,7 @@ def lost_nodes(folder: Path, job: str, attempt: int) -> list[str]:
 
 def record(folder: Path, restart: Restart) -> None:
     """Append a restart to elastic.jsonl. Raise OSError if the file cannot be written."""
-    with (folder / run_folder.ELASTIC).open("a") as file:
-        file.write(restart.to_json() + "\n")
+    safe_files.append(folder / run_folder.ELASTIC, restart.to_json() + "\n")
 
 
 def set_aside(folder: Path, job: str) -> None:

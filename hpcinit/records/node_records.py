@@ -8,12 +8,12 @@ failures of that node no longer count.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpcinit.base import safe_files
 from hpcinit.base.text import home
 from hpcinit.records import run_folder
 
@@ -109,11 +109,7 @@ def append(path: Path, found: Iterable[NodeFailure]) -> None:
     if not lines:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(descriptor, lines.encode())
-    finally:
-        os.close(descriptor)
+    safe_files.append(path, lines)
 
 
 def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> list[NodeFailure]:
