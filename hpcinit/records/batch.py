@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcinit.base.errors import RequestError
+from hpcinit.records.layout import divisors_around
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,11 @@ def _indivisible(key: str, given: int, total: int, data_parallel: int) -> str:
     changes = [f"batch.global={' or '.join(map(str, near))}"]
     per_rank, rest = divmod(total, data_parallel)
     if not rest:
-        below, above = _divisors_around(per_rank, given)
-        changes.append(f"batch.{key}={' or '.join(str(n) for n in (below, above) if n)}")
+        changes.append(f"batch.{key}={' or '.join(map(str, divisors_around(per_rank, given)))}")
     return (
         f"batch.global {total} is not a multiple of {key} {given} x data parallel {data_parallel} = {unit}; "
         f"nearest values that work: {', or '.join(changes)}"
     )
-
-
-def _divisors_around(number: int, near: int) -> tuple[int, int | None]:
-    """Return the largest divisor of `number` below `near` and the smallest one above it.
-
-    `near` itself must not be a divisor.
-    """
-    below = next(n for n in range(min(near, number), 0, -1) if number % n == 0)
-    above = next((n for n in range(near + 1, number + 1) if number % n == 0), None)
-    return below, above
 
 
 def _at_least_one(key: str, value: int) -> None:
