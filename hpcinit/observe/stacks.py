@@ -146,7 +146,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", help="run folder, its name, or a job id")
     find_runs.add_runs_dir(parser)
     parser.add_argument("--rank", default="", metavar="RANKS", help="only these ranks, with all frames: 3, or 0,4-7")
-    parser.add_argument("--full", action="store_true", help=f"all frames of each stack, not only {MOST_FRAMES}")
     return console.add_verbosity_options(parser, "one JSON object: groups of ranks, missing ranks, silent nodes")
 
 
@@ -182,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
         }
         print(json_output.line("stacks", document))
         return 0
-    most = 0 if options.quiet else None if options.full or wanted else MOST_FRAMES
+    most = 0 if options.quiet else None if wanted else MOST_FRAMES
     for line in lines(groups, missing, silent, most):
         print(line)
     if silent and error:
@@ -386,7 +385,7 @@ def lines(
         for file, line, name in frames[:most]:
             yield f"    {name} ({_short(file)}{f':{line}' if line else ''})"
         if most and len(frames) > most:
-            yield f"    and {counted(len(frames) - most, 'more frame')} (--full)"
+            yield f"    and {counted(len(frames) - most, 'more frame')} (--rank {group.ranks[0]})"
 
 
 def _short(file: str) -> str:
