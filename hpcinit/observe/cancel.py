@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcinit.base import console, json_output, safe_files
-from hpcinit.base.errors import Failure, RequestError
+from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
-from hpcinit.engine import SLURM, Engine
+from hpcinit.engine import Engine
 from hpcinit.observe import find_runs, overview
-from hpcinit.records import run_folder
-from hpcinit.slurm import slurm_client, tokens
-
-_SCRIPT = re.compile(r"job(-\d+)?\.sh")  # a sweep has one for each array
+from hpcinit.records import job_record, run_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,18 +33,9 @@ def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     paths = list(dict.fromkeys(find_runs.find_run(word, options.runs_dir) for word in options.run))
     runs = overview.read(paths)
-    unrecorded = {} if options.save else _unrecorded(runs)
-    lost = {run.path: unrecorded[run.path] for run in runs if run.error and run.path in unrecorded}
-    runs = [run for run in runs if run.path not in lost]
     for run in runs:
         _check(run, options.save)
-    SLURM.cancel(lost)
-    for path, jobs in lost.items():
-        if options.json:
-            print(_json(path, jobs, save=False))
-        elif not options.quiet:
-            print(f"{path.name}: {_canceled(jobs)}; hpcinit was killed before it recorded the submission")
-    open_jobs = {run.path: [*_jobs(run), *unrecorded.get(run.path, ())] for run in runs}
+    open_jobs = {run.path: _jobs(run) for run in runs}
     if not options.save:
         cancel(runs, open_jobs)
     for run in runs:
@@ -56,49 +43,18 @@ def main(argv: Sequence[str]) -> int:
             _request_save(run)
         outcome = _outcome(run, open_jobs[run.path], options.save)
         if options.json:
-            print(_json(run.path, open_jobs[run.path], options.save))
+            jobs = open_jobs[run.path]
+            fields = {"run": str(run.path), "jobs": jobs, "save": options.save, "over": not jobs}
+            print(json_output.line("cancel", fields))
         elif not options.quiet:
             print(f"{run.path.name}: {outcome}")
+        if missing := [task for task in run.tasks if task.state.name == find_runs.NOT_SUBMITTED]:
+            tasks = counted(len(missing), "task")
+            console.always(
+                f"hpcinit: warning: {run.path.name} has {tasks} without a recorded job. If hpcinit was killed while it "
+                f"submitted them, there may be one. {job_record.how_to_find(run.path)}"
+            )
     return 0
-
-
-def _json(path: Path, jobs: Sequence[str], save: bool) -> str:
-    return json_output.line("cancel", {"run": str(path), "jobs": jobs, "save": save, "over": not jobs})
-
-
-def _unrecorded(runs: Sequence[overview.Run]) -> dict[Path, list[str]]:
-    """Return the queued jobs that are missing in the records of their run or sweep, by run folder.
-
-    A job is missing if the submitting process was killed right after sbatch. It is found by the path of its script.
-    Raise Failure if squeue does not answer.
-    """
-    folders = {os.path.realpath(run.path): run for run in runs if _may_be_unrecorded(run)}
-    found: dict[Path, list[str]] = {}
-    if folders:
-        try:
-            jobs = tokens.own_jobs(os.environ, ended=False).jobs()
-        except slurm_client.Unreachable as error:
-            raise Failure(f"{error}; try again when `squeue` answers") from None
-        for job in jobs:
-            script = Path(os.path.realpath(job.command.partition(" ")[0]))
-            if not _SCRIPT.fullmatch(script.name):
-                continue
-            # A task alone in its array has a script in its folder. A run may contain runs that its program submits.
-            folder = script.parent.parent if script.parent.name.isdigit() else script.parent
-            run = folders.get(str(folder))
-            if run and job.base_id not in _recorded(run):
-                found[run.path] = list(dict.fromkeys([*found.get(run.path, ()), job.base_id]))
-    return found
-
-
-def _may_be_unrecorded(run: overview.Run) -> bool:
-    if run.error:
-        return not (run.path / run_folder.SUBMISSION).exists()
-    return any(task.state.name == find_runs.NOT_SUBMITTED for task in run.tasks)
-
-
-def _recorded(run: overview.Run) -> set[str]:
-    return {task.state.job_id.partition("_")[0] for task in run.tasks}
 
 
 def _check(run: overview.Run, save: bool) -> None:

@@ -136,8 +136,7 @@ def clusters(path: Path) -> str:
 
 def _unsubmitted(path: Path) -> str:
     """Return an error message about a run folder whose submission was never confirmed (MaybeSubmitted)."""
-    script, job = path.absolute() / run_folder.SCRIPT, last_job(path)
-    if job:
+    if job := last_job(path):
         ended = exit_status(path)
         return (
             f"{path} has no {run_folder.SUBMISSION}, but job {job} started its script"
@@ -146,7 +145,13 @@ def _unsubmitted(path: Path) -> str:
         )
     return (
         f"{path} has a script but no {run_folder.SUBMISSION}: hpcinit was killed during the submission, or Slurm "
-        "did not confirm the job. Look for the job: squeue --all --me --states=all --format='%i %T %o' | "
-        f"grep -F {script} ; "
-        "no output means that nothing was submitted"
+        f"did not confirm the job. {how_to_find(path)}"
+    )
+
+
+def how_to_find(path: Path) -> str:
+    """Return what to type to find and cancel the jobs of a run or sweep in `path` that are not recorded."""
+    return (
+        f"Look for the job: squeue --all --me --states=all --format='%A %T %o' | grep -F {path.absolute()}/ ; "
+        "no output means that nothing was submitted. To cancel it: scancel JOB"
     )
