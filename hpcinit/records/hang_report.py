@@ -346,11 +346,7 @@ def report(
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
     silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])
-    together: dict[tuple[str, str], list[int]] = {}
-    for rank, where in stacks.items():
-        if where.waits_in:
-            together.setdefault((where.waits_in, where.at), []).append(rank)
-    groups = sorted(together.items(), key=lambda item: -len(item[1]))
+    waiting = _waiting(stacks)
     unheard = sorted(set(range(size)) - set(by_rank) - set(stacks))
     for rank, where in stacks.items():  # it has reported no step yet
         by_rank.setdefault(rank, (where.host, RankHeartbeat(rank, where.pid, -1, None)))
@@ -370,9 +366,9 @@ def report(
             stuck.append(StuckRank(rank, host, heartbeat.pid, heartbeat.state))
         elif not found.waits_in:
             stuck.append(_elsewhere(rank, host, heartbeat.pid, found))
-    stuck = _to_blame(stuck, groups)
+    stuck = _to_blame(stuck, waiting)
     first = stuck[0] if stuck and not silent else StuckRank(host=silent[0].host if silent else "")
-    if HangReport(waiting=(Waiting(),) * len(groups), unheard=tuple(unheard), stuck=tuple(stuck)).nobody_waits:
+    if HangReport(waiting=waiting, unheard=tuple(unheard), stuck=tuple(stuck)).nobody_waits:
         first = StuckRank(host=first.host if silent else "")
     return HangReport(
         rank=first.rank if first.rank >= 0 else None,
@@ -380,11 +376,21 @@ def report(
         state=first.state,
         silent_s=silent_s,
         last_steps=last_steps,
-        waiting=tuple(Waiting(tuple(ranks), *where) for where, ranks in groups),
+        waiting=waiting,
         unheard=tuple(unheard),
         silent_nodes=tuple(silent),
         stuck=tuple(stuck),
     )
+
+
+def _waiting(stacks: Mapping[int, Place]) -> tuple[Waiting, ...]:
+    """Return the ranks that wait in a collective, one Waiting for each call. The one with the most ranks is first."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for rank, where in sorted(stacks.items()):
+        if where.waits_in:
+            together.setdefault((where.waits_in, where.at), []).append(rank)
+    found = (Waiting(tuple(ranks), *call) for call, ranks in together.items())
+    return tuple(sorted(found, key=lambda one: -len(one.ranks)))
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
@@ -426,11 +432,7 @@ def _without_output(
     ranks = {one.rank: one for one in attempt.ranks} if attempt else {}
     ended = {rank for rank, one in ranks.items() if one.returned is not None}
     stacks = {rank: where for rank, where in stacks.items() if rank not in ended}
-    together: dict[tuple[str, str], list[int]] = {}
-    for rank, where in sorted(stacks.items()):
-        together.setdefault((where.waits_in, where.at), []).append(rank)
-    groups = sorted(together.items(), key=lambda item: -len(item[1]))
-    waiting = tuple(Waiting(tuple(found), *where) for where, found in groups if where[0])
+    waiting = _waiting(stacks)
     stuck = []
     for rank in sorted({*range(attempt.world_size if attempt else 0), *stacks}):
         host, pid = (ranks[rank].host, ranks[rank].pid) if rank in ranks else ("", 0)
