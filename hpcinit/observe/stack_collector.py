@@ -260,7 +260,7 @@ def _sampled(one: Process, samples: int, apart_s: float) -> dict[str, Any]:
         if state not in ("T", "t"):
             sample["frames"] = own.frames()
         found.append(sample)
-    last, elapsed = _cpu_s(one.pid), time.monotonic() - start
+    last = _cpu_s(one.pid)
     own.close()
     return {
         "rank": one.rank,
@@ -268,7 +268,6 @@ def _sampled(one: Process, samples: int, apart_s: float) -> dict[str, Any]:
         "title": one.title[:200],
         "python": one.python,
         "state": _state(one.pid),
-        "elapsed_s": elapsed,
         "gil_kept": own.gil_is_kept,
         "cpu_s": None if first is None or last is None else last - first,
         "samples": found,

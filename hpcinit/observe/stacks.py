@@ -58,7 +58,6 @@ class RankStack:
     same: int = 0
     samples: int = 0
     cpu_s: float = 0.0
-    of_s: float = 0.0
     note: str = ""
 
 
@@ -295,7 +294,6 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
         same,
         len(samples),
         sampled["cpu_s"] or 0.0,
-        sampled["elapsed_s"],
         "" if sampled["python"] else f"it is not a Python process: {sampled['title']}",
     )
 

@@ -248,7 +248,7 @@ def sampled(rank: int, *samples: dict[str, Any], **more: Any) -> dict[str, Any]:
     whole = [
         {"state": "S", "wchan": "futex_wait", "frames": [["/home/train.py", 91, "train"]], **one} for one in samples
     ]
-    own = {"rank": rank, "pid": 100 + rank, "title": "", "python": True, "elapsed_s": 0.9, "cpu_s": 0.0}
+    own = {"rank": rank, "pid": 100 + rank, "title": "", "python": True, "cpu_s": 0.0}
     return {**own, "gil_kept": None, "samples": whole, **more}
 
 
