@@ -50,8 +50,4 @@ def read(folder: Path) -> list[NodeHeartbeats]:
 
     Unreadable files are skipped.
     """
-    try:
-        paths = sorted(folder.glob("*.json"))
-    except OSError:
-        return []
-    return [found for path in paths if (found := run_folder.read_record(NodeHeartbeats, path))]
+    return list(run_folder.read_records(NodeHeartbeats, folder, "*.json"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -125,13 +125,7 @@ def write(folder: Path, report: Report) -> None:
 
 def read(folder: Path) -> list[Report]:
     """Return the reports in `folder`, sorted by rank. Unreadable files are skipped."""
-    return sorted(_reports(folder / FOLDER), key=lambda one: one.rank)
-
-
-def _reports(place: Path) -> Iterator[Report]:
-    for path in place.glob("rank-*.json"):
-        if report := run_folder.read_record(Report, path):
-            yield report
+    return sorted(run_folder.read_records(Report, folder / FOLDER, "rank-*.json"), key=lambda one: one.rank)
 
 
 # Which links are measured, in which order, and which of them are slow.

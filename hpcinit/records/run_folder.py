@@ -114,6 +114,14 @@ def read_lines(kind: type[T], path: str | Path) -> Iterator[T]:
                 yield from_known_fields(kind, json.loads(line))
 
 
+def read_records(kind: type[T], folder: Path, pattern: str) -> Iterator[T]:
+    """Yield the records in the files of `folder` that match `pattern`, sorted by name. Skip unreadable files."""
+    with suppress(OSError):  # an error of the file server: ESTALE, EIO
+        for path in sorted(folder.glob(pattern)):
+            if record := read_record(kind, path):
+                yield record
+
+
 def read_record(kind: type[T], path: str | Path) -> T | None:
     """Return the record in a file, or None if the file is missing, unreadable, or from another version."""
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
