@@ -251,7 +251,6 @@ def _interruption(documents: Sequence[Mapping[str, Any]]) -> SubmissionInterrupt
 
 
 def _run_folders(documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the run folder of each submitted run in the documents."""
     return [one["run"] for one in documents if one["document"] == "submit"]
 
 

@@ -54,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_agent_count(spec: Spec, agents: World, path: Path) -> None:
-    """Raise RequestError unless there is one agent on each node of the spec."""
     if agents.world_size != spec.nodes or agents.local_world_size != 1:
         script = path.parent / run_folder.SCRIPT
         raise RequestError(

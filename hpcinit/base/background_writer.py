@@ -45,9 +45,7 @@ def suppressed(what: str) -> Iterator[None]:
 
 
 class _Writer:
-    """A daemon thread that writes reports. It starts with the first report. The lock `_changed` protects its
-    attributes.
-    """
+    """A daemon thread that writes reports. The first report starts it. The lock `_changed` protects all attributes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -89,7 +87,6 @@ class _Writer:
             return not self._waiting and not self._busy
 
     def _due(self) -> str | None:
-        """Return the name of the first report that is due now, or None."""
         now = time.monotonic()
         return next((what for what in self._waiting if now >= self._not_before.get(what, now)), None)
 
@@ -143,10 +140,7 @@ def flush(timeout_s: float = FLUSH_S) -> bool:
 
 
 def _in_child() -> None:
-    """Give a forked child a new writer, because fork() does not copy the thread.
-
-    Reports in the queue are written by the parent.
-    """
+    """Give a forked child a new writer, because fork() does not copy the thread. The parent writes its queue."""
     global _writer  # noqa: PLW0603 - a process has one
     _writer = _Writer()
 

@@ -28,7 +28,6 @@ def line(document: str, fields: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with null in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

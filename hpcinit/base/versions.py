@@ -36,7 +36,7 @@ def newer_than_tested(package: str, version: str) -> str:
 
 
 def key(version: str) -> tuple[tuple[int, ...], bool]:
-    """Return a sort key for a version: '0.16.10' after '0.16.4', and '0.19.4rc1' before '0.19.4'.
+    """Return a sort key for a version. It puts '0.16.10' after '0.16.4', and '0.19.4rc1' before '0.19.4'.
 
     Pre-releases of the same release are equal, and so are its builds, such as 2.9.0+cu128 and 2.9.0. Raise ValueError
     if `version` is not a version.

@@ -102,10 +102,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return the arguments that can replace `word`, the incomplete last argument.
-
-    The list `words` contains the arguments before it.
-    """
+    """Return the arguments that may follow `words`, instead of the incomplete `word`."""
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:

@@ -112,7 +112,6 @@ def _finished(paths: Sequence[Path], options: argparse.Namespace, named: bool) -
 
 
 def _problem(run: overview.Run) -> str:
-    """Return why the run must not be removed, or ''."""
     if run.error:
         return str(run.error)
     return next(_problems(run), "")
@@ -179,7 +178,6 @@ def _end(run: overview.Run) -> float:
 
 
 def _used(folder: Path) -> int:
-    """Return how many bytes a folder uses on disk."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:

@@ -63,7 +63,7 @@ def name_of(path: Path) -> str:
 
 
 def combinations(path: Path) -> dict[int, tuple[str, ...]]:
-    """Return the overrides that differ between the tasks of a sweep, as {task number: overrides}.
+    """Return for each task of a sweep, by its number, the overrides in which it differs from other tasks.
 
     path: the folder of the sweep.
 

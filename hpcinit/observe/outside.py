@@ -42,7 +42,7 @@ class Place:
     """A folder that hpcinit wrote.
 
     what: what the folder contains.
-    why_kept: returns why the folder must not be removed now, or ''.
+    why_kept: a function that returns why the folder must not be removed now, or ''.
     disk: whether it contains the files of jobs on this machine's own disk.
     """
 
@@ -99,7 +99,6 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
 
 
 def _why_in_use(ops: Path) -> str:
-    """Return why a job may be using the cache of ops, or ''."""
     if shutil.which("squeue") is None:
         return (
             "squeue is not on PATH, so it is unknown whether jobs with this home folder use it; to remove it anyway: "

@@ -50,7 +50,7 @@ def sweep_of(run: Path) -> Path | None:
 
 
 def _place(run: Path) -> tuple[Path, str]:
-    """Return the folder and the key of the record that shows which run replaced `run`.
+    """Return where the replacement of `run` is recorded: the folder, and the key in its record.
 
     For a task of a sweep, these are the sweep's folder and the task's number. For any other run, they are `run` and ''.
     """

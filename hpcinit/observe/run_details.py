@@ -130,7 +130,7 @@ def times(now: State) -> str:
 
 
 def times_alone(now: State) -> str:
-    """Return the text of times() without 'for' or 'starts about', for a column of the table."""
+    """Return the same as times(), without 'for' or 'starts about', for a column of the table."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
         return f"{duration(now.elapsed_s)}{left}"

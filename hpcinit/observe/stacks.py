@@ -299,9 +299,9 @@ def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
 
 
 def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
-    """Return the frames without the outermost ones, in which hpcinit starts the program.
+    """Return the frames of the program, without the outer frames in which hpcinit starts it.
 
-    If there are no other frames, return all of them.
+    If the program has no frame, return all frames.
     """
     frames = tuple((str(file), int(line), str(name)) for file, line, name in found)
     end = len(frames)
@@ -387,7 +387,7 @@ def lines(
 
 
 def _short(file: str) -> str:
-    """Return the path of a file in an installed package relative to site-packages. For other files, return the name."""
+    """Return the name of a file, or for a file in an installed package its path below site-packages."""
     for folder in ("/site-packages/", "/dist-packages/"):
         if folder in file:
             return file.rpartition(folder)[2]

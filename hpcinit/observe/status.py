@@ -130,7 +130,7 @@ def _uses_slurm(path: Path) -> bool:
 
 
 def _arguments(runs: Sequence[Run]) -> list[str]:
-    """Return the arguments to show for each run. For tasks and sweeps, show none: their overrides are shown instead."""
+    """Return the arguments to show for each run, or '' for tasks and sweeps, which show their overrides instead."""
     submissions = [requests.read(run.path) if run.now and not run.task else Submission() for run in runs]
     return requests.distinguish(submissions)
 
@@ -183,6 +183,6 @@ def _first(pair: tuple[float, Run]) -> float:
 
 
 def _number(value: object) -> float | None:
-    """Return the number by which a value is sorted, or None if it has none. For a list of numbers, it is the first."""
+    """Return the number by which a value is sorted: the value, or the first one of a list. Return None for NaN."""
     first = value[0] if isinstance(value, tuple | list) and value else value
     return float(first) if isinstance(first, int | float) and not math.isnan(first) else None

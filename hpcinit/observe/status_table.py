@@ -143,7 +143,7 @@ def _row(name: str, path: Path, now: State, task: find_runs.Task | None, more: S
 
 
 def _interest(task: find_runs.Task) -> int:
-    """Return a sort key: running tasks first, then failed, waiting, and successful tasks."""
+    """Return a sort key that puts running tasks first, then failed, waiting and successful ones."""
     if not task.state.over:
         return 2 if task.state.name in ("PENDING", find_runs.NOT_SUBMITTED) else 0
     return 1 if task.state.status else 3

@@ -100,7 +100,7 @@ def changes(polls: Polls, as_json: bool = False) -> Iterator[str]:
 
 
 def _lines(run: overview.Run, printed: dict[Path, Any]) -> Iterator[str]:
-    """Yield a line for each job whose state or reason has changed, and one line for all waiting tasks of a sweep."""
+    """Yield a line for each job that has changed. All waiting tasks of a sweep share one line."""
     names = {task.path: task.name for task in run.tasks}
     for path, now in run.parts:
         seen = (now.job_id, now.name, now.reason, bool(progress.hang_note(path, now)), _not_finite(path, now))

@@ -328,8 +328,8 @@ def kind(error: str) -> tuple[str, str]:
 def of_record(record: ErrorRecord) -> tuple[str, str]:
     """Return (kind, advice) for an error record.
 
-    If hpcinit raised the error and quotes another program's output, the quoted output is matched first. If no pattern
-    matches, return the kind in the record. A kind that this version does not know becomes 'program'.
+    The patterns are applied to the error of the other program, also if hpcinit's message quotes it. If none matches,
+    the kind in the record counts. A kind that this version does not know becomes 'program'.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:
@@ -349,7 +349,7 @@ _OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in furt
 
 
 def has_several_causes(error: str) -> bool:
-    """Return whether the message alone does not show the cause, such as 'unhandled system error' of NCCL."""
+    """Return whether several causes have this message, such as NCCL's 'unhandled system error'."""
     return SEVERAL_CAUSES.search(error) is not None
 
 

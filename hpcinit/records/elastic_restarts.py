@@ -80,12 +80,12 @@ def from_json(line: str) -> Restart:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """Return the earliest restart whose error was not caused by another rank's failure, or else the earliest of all."""
+    """Return the earliest restart that no other rank caused, or the earliest of all if there is none."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 
 def round_folder(step: str, number: int) -> str:
-    """Return the name of the folder for the ranks of a restart inside the job. It is also their World.job.
+    """Return World.job of the ranks after a restart inside the job. It names their folders, too.
 
     For step '43.0.1' (job 43, step 0, requeue 1) and the second restart, the name is '43.0e2.1'.
     """

@@ -90,8 +90,7 @@ def _named(folder: Path, name: str) -> list[Path]:
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:
     """Return the error records that belong to one attempt of a job.
 
-    Records name their attempt as 'JOB.STEP.RESTART'. If a record has another form of name, as with torchrun, it is
-    always included.
+    A record names its attempt as 'JOB.STEP.RESTART'. Records with other names, as those of torchrun, always count.
 
     job_id: Slurm's id of the job, or '' if unknown.
     restart: the number of the attempt, or None for any.

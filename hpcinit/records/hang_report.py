@@ -102,10 +102,7 @@ def place(text: str) -> Place:
 
 
 def _place_of(frames: Sequence[re.Match[str]]) -> Place:
-    """Return where a thread is, judging by its frames.
-
-    frames: the frames, innermost first.
-    """
+    """Return where a thread is, according to its frames. The innermost frame is first."""
     program = [one for one in frames if not (BELOW_PROGRAMS.search(one["file"]) or is_of_hpcinit(one["file"]))]
     # A program that is an installed package itself (`-m package`) has no frame of the user.
     frame = next((one for one in program if is_user_code(one["file"])), program[-1] if program else None)
@@ -341,8 +338,8 @@ def report(
 
     now_s: the current time in seconds since 1970. It is compared with the last heartbeat of each node.
     size: the world size.
-    fresh_s: the age, in seconds, up to which a node's last heartbeat is fresh. The limit is DEAD_S instead if the node
-        has only one rank, or if one of its ranks wrote a stack or has a bad state.
+    fresh_s: after how many seconds without a heartbeat a node counts as silent. It is DEAD_S instead for a node with
+        one rank, and for a node on which a rank wrote a stack or has a bad state.
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
     silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])
@@ -394,10 +391,10 @@ def _waiting(stacks: Mapping[int, Place]) -> tuple[Waiting, ...]:
 
 
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
-    """Return the place where each rank is, or where its program raised the error that ended it.
+    """Return where each rank is in its program.
 
-    A rank whose program has failed writes its stack later, outside of the program. For such a rank, return the place of
-    the error.
+    If the program of a rank has failed, the rank is no longer in it when it writes its stack. For such a rank, the
+    place of the error counts.
 
     stacks: for each rank, the place that its stack shows.
     raised: for each rank whose program raised an error, the place of the error.
@@ -408,7 +405,7 @@ def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> d
 def without_output(
     run: Path, job_id: str, restart: object, now_s: float | None = None, raised: Mapping[int, Place] | None = None
 ) -> HangReport | None:
-    """Return a hang report for ranks that report no steps. Return None unless all ranks have stopped printing.
+    """Return a hang report for ranks that report no steps, or None if a rank still prints something.
 
     now_s: the current time in seconds since 1970, or None if the job no longer runs.
     raised: the place where each rank raised a timeout of its collective after the ranks stopped printing.
@@ -469,8 +466,8 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
     """Return the stuck ranks for which other ranks may be waiting.
 
-    Normally, a rank whose program has ended is omitted, because it waits for other ranks itself. It is included only if
-    other ranks wait in a collective and no other rank is stuck.
+    A rank whose program has ended waits for other ranks itself. So it counts only if ranks wait in a collective and no
+    other rank is stuck.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
@@ -513,9 +510,9 @@ def _folders(run: Path, name: str, job_id: str, restart: object) -> Iterator[Pat
 
 
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Return the seconds since any rank took a step, and pairs of a last reported step and its ranks.
+    """Return the seconds since any rank took a step, and for each last reported step the ranks that reported it.
 
-    The pairs omit a rank whose heartbeat thread doesn't run, because its last reported step may be outdated.
+    A rank whose heartbeat thread doesn't run is skipped, because it may have taken steps since.
     """
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}

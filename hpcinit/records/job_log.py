@@ -102,14 +102,15 @@ class End:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether these tasks ended as after another failure: by SIGTERM, or by an abort of the process."""
+        """Return whether another failure may have ended these tasks: by SIGTERM, or by an abort of the process."""
         return self.after_abort or self.how.startswith(("Terminated", "Aborted")) or self.how.endswith(CONSEQUENCES)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A message that tasks failed (from srun), or that Slurm is ending the step. In the second case, host is ''.
+    """A failure in the log: srun reports that tasks failed, or Slurm reports that it ends the step.
 
+    host: the node of the tasks, or '' if Slurm ends the step.
     status: the exit status, as a shell reports it.
     how: how the tasks ended, in the wording of srun.
     """
@@ -149,7 +150,7 @@ class JobLog:
     output: the last lines that other programs printed.
     unreachable: the nodes on which srun could not start a task.
     refused: why Slurm did not start the program, or ''.
-    not_started: how the tasks ended that slurmstepd could not start.
+    not_started: the tasks that slurmstepd could not start.
     """
 
     ends: tuple[End, ...] = ()
@@ -167,8 +168,8 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 
     All attempts, and all jobs of a chain, write to the same log.
 
-    ranks_per_task: 1, or the number of ranks on a node if one task starts all of them. Such a task prints how its ranks
-        ended. Its messages then replace srun's message about the task.
+    ranks_per_task: how many ranks each task starts. A task that starts several prints how each of them ended. These
+        messages replace srun's message about the task.
     """
     lines = text.splitlines()
     starts = [number + 1 for number, line in enumerate(lines) if line.startswith(f"hpcinit: {NEW_ATTEMPT}")]
@@ -215,9 +216,10 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 
 
 def _not_started(lines: Iterable[str], ends: Sequence[End], first: Sequence[End]) -> Iterator[End]:
-    """Yield how the tasks ended that slurmstepd could not start: those on the nodes that its messages name.
+    """Yield the ends of the tasks that slurmstepd could not start.
 
-    If its messages name no node, yield the tasks that ended first, and those that ended in the same way.
+    slurmstepd's messages may name the nodes of these tasks. If they name none, the tasks that failed first count, and
+    all that failed in the same way.
 
     first: the ends that srun listed before Slurm ended the step, or the first end.
     """
@@ -272,9 +274,9 @@ def oom(lines: Iterable[str]) -> str:
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
-    """Return the ranks in a text such as '0-3,8', or () if there are more than MOST_RANKS.
+    """Return the ranks in a text such as '0-3,8'. Return () for more than MOST_RANKS, and None for any other text.
 
-    Return None if the text is not a list of ranks, because another program's line may look like Slurm's.
+    Another program may print a line that looks like Slurm's.
     """
     found: list[int] = []
     for part in text.strip("[]").split(","):

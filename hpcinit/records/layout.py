@@ -155,10 +155,7 @@ class Layout:
         return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """Yield each degree that makes the layout fit if only this degree changes, as text.
-
-        An example is 'with tp 8: dp_replicate 3'.
-        """
+        """Yield changes of a single degree that make the layout fit, such as 'with tp 8: dp_replicate 3'."""
         wanted = self._wanted()
         for name, degree in wanted.items():
             rest, remainder = divmod(world_size, math.prod(d for n, d in wanted.items() if n != name))
@@ -183,7 +180,7 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Return the nearest layout that fits if all degrees may change, as text, or [] if none fits.
+        """Return the nearest layout that fits, as text, or [] if none does. All degrees may change.
 
         If no layout fits with the expert parallel degree (ep), return one without ep.
         """
@@ -199,10 +196,7 @@ class Layout:
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """Return the parallel degrees above 1.
-
-        If no degree of data parallelism is above 1 and no degree is -1, also return dp_replicate, which is then 1.
-        """
+        """Return the degrees above 1, and also dp_replicate (1) if there is no data parallelism and no degree is -1."""
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 

@@ -71,7 +71,7 @@ def advance(folder: Path, use: ProgramUse) -> None:
 
 
 def _write(folder: Path, use: ProgramUse) -> None:
-    """Write the record. If that fails, remove the earlier one, which is wrong now. Never raise OSError."""
+    """Write the record. If the disk is full, remove the earlier record, because it is wrong now."""
     path = folder / run_folder.PROGRAM_USE
     try:
         safe_files.write_atomically(path, json.dumps(asdict(use)) + "\n")

@@ -62,7 +62,7 @@ class _Log(io.FileIO):
 
 
 def protect() -> None:
-    """If stdout and stderr of this process are regular files, make print() ignore disk errors."""
+    """Make print() ignore disk errors if stdout and stderr of this process are regular files."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # missing, closed, or without a file descriptor

@@ -36,10 +36,7 @@ def read(path: Path) -> list[Restart]:
 
 
 def append(path: Path, restart: Restart) -> None:
-    """Append the restart to the record of the run in `path`. Raise OSError if the file cannot be written.
-
-    If the disk is full, the record is unchanged.
-    """
+    """Add the restart to the record of the run in `path`. Raise OSError, with the record unchanged, if that fails."""
     file = path / run_folder.RESTARTS
     before = safe_files.read_text(file) if file.exists() else ""
     safe_files.write_atomically(file, f"{before}{json.dumps(asdict(restart))}\n")

@@ -88,7 +88,6 @@ def write_or_print(folder: Path, value: Any) -> None:
 
 
 def _print() -> None:
-    """At the end of the process, print the results that could not be written."""
     background_writer.flush()
     for path, text in _unwritten.items():
         say(f"error: {path} could not be written; free disk space and write this result to it: {text}")

@@ -22,9 +22,9 @@ _RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours,
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
     """Return the next free number of runs with this name: one more than the highest that this user has used.
 
-    A folder or a mark (a file that records a number) shows that a number has been used.
+    A number is used if its folder or its mark exists.
 
-    promised: the names of folders that do not exist yet but count too.
+    promised: the names of folders that will be created, and so count too.
     """
     names = {*_names(runs_dir), *promised}
     found = sorted(((number, one) for one in names for number in _numbers(one, name)), reverse=True)

@@ -53,9 +53,10 @@ def _recorder(dumps: str) -> list[_Variable]:
 
 
 def _pipe(folder: Path) -> _Variable:
-    """Return the variable for the pipe FOLDER/flight_N.pipe. If a byte is written to the pipe, NCCL writes its dump.
+    """Return the variable with which torch creates the pipe FOLDER/flight_N.pipe.
 
-    The folder is on the node's own disk, because torch fails if it can't create the pipe.
+    A byte in the pipe makes NCCL write its dump. The folder is on the node's own disk, because torch fails if it can't
+    create the pipe.
     """
     return _Variable("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/flight_")
 

@@ -115,9 +115,9 @@ def kept(parent: Path) -> Path:
 
 
 def _hold(folder: Path) -> int:
-    """Create `folder` if needed. Return the descriptor of a shared lock in it.
+    """Create `folder` if needed, lock a file in it, and return the descriptor of the lock.
 
-    Raise OSError if it is not a folder, cannot be created, or is removed again and again.
+    Raise OSError if the folder cannot be created, or if other processes keep removing it.
     """
     for _ in range(TRIES):
         # Both errors occur if the last other process removes the folder at the same time.

@@ -121,8 +121,8 @@ class Attempt:
     def waited_s(self) -> float | None:
         """Return the longest time that a rank waited for others at start-up, or None if no rank has finished waiting.
 
-        A rank waits twice, first in the rendezvous and then for the process group in init(). The start-up timeout
-        limits both. Clocks of different nodes are not compared.
+        A rank waits in the rendezvous, and again for the process group in init(). The start-up timeout limits each of
+        these waits, so they are not added. Each is measured with the clock of one node.
         """
         found = []
         for rank in self.ranks:

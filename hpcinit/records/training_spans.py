@@ -93,10 +93,7 @@ class SpanRecord:
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield spans after merging: in each block of BLOCK spans, the spans of one kind become one span.
-
-    The sums of durations and steps stay the same.
-    """
+    """Yield one span for each kind in each block of BLOCK spans. The sums of times and steps stay the same."""
     for at in range(0, len(spans), BLOCK):
         block = spans[at : at + BLOCK]
         begin = block[0].begin
