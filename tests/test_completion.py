@@ -104,8 +104,6 @@ def test_tab_completes(folder: Path, shell: str, install: str) -> None:
         assert terminal.completed("~/bin/hpcinit can") == f"{folder}/bin/hpcinit cancel"
         terminal.enter("export HPCINIT_CONF=nowhere")
         assert terminal.completed("hpcinit submit cluster=mi") == "hpcinit submit cluster=mi"
-        terminal.enter(install.replace("-sc install", "-sc uninstall"))
-        assert terminal.completed("hpcinit st") == "hpcinit st"
         assert "error" not in terminal.shown
     finally:
         terminal.close()
@@ -142,7 +140,7 @@ def test_candidates(folder: Path, line: str, answer: str) -> None:
     [
         (["install=csh"], "no completion for the shell 'csh', expected one of: bash, zsh, fish"),
         (["install"], "no completion for the shell '', expected one of: bash, zsh, fish"),
-        ([], "--shell-completion: expected install=SHELL or uninstall=SHELL, with SHELL one of: bash, zsh, fish"),
+        ([], "--shell-completion: expected install=SHELL, with SHELL one of: bash, zsh, fish"),
     ],
 )
 def test_an_unknown_shell(folder: Path, words: list[str], message: str) -> None:

@@ -52,11 +52,6 @@ end
 complete -c hpcinit -f -a '(__hpcinit)'
 complete -c hpcinit -n 'contains -- -- (commandline -opc)' -F"""
 INSTALL = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-UNINSTALL = {
-    "bash": "complete -r hpcinit; unset -f _hpcinit",
-    "zsh": "compdef -d hpcinit; unfunction _hpcinit",
-    "fish": "complete -e -c hpcinit; functions -e __hpcinit",
-}
 WITH_OVERRIDES = {"submit", "drill", "plan", "export", "doctor", "nodes", "timeouts", "build-ops"}
 WITH_HYDRAS_FLAGS = {"submit", "plan"}
 OF_A_RUN = {
@@ -76,19 +71,17 @@ OF_A_RUN = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script for `install=SHELL` or `uninstall=SHELL`, or the candidates for `query=SHELL`."""
+    """Print the script for `install=SHELL`, or the candidates for `query=SHELL`."""
     action, _, shell = " ".join(argv).partition("=")
-    if action not in {"install", "uninstall", "query"}:
+    if action not in {"install", "query"}:
         seen = " ".join(["--shell-completion", *argv])
-        raise RequestError(
-            f"{seen}: expected install=SHELL or uninstall=SHELL, with SHELL one of: {', '.join(INSTALL)}"
-        )
+        raise RequestError(f"{seen}: expected install=SHELL, with SHELL one of: {', '.join(INSTALL)}")
     if shell not in INSTALL:
         raise RequestError(f"no completion for the shell {shell!r}, expected one of: {', '.join(INSTALL)}")
     if action == "query":
         print("".join(f"{found}\n" for found in candidates(os.environ.get("COMP_LINE", ""))), end="")
     else:
-        print((INSTALL if action == "install" else UNINSTALL)[shell])
+        print(INSTALL[shell])
     return 0
 
 
