@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
@@ -87,14 +87,22 @@ def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
     return kind(**{name: _typed(name, types[name], value) for name, value in document.items() if name in types})
 
 
-def _typed(name: str, kind: Any, value: Any) -> Any:
+def from_fields(kind: type[T], document: Mapping[str, Any]) -> T:
+    """Return the same as from_known_fields(). Also raise TypeError if `document` has an unknown key, at any level."""
+    types = _types(kind)  # type: ignore[arg-type]
+    if unknown := document.keys() - types.keys():
+        raise TypeError(f"unknown key {min(unknown)}")
+    return kind(**{name: _typed(name, types[name], value, from_fields) for name, value in document.items()})
+
+
+def _typed(name: str, kind: Any, value: Any, read: Callable[[Any, Any], Any] = from_known_fields) -> Any:
     for one in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         parts, whole = get_args(one), get_origin(one) or one
         if whole is tuple and isinstance(value, (list, tuple)):
             each = parts[:1] * len(value) if parts[-1] is ... else parts
-            return tuple(_typed(name, *pair) for pair in zip(each, value, strict=True))
+            return tuple(_typed(name, *pair, read) for pair in zip(each, value, strict=True))
         if is_dataclass(whole) and isinstance(value, Mapping):
-            return from_known_fields(whole, value)  # type: ignore[arg-type]
+            return read(whole, value)
         accepted = (int, float) if whole is float else whole
         if whole is Any or (isinstance(value, accepted) and (whole is bool or not isinstance(value, bool))):
             if isinstance(value, str):

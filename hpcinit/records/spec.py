@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError, SpecError
@@ -299,8 +299,8 @@ def load(path: Path, to_run: bool = True) -> Spec:
             "use the same environment for both"
         )
     try:
-        return _value(Spec, document)  # type: ignore[no-any-return]
-    except (AttributeError, KeyError, TypeError, RequestError) as error:
+        return run_folder.from_fields(Spec, document)
+    except (AttributeError, TypeError, ValueError, RequestError) as error:
         raise SpecError(f"{path} does not contain a spec: {error}; submit again") from None
 
 
@@ -325,16 +325,3 @@ def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | 
         return None, None
     spec = load(Path(folder) / run_folder.SPEC)
     return (spec, Path(folder)) if spec.world_size == world_size else (None, None)
-
-
-def _value(kind: Any, given: Any) -> Any:
-    """Convert a value from JSON to the type `kind`.
-
-    A JSON object becomes one of the dataclasses in this module, and a list becomes a tuple.
-    """
-    if isinstance(given, list):
-        return tuple(_value(next(iter(get_args(kind)), None), each) for each in given)
-    if not is_dataclass(kind):
-        return given
-    hints = get_type_hints(kind)
-    return kind(**{name: _value(hints.get(name), value) for name, value in given.items()})  # type: ignore[operator]
