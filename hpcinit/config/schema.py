@@ -154,7 +154,7 @@ class Parallel:
     )
     tp_across_nodes: bool = key("let tensor parallel groups span nodes", False)
     wrap: str = key(
-        f"wrapper that run.wrap applies to the model: {wrappers.described()}",
+        f"wrapper that run.wrap applies to the model: {', '.join(wrappers.WRAPPERS)}; fsdp with dp_replicate is HSDP",
         spec.Training.wrap,
         choices=wrappers.WRAPPERS.keys(),
     )

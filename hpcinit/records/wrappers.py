@@ -25,7 +25,6 @@ class Wrapper(abc.ABC):
     """The facts about one value of `parallel.wrap`.
 
     name: the value.
-    note: a remark that the help text shows after the name.
     needs_deepspeed: whether the ranks start DeepSpeed and the `deepspeed.` options apply.
     checkpoint_format: wrappers with the same format can load each other's checkpoints.
     for_many_ranks: whether the wrapper combines the gradients of several ranks.
@@ -33,7 +32,6 @@ class Wrapper(abc.ABC):
     """
 
     name: ClassVar[str]
-    note: ClassVar[str] = ""
     needs_deepspeed: ClassVar[bool] = False
     checkpoint_format: ClassVar[str] = TORCH_FORMAT
     for_many_ranks: ClassVar[bool] = True
@@ -83,7 +81,6 @@ class FSDP(Wrapper):
     """Shards the model with torch's fully_shard (FSDP2)."""
 
     name = "fsdp"
-    note = "HSDP with dp_replicate"
 
     def problems(self, layout: Layout) -> Iterator[str]:
         if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1:
@@ -144,9 +141,3 @@ def of_format(checkpoint_format: str) -> str:
     """Return the names of the multi-rank wrappers that use this checkpoint format, such as 'ddp or fsdp'."""
     found = [each for each in WRAPPERS.values() if each.checkpoint_format == checkpoint_format and each.for_many_ranks]
     return " or ".join(each.name for each in found)
-
-
-def described() -> str:
-    """Return all values for the help text: 'ddp, fsdp (HSDP with dp_replicate), deepspeed or none'."""
-    *others, last = (f"{each.name} ({each.note})" if each.note else each.name for each in WRAPPERS.values())
-    return f"{', '.join(others)} or {last}"
