@@ -20,7 +20,7 @@ the fields of an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,16 +150,9 @@ class BringUpError(Failure):
 
 
 class TrainingHang(Failure):
-    """No rank has finished a step within the allowed time.
-
-    report: the fields of records.hang_report.HangReport.
-    """
+    """No rank has finished a step within the allowed time."""
 
     kind = failure_kinds.HANG
-
-    def __init__(self, message: str, report: Mapping[str, Any] | None = None) -> None:
-        self.report = report or {}
-        super().__init__(message, rank_at_fault=self.report.get("rank"), host_at_fault=self.report.get("host", ""))
 
 
 class CheckpointError(Failure):

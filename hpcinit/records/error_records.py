@@ -6,11 +6,10 @@ The job writes the record on a compute node. Commands such as `hpcinit why` read
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hpcinit.records import run_folder
 
@@ -27,7 +26,6 @@ class ErrorRecord:
     kind: one of base/failure_kinds.py if hpcinit raised the error, or '' if another program did.
     rank_at_fault, host_at_fault: the rank whose failure caused this error, or None and '' if unknown.
     quoted: the output of another program that hpcinit's message quotes.
-    hang: the fields of hang_report.HangReport, or None if the error is not a hang.
     """
 
     time: float
@@ -43,7 +41,6 @@ class ErrorRecord:
     rank_at_fault: int | None = None
     host_at_fault: str = ""
     quoted: str = ""
-    hang: Mapping[str, Any] | None = None
 
     @property
     def foreign(self) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 from hpcinit.base import safe_files
 from hpcinit.base.text import counted, rank_names
 from hpcinit.records import run_folder, scratch, timeline
-from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
 
 STACK = "rank-{rank}.txt"
@@ -235,7 +234,7 @@ class HangReport:
     silent_s: seconds since any rank took a step, or None if no rank has taken one.
     last_steps: pairs of a step and the ranks that reported it as their last.
     unheard: ranks that sent no heartbeat and wrote no stack.
-    text: the message of an error record whose fields cannot be read.
+    text: the message of the rank that ended the run, if report.json cannot be read.
 
     For a program that reports no steps, the report also has these fields:
 
@@ -303,32 +302,18 @@ class HangReport:
             *([f"CPU time, in percent of a core: {used}"] if used else []),
         )
 
-    def document(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON can store."""
-        return asdict(self)
-
     def to_json(self) -> str:
-        return json.dumps(self.document()) + "\n"
+        return json.dumps(asdict(self)) + "\n"
 
 
 def from_document(document: Mapping[str, Any]) -> HangReport:
-    """Return the HangReport from the plain values that document() returned. Missing keys count as empty.
+    """Return the HangReport in the content of report.json. Missing keys count as empty.
 
     Unknown keys are ignored. Raise ValueError, TypeError or AttributeError for values of the wrong type.
     """
     report = run_folder.from_known_fields(HangReport, document)
     report.lines()  # raises if a field does not fit its sentence
     return report
-
-
-def of_record(record: ErrorRecord | None) -> HangReport:
-    """Return the hang report in a rank's error record. If there is none, return a report with the text of the error."""
-    if record is None:
-        return HangReport(text=("no report",))
-    try:
-        return from_document(record.hang or {"text": [record.error]})
-    except (ValueError, TypeError, AttributeError):
-        return HangReport(text=(record.error,))
 
 
 def report(

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpcinit.base import background_writer, safe_files
 from hpcinit.base.console import say
-from hpcinit.base.errors import FIELDS, BringUpError, HpcinitError, RequestError, TrainingHang
+from hpcinit.base.errors import FIELDS, BringUpError, HpcinitError, RequestError
 from hpcinit.records import drill_records, error_records, program_use, run_folder, tracker
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.spec import Program, Spec
@@ -240,10 +240,7 @@ def _cause(error: BaseException) -> BaseException:
 
 def _fields(error: BaseException) -> dict[str, Any]:
     """Return the fields of the record that only an error of hpcinit has, or {} for another error."""
-    if not isinstance(error, HpcinitError):
-        return {}
-    hang = error.report if isinstance(error, TrainingHang) else None
-    return {**{name: getattr(error, name) for name in FIELDS}, "hang": hang}
+    return {name: getattr(error, name) for name in FIELDS} if isinstance(error, HpcinitError) else {}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hpcinit.base import failure_kinds
-from hpcinit.records import hang_report, heartbeats
+from hpcinit.records import causes, hang_report, heartbeats
 from hpcinit.records.error_records import ErrorRecord
 from hpcinit.records.hang_report import HangReport, Waiting
 from hpcinit.why.evidence import Evidence, Verdict
@@ -52,10 +52,13 @@ def is_hang(silence: HangReport) -> bool:
 
 
 def _of_record(evidence: Evidence) -> HangReport | None:
-    """Return the report in the error record of the rank that ended the run because of a hang."""
+    """Return a report with the error of the rank that ended the run because of a hang. Its report.json is missing."""
     records = (one.record for one in evidence.ordered)
     first: ErrorRecord | None = next((one for one in records if one.kind == failure_kinds.HANG), None)
-    return hang_report.of_record(first) if first else None
+    if first is None:
+        return None
+    text = causes.detail(first.error) or first.error
+    return HangReport(rank=first.rank_at_fault, host=first.host_at_fault, text=(text,))
 
 
 def _of_flight(evidence: Evidence, report: HangReport | None) -> Finding:

@@ -142,9 +142,9 @@ def test_a_hang_that_was_ended_later() -> None:
     assert verdict.headline.startswith("the training hung: rank 1 on n1 does not respond: process 9 is stopped")
     assert (verdict.rank, verdict.host, verdict.kind) == (1, "n1", "hang")
     assert verdict.evidence == report.lines()[:2] and "another process stopped it" in verdict.do
-    record = replace(error_of(0, "the training hangs").record, kind="hang", hang=json.loads(report.to_json()))
+    record = replace(error_of(0, "the training hangs").record, kind="hang", rank_at_fault=1, host_at_fault="n1")
     alone = diagnose(Evidence("FAILED", found=(Found(record, T),)))
-    assert (alone.headline, alone.rank, alone.do) == (verdict.headline, 1, verdict.do)
+    assert (alone.headline, alone.rank, alone.host) == ("the training hung: the training hangs", 1, "n1")
 
 
 def test_an_exit_status_without_a_record() -> None:
@@ -325,7 +325,6 @@ def test_errors_of_hpcinit_are_recognized_by_their_fields() -> None:
         {"time": "now"},
         {"rank": None},
         {"rank_at_fault": "2"},
-        {"hang": ["no mapping"]},
         {"host": []},
     ],
 )

@@ -274,7 +274,8 @@ class Heartbeat:
             if not again:
                 say("the ranks continue despite hang.action=end, because no rank waits for another one in a collective")
             return
-        program.record(TrainingHang(f"the training hangs: {lines}", report.document()), self._world)
+        error = TrainingHang(f"the training hangs: {lines}", rank_at_fault=report.rank, host_at_fault=report.host)
+        program.record(error, self._world)
         with background_writer.suppressed("the end of all ranks"):
             safe_files.write_atomically(self._hang / hang_report.RECORD, report.to_json())
             (self._hang / hang_report.ENDS).touch()
