@@ -146,7 +146,7 @@ test-lowest: $(LOWEST)/made
 # The same with the next Hydra and OmegaConf, which pip does not install before their release.
 .PHONY: test-hydra-next
 test-hydra-next: $(VENV)/hydra-next/made
-	$(VENV)/hydra-next/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py tests/test_quick_completion.py \
+	$(VENV)/hydra-next/bin/python -m pytest -m 'not slurm' tests/test_package.py tests/test_cli.py \
 		tests/test_every_command.py tests/test_hydra_launcher.py tests/config tests/discover tests/submit tests/observe $(PYTEST)
 
 # The Slurm tests on a newer Slurm, in a folder with the Debian that has it, created once (root; 640 MB, two minutes).

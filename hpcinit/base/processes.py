@@ -29,26 +29,13 @@ PROC = Path("/proc")
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def terminate_with_parent(parent: int) -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Make the kernel send a signal to this process when its parent dies. If the parent has already died, exit now.
 
     parent: the parent's process id.
+    number: the signal. SIGTERM may not be enough: a shell that traps it first waits for its command, and a rank first
+        tries to save.
     """
-    _signal_at_death_of(parent, signal.SIGTERM)
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel send SIGKILL to this process when its parent dies.
-
-    parent: the parent's process id.
-
-    SIGTERM is not enough: a shell that traps SIGTERM first waits for its command, and a rank first tries to save.
-    """
-    _signal_at_death_of(parent, signal.SIGKILL)
-
-
-def _signal_at_death_of(parent: int, number: int) -> None:
-    """Make the kernel send the signal `number` when the parent dies. If the parent has already died, exit now."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before prctl, which then sends nothing

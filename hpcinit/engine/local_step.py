@@ -154,7 +154,7 @@ class Step(Supervisor):
         env = {**os.environ, **task_variables(os.environ, self.options.nodes, per_node, rank)}
         output = self.options.output
         path = Path(output.replace("%t", str(rank)).replace("%%", "%")) if output else None
-        die_with_this = partial(processes.terminate_with_parent, os.getpid())
+        die_with_this = partial(processes.die_with_parent, os.getpid(), signal.SIGTERM)
         with rank_log.opened(path) if path else contextlib.nullcontext() as log:
             self.start(rank, self.options.command, env, output=log, in_child=die_with_this)
 
