@@ -80,7 +80,7 @@ def _for_python(command: str, args: Sequence[str], workdir: Path) -> Iterator[st
 
     An absolute path is skipped, because the file may exist only on the nodes.
     """
-    first = next(iter(args), "")
+    first = str(next(iter(args), ""))
     path = (workdir / first).absolute()
     if PYTHON.fullmatch(Path(command).name) and first.endswith(".py") and not (first[0] == "/" or path.is_file()):
         yield f"job.args has {first!r}, expected a file: {path} does not exist{_close(path)}"

@@ -9,7 +9,7 @@ from typing import TypeVar
 from hpcinit.base import quoting
 from hpcinit.base.text import expanded, unknown_user
 from hpcinit.config import keys
-from hpcinit.config.request import Rewritten, as_text
+from hpcinit.config.request import as_text
 from hpcinit.config.schema import Config
 from hpcinit.records import secret_names
 
@@ -58,17 +58,8 @@ def names(config: Config) -> Iterator[str]:
             if not quoting.ENV_NAME.fullmatch(name):
                 yield f"{key} has {name!r}, expected a name of letters, digits and '_'"
             value = env[name]
-            if isinstance(value, Rewritten):
-                yield _rewritten(f"{key}.{name}", value)
-            elif not isinstance(value, str):
+            if not isinstance(value, str):
                 yield f"{key}.{name} is {as_text(value)}, expected text in quotes"
-
-
-def _rewritten(key: str, value: Rewritten) -> str:
-    """Return the error message for a text in a YAML file that YAML has read as another type, such as a number."""
-    is_, reads = value.written or "empty", f", which YAML reads as {value}" if value.written != value else ""
-    unquoted = "" if value == as_text(None) else f", or write {value}"
-    return f'{value.where}: {key} is {is_}{reads}, expected text: quote it, as in "{value.written}"{unquoted}'
 
 
 def texts(config: Config) -> Iterator[str]:
@@ -77,10 +68,8 @@ def texts(config: Config) -> Iterator[str]:
     The program's arguments are not restricted, because they are passed in spec.json.
     """
     for key in ("job.args", "cluster.modules", "cluster.setup"):
-        for at, item in enumerate(keys.value(config, key)):
-            if isinstance(item, Rewritten):
-                yield _rewritten(f"{key}[{at}]", item)
-            elif not isinstance(item, str):
+        for item in keys.value(config, key):
+            if not isinstance(item, str):
                 yield f"{key} has {item!r}, expected a list of strings; quote an item that contains brackets or ': '"
     for key, text in _leaves("", config, str):
         if key == "name" or key.startswith("deepspeed."):  # these have a stricter check, or are only in spec.json

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra
+import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
@@ -40,7 +41,9 @@ IS_1_3 = hydra.__version__.startswith("1.3.")
 # For hydra.main and initialize_config_dir. 1.3 warns without version_base, and 1.4 warns with it.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if IS_1_3 else {}
 
-yaml_loader: Callable[[], Any] = get_yaml_loader  # returns OmegaConf's class
+# Values in these tables and lists are text: environment variables, arguments, and lines of the script.
+TEXTS = ("env", "args", "modules", "setup")
+TEXT_OR_NULL = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:null")
 
 
 def register_resolver(name: str, resolver: Callable[[], str]) -> None:
@@ -91,7 +94,7 @@ class Folders(SearchPathPlugin):
 
 
 class ReadFiles(FileConfigSource):
-    """Reads YAML files as Hydra does, and stores the paths of the files.
+    """Reads YAML files as Hydra does, but keeps the text of numbers and booleans in TEXTS. Stores the files' paths.
 
     read: the files that Hydra read for the last config that it composed.
     """
@@ -99,8 +102,28 @@ class ReadFiles(FileConfigSource):
     read: ClassVar[list[str]] = []
 
     def load_config(self, config_path: str) -> ConfigResult:
-        self.read.append(str(Path(self.path, self._normalize_file_name(config_path))))
-        return super().load_config(config_path)
+        path = Path(self.path, self._normalize_file_name(config_path))
+        self.read.append(str(path))
+        result = super().load_config(config_path)
+        text = path.read_text(encoding="utf-8")
+        if any(f"{name}:" in text for name in TEXTS) and (node := yaml.compose(text, Loader=get_yaml_loader())):
+            _keep_texts(result.config, node)
+        return result
+
+
+def _keep_texts(config: Any, node: Any, is_text: bool = False) -> None:
+    """Set each number and boolean in the TEXTS of a config to its text in the file: '1.10' and '010', not 1.1 and 8.
+
+    node: the file's YAML node from which `config` was made.
+    is_text: whether `config` is one of the TEXTS.
+    """
+    is_list = isinstance(node, yaml.SequenceNode)
+    for name, value in enumerate(node.value) if is_list else ((key.value, value) for key, value in node.value):
+        if isinstance(value, yaml.ScalarNode):
+            if is_text and value.tag not in TEXT_OR_NULL:
+                config[name] = value.value
+        elif is_list or name in config:
+            _keep_texts(config[name], value, name in TEXTS)
 
 
 class Made(ConfigSource):

@@ -25,26 +25,6 @@ def as_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class Rewritten(str):
-    """A string in a YAML file that YAML has read as another type, such as a number.
-
-    It is the value of an environment variable, or an argument of the program. The checks refuse a request that contains
-    such a value.
-
-    written: the text in the file.
-    where: the file and the line.
-    """
-
-    written: str
-    where: str
-
-    @classmethod
-    def at(cls, where: str, written: str, value: object) -> Rewritten:
-        made = cls(as_text(value))
-        made.where, made.written = where, written
-        return made
-
-
 @dataclass(frozen=True)
 class Request:
     """A Config and the origin of its values.

@@ -1,20 +1,16 @@
 """Keeps values exactly as the user typed them: 1.10 and 010, which YAML would read as 1.1 and 8.
 
 A program's arguments and environment variables are text, so they get the typed text instead of Hydra's value. On the
-command line, Hydra's own parser provides the text. For YAML files, Hydra keeps neither the text nor the line numbers. A
-file is therefore parsed again if one of its environment variables or arguments is not text.
+command line, Hydra's own parser provides the text. For YAML files, hydra_setup.ReadFiles does.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # antlr4's, which each version has elsewhere
@@ -25,8 +21,7 @@ from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # a
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from hpcinit.config import folders, hydra_setup
-from hpcinit.config.request import PLAIN, KeyPath, Rewritten, as_text
+from hpcinit.config.request import PLAIN, KeyPath, as_text
 
 # The keys whose values are text: those of the program, and those with lines of the script.
 TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modules"), ("cluster", "setup"))
@@ -125,7 +120,6 @@ class Texts:
         config: the config as Hydra composed it, with interpolations not yet resolved.
         hydra: the node `hydra` of that config, which contains the overrides.
         """
-        self._files = YamlTexts(tuple(hydra_setup.ReadFiles.read))
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
         self._config = config
         self._has_texts = False  # then self._config is a copy without types
@@ -165,8 +159,7 @@ class Texts:
         """Return the program's variables and arguments, and the script's lines, as the user typed them.
 
         The keys of the result are the places of these values in the config. A value that has no text, such as a list,
-        is returned unchanged. If YAML has read a text as another type, its value is a Rewritten. checks/values.py
-        reports both.
+        is returned unchanged, and checks/values.py reports it.
 
         only: the places to return; None: all.
         """
@@ -176,16 +169,12 @@ class Texts:
                 continue
             container = OmegaConf.select(self._config, ".".join(parent))
             written: Any = OmegaConf.to_container(container) if OmegaConf.is_config(container) else []
-            inside = tuple(container._get_full_key("").split(".")) if OmegaConf.is_config(container) else parent
             items: Any = written.items() if isinstance(written, dict) else enumerate(written)
             for name, value in items:
                 known = container[name] if _refers(value) else value
                 place: KeyPath = (*parent, name)
-                if isinstance(known, PLAIN) and not isinstance(known, str):
-                    in_file = None if _refers(value) else self._files.text((*inside, name), known)
-                    has_text = _refers(value) or isinstance(known, (bool, int))  # a float of a table
-                    known = in_file or (as_text(known) if has_text else known)
-                found[place] = known
+                has_text = _refers(value) or isinstance(known, (bool, int))  # a float of a table
+                found[place] = as_text(known) if has_text and isinstance(known, PLAIN) else known
         return found
 
 
@@ -202,71 +191,3 @@ def put(container: Any, path: KeyPath, value: Any) -> Any:
     else:
         changed[name] = put(container.get(name), path[1:], value)
     return changed
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """A YAML value that is not text: the value, its text in the file, and its line number, counted from 1."""
-
-    value: object
-    text: str
-    line: int
-
-
-@cache
-def _loader() -> Any:
-    loader: Any = hydra_setup.yaml_loader()
-
-    class Loader(loader):  # type: ignore[misc]
-        """OmegaConf's own loader, which also keeps the original text of numbers, booleans and nulls."""
-
-        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-            value = super().construct_object(node, deep)
-            is_text = isinstance(value, str) or not isinstance(node, yaml.ScalarNode)
-            return value if is_text else Scalar(value, node.value, node.start_mark.line + 1)
-
-    return Loader
-
-
-def _scalars(tree: Any, place: KeyPath = ()) -> Iterator[tuple[KeyPath, Scalar]]:
-    if isinstance(tree, Scalar):
-        yield place, tree
-    elif isinstance(tree, (dict, list)):
-        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _scalars(value, (*place, name))
-
-
-class YamlTexts:
-    """The YAML files from which a config was composed. They are used to look up how a value is written in a file."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
-        self._contents: dict[str, str] = {}
-        self._scalars: dict[str, list[tuple[KeyPath, Scalar]]] = {}
-
-    def text(self, place: KeyPath, value: object) -> str | None:
-        """Return the text with which a file sets the value at `place`, or None if no file contains that value.
-
-        If YAML has read the text as another type, return a Rewritten.
-
-        A file may be included below any key of the config. So only the end of `place` is compared with the place in the
-        file.
-        """
-        name = next(part for part in reversed(place) if isinstance(part, str))
-        for path in self._paths:
-            for at, scalar in self._found(path, name):
-                if at != place[-len(at) :] or repr(scalar.value) != repr(value):
-                    continue
-                if value is None or scalar.text != as_text(value):
-                    return Rewritten.at(f"{folders.shown(path)}, line {scalar.line}", scalar.text, value)
-                return scalar.text
-        return None
-
-    def _found(self, path: str, name: str) -> list[tuple[KeyPath, Scalar]]:
-        if path not in self._contents:
-            self._contents[path] = Path(path).read_text(encoding="utf-8")
-        if name not in self._contents[path]:
-            return []
-        if path not in self._scalars:
-            self._scalars[path] = list(_scalars(yaml.load(self._contents[path], Loader=_loader())))
-        return self._scalars[path]

@@ -290,26 +290,15 @@ def test_the_engine_signals_no_group_whose_script_was_reaped(tmp_path: Path) -> 
 
 
 def test_values_of_yaml_files_reach_the_program(hpcinit: Run, tmp_path: Path) -> None:
-    """A program gets values of a cluster file and a job file as typed; what YAML changes is refused before the start."""
+    """A program gets values of a cluster file and a job file as typed, also those that YAML reads as another value."""
     shown = "printf '%s\\n' A=$A B=$B C=$C \"$@\""
     files = {
-        "cluster": "defaults: [local]\nenv: {A: 29500, B: false}\n",
-        "job": f"name: x\ncommand: sh\nenv: {{C: '1.10'}}\nargs: [-c, {json.dumps(shown)}, sh, 8, 0.5, true, '010']\n",
+        "cluster": "defaults: [local]\nenv: {A: 010, B: no}\n",
+        "job": f"name: x\ncommand: sh\nenv: {{C: '1.10'}}\nargs: [-c, {json.dumps(shown)}, sh, 8, 0.50, true, '010']\n",
     }
     for group, text in files.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
         (tmp_path / "conf" / group / "mine.yaml").write_text(text)
     done = hpcinit("submit", "cluster=mine", "job=mine", "wait=true")
     assert done.returncode == 0, done.stderr
-    assert "A=29500\nB=false\nC=1.10\n8\n0.5\ntrue\n010\n" in done.stdout
-    (tmp_path / "conf/cluster/mine.yaml").write_text("defaults: [local]\nenv: {A: 010, B: no}\n")
-    (tmp_path / "conf/job/mine.yaml").write_text(files["job"].replace("0.5", "0.50"))
-    done = hpcinit("submit", "cluster=mine", "job=mine", "nodes=0")
-    assert done.returncode == 2
-    for message in (
-        "conf/cluster/mine.yaml, line 2: cluster.env.A is 010, which YAML reads as 8, expected text: quote it",
-        'conf/cluster/mine.yaml, line 2: cluster.env.B is no, which YAML reads as false, expected text: quote it, as in "no"',
-        'conf/job/mine.yaml, line 4: job.args[4] is 0.50, which YAML reads as 0.5, expected text: quote it, as in "0.50"',
-        "nodes is 0, expected 1 or more",
-    ):
-        assert message in done.stderr
+    assert "A=010\nB=no\nC=1.10\n8\n0.50\ntrue\n010\n" in done.stdout
