@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpcinit.base import quoting
 from hpcinit.config.schema import Config
-from hpcinit.config.spellings import full_name, instead
+from hpcinit.config.spellings import instead
 from hpcinit.records import run_folder
 from hpcinit.records.starts import STARTS
 from hpcinit.world import ports
@@ -29,9 +29,8 @@ def slurm_options(config: Config) -> Iterator[str]:
     for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
         key = f"cluster.{table}"
         for option, value in options.items():
-            full = full_name(str(option), table)
-            if advice := instead(full, table):
-                yield f"{key}.{option}: {f'{table} takes it for --{full}; ' * (full != option)}{advice}"
+            if advice := instead(str(option), table):
+                yield f"{key}.{option}: {advice}"
             elif not quoting.OPTION_NAME.fullmatch(str(option)):
                 yield f"{key} has {option!r}, expected the long name of an option without its dashes, as in mail-type"
             elif isinstance(value, (list, dict)):

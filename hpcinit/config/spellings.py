@@ -72,42 +72,6 @@ SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])B?", re.IGNORECASE)
 UNITS = {"K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}
 PLAIN = re.compile(r"[\w./:@+-]+")
 
-# The options of Slurm 22.05.8: `sbatch --a`, `sbatch --b` and so on print those with that first letter.
-BOTH = """
-account acctg-freq bb bbf begin chdir cluster cluster-constraint clusters comment constraint container context
-contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution
-error exclude exclusive export extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task
-gres gres-flags help hint hold input job-name licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
-mem-per-gpu mincpus network nice no-kill nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
-ntasks-per-socket ntasks-per-tres open-mode output overcommit oversubscribe partition power prefer priority profile
-propagate qos quiet reboot reservation signal sockets-per-node spread-job switches tasks-per-node test-only thread-spec
-threads-per-core time time-min tmp uid usage use-min-nodes verbose version wait wckey
-"""
-OF_SBATCH = """
-array batch export-file get-user-env ignore-pbs kill-on-invalid-dep no-requeue parsable requeue wait-all-nodes wrap
-"""
-OF_SRUN = """
-accel-bind bcast bcast-exclude compress cpu-bind cpu_bind debugger-test disable-status epilog exact het-group immediate
-interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog no-allocate overlap pack-group preserve-env prolog
-pty quit-on-interrupt relative resv-ports send-libs slurmd-debug task-epilog task-prolog threads unbuffered whole x11
-"""
-OF_PYXIS = "container-image container-mounts"  # the options of the plugin that hpcinit sets
-KNOWN = {
-    "sbatch": frozenset(f"{BOTH} {OF_SBATCH} {OF_PYXIS}".split()),
-    "srun": frozenset(f"{BOTH} {OF_SRUN} {OF_PYXIS}".split()),
-}
-SAME = {"cluster": "clusters", "tasks-per-node": "ntasks-per-node", "cpu_bind": "cpu-bind"}  # synonyms in slurm_opt.c
-
-
-def full_name(name: str, command: str) -> str:
-    """Return the full name of an option that `name` abbreviates. Return `name` itself if it is unknown or ambiguous.
-
-    command: 'sbatch' or 'srun'.
-    """
-    known = KNOWN[command]
-    found = [name] if name in known else [option for option in known if option.startswith(name)]
-    return SAME.get(found[0], found[0]) if len(found) == 1 else name
-
 
 def instead(option: str, command: str) -> str:
     """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if that option is allowed there.
@@ -116,7 +80,7 @@ def instead(option: str, command: str) -> str:
     """
     if (option, command) == ("wait", "sbatch"):  # srun's --wait has another meaning
         return "use wait=true, which waits for the job's end"
-    found = TABLE.get(option, PRINTS.get(option, ""))
+    found = TABLE.get("clusters" if option == "cluster" else option, PRINTS.get(option, ""))  # sbatch takes both names
     if option in ALLOWED or found.startswith("++"):
         return ""
     return found if " " in found or not found else f"use {found} instead"
