@@ -15,9 +15,6 @@ from hpcinit.base.errors import RequestError
 _PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # a value that Hydra reads as this text without quotes
 _OTHER_TYPES = {"true", "false", "null", "nan", "inf"}
 _EXAMPLE = "program=['train.py', '--lr', '1e-3']"
-_NO_FUNCTION = (
-    "The ranks are other processes on other nodes, which cannot call it: save it in a script, program=['train.py']"
-)
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60  # characters
 
@@ -25,7 +22,11 @@ _SHORT.maxstring = _SHORT.maxother = 60  # characters
 def check(overrides: Sequence[object], program: object, keys: Mapping[str, object]) -> None:
     """Raise RequestError if arguments of `api.submit` have the wrong type. The message lists all of them."""
     problems = [
-        *(problem for at, word in enumerate(overrides) for problem in _wrong_override(at, word)),
+        *(
+            f"argument {at} is {_shown(word)}, expected an override as text: 'nodes=8', or the keyword nodes=8"
+            for at, word in enumerate(overrides, 1)
+            if not isinstance(word, str)
+        ),
         *_wrong_program(program),
         *(problem for key, value in keys.items() for problem in _wrong_values(key, value)),
     ]
@@ -64,35 +65,15 @@ def override_value(value: object) -> str:
     return f"'{quoted}'"
 
 
-def _wrong_override(at: int, word: object) -> Iterator[str]:
-    if callable(word):
-        yield f"argument {at + 1} is {_shown(word)}, expected an override as text, 'nodes=8'. {_NO_FUNCTION}"
-    elif not isinstance(word, str):
-        what = f"argument {at + 1} is {_shown(word)}, expected an override as text"
-        yield f"{what}: 'nodes=8' as an argument, or nodes=8 as a keyword"
-
-
 def _wrong_program(program: object) -> Iterator[str]:
     if program is None:
         return
-    if callable(program):
-        yield f"program is {_shown(program)}, expected a list: {_EXAMPLE}. {_NO_FUNCTION}"
-    elif isinstance(program, str):
-        yield f"program is the string {program!r}, expected a list: program=[{program!r}, '--lr', '1e-3']"
-    elif isinstance(program, os.PathLike):
-        yield f"program is {_shown(program)}, expected a list: program=[{os.fspath(program)!r}]"
-    elif not isinstance(program, Sequence) or isinstance(program, bytes | bytearray):
+    if isinstance(program, str | bytes | bytearray) or not isinstance(program, Sequence):
         yield f"program is {_shown(program)}, expected a list: {_EXAMPLE}"
-    else:
-        for at, word in enumerate(program):
-            if callable(word):
-                yield f"program[{at}] is {_shown(word)}, expected text: {_EXAMPLE}. {_NO_FUNCTION}"
-            elif not isinstance(word, str | os.PathLike):
-                yield f"program[{at}] is {_shown(word)}, expected text: {_as_text(word)}"
-
-
-def _as_text(word: object) -> str:
-    return repr(str(word)) if isinstance(word, Real) else _EXAMPLE
+        return
+    for at, word in enumerate(program):
+        if not isinstance(word, str | os.PathLike):
+            yield f"program[{at}] is {_shown(word)}, expected text: {_EXAMPLE}"
 
 
 def _wrong_values(name: str, value: object) -> Iterator[str]:
@@ -111,5 +92,5 @@ def _wrong_values(name: str, value: object) -> Iterator[str]:
 def _shown(value: object) -> str:
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__qualname__)
-        return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+        return f"{name}, which the ranks, other processes, cannot call (save it in a script)"
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
