@@ -126,15 +126,16 @@ def _deepspeed_of_ranks(config: Config) -> str:
     Only files are read.
     """
     cluster = config.cluster
+    elsewhere = cluster.python not in (None, sys.executable)
     if config.container.image:
         return ""
     folder = cluster.venv or (cluster.conda if "/" in (cluster.conda or "") else None)
-    if _elsewhere(config) and cluster.python and "/" in cluster.python:
+    if elsewhere and cluster.python and "/" in cluster.python:
         prefix = python_environment.prefix_from(expanded(cluster.python))
     elif folder:
         prefix = expanded(folder)
     else:
-        return "" if _elsewhere(config) or cluster.conda else versions.installed("deepspeed")
+        return "" if elsewhere or cluster.conda else versions.installed("deepspeed")
     return versions.by_folder(tuple(map(str, python_environment.search_path(prefix, os.environ)))).get("deepspeed", "")
 
 
@@ -146,15 +147,6 @@ def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
         made, notes = deepspeed_config.build(options(requested.deepspeed), batch, layout, requested.precision)
     except RequestError as error:
         return [str(error)], []
-    if _elsewhere(config):
-        return [], [
-            *notes,
-            f"cluster.python is {config.cluster.python}: its DeepSpeed version is checked only in the job",
-        ]
-    if not (found := versions.installed("deepspeed")):
-        return [], [*notes, "DeepSpeed is not installed here: its version is checked only in the job"]
+    if not (found := _deepspeed_of_ranks(config)):
+        return [], [*notes, "DeepSpeed was not found here: its version is checked only in the job"]
     return deepspeed_versions.check(made, found), notes
-
-
-def _elsewhere(config: Config) -> bool:
-    return config.cluster.python not in (None, sys.executable)
