@@ -11,7 +11,6 @@ end. As on Slurm, runs that the program itself submitted with cluster=local are 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -37,9 +36,6 @@ GO = b"go\n"  # on the engine's stdin: the job is recorded, run it
 ENDING = (signal.SIGTERM, signal.SIGINT)
 MODULE = ["-m", "hpcinit.engine.local_job"]  # the part after Python in this process's command line
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
-# prctl(2)
-PR_SET_CHILD_SUBREAPER = 36  # orphaned descendants become children of this process, not of init
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Sequence[str]]:
@@ -92,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     env |= batch_variables(os.getpid(), spec.name, spec.nodes, spec.ranks_per_node, spec.workdir)
     env[run_folder.ENV_ENGINE] = str(os.getpid())
     state: dict[str, object] = {"state": "RUNNING", "pid": os.getpid(), "started": time.time()}
-    adopt_orphans()  # no process of the job may outlive it, even if a step was killed
+    processes.adopt_orphans()  # no process of the job may outlive it, even if a step was killed
     try:
         script = ["bash", str(path / run_folder.SCRIPT)]
         die_with_this = partial(processes.die_with_parent, os.getpid())
@@ -145,12 +141,6 @@ def _end(job: Child) -> None:
         deadline = time.monotonic() + KILL_WAIT_S
         while time.monotonic() < deadline and group_runs(job.pid):
             time.sleep(0.02)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent dies. On systems other than Linux, do nothing."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _reap() -> None:
