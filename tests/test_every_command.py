@@ -288,14 +288,13 @@ def test_completion_of_runs_and_keys(here: Path) -> None:
     assert completion.candidates("hpcinit submit -- --multi") == completion.candidates("hpcinit nothing --q") == []
 
 
-COLORED = ("status", "watch", "plan", "doctor", "render")  # their output has colors in a terminal
+COLORED = ("status", "watch", "plan", "doctor")  # their output has colors in a terminal
 
 
 @pytest.mark.parametrize("name", COLORED)
 def test_colors_in_a_terminal_only(folder: Path, name: str) -> None:
     """A terminal shows colors unless NO_COLOR=1, then no bold text either; a pipe gets no escape sequences."""
-    words = [*ARGUMENTS[name], "nodes=2"] if name == "render" else ARGUMENTS[name]
-    command = [sys.executable, "-m", "hpcinit", name, *words]
+    command = [sys.executable, "-m", "hpcinit", name, *ARGUMENTS[name]]
     assert STYLE.search(in_a_terminal(command, folder))
     assert not STYLE.search(in_a_terminal(command, folder, NO_COLOR="1"))
     piped = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)

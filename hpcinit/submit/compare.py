@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from hpcinit.base import console as console_module
-from hpcinit.base import json_output
+from hpcinit.base import console, json_output
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 from hpcinit.checks import checkout
@@ -24,7 +22,6 @@ from hpcinit.observe import find_runs, resubmitted
 from hpcinit.records import run_folder
 from hpcinit.submit import provenance, script
 
-COLORS = {"+": "green", "-": "red", "@": "cyan"}
 # These lines depend on the time of submission: jobs end, and excluded nodes recover.
 MOMENTARY = ("#SBATCH --dependency=", "#SBATCH --exclude=")
 
@@ -38,11 +35,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or keys to change")
     find_runs.add_runs_dir(parser)
-    return console_module.add_verbosity_options(parser)
+    return console.add_verbosity_options(parser)
 
 
 def main(argv: Sequence[str]) -> int:
-    options = console_module.parse_arguments(parser(), list(argv), intermixed=True)
+    options = console.parse_arguments(parser(), list(argv), intermixed=True)
     run = _single(find_runs.find_run(options.run, options.runs_dir).absolute())
     runs = [argument for argument in options.other if "=" not in argument]
     if len(runs) > 1 or (runs and len(options.other) > 1):
@@ -72,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         if changed
         else "identical to the submitted script"
     )
-    console_module.message(f"{run / run_folder.SCRIPT}: {note}")
+    console.message(f"{run / run_folder.SCRIPT}: {note}")
     return int(changed > 0)
 
 
@@ -140,19 +137,6 @@ def _differ(
         lines += difflib.unified_diff(old, new, f"{run.name}/{file}", f"{name}/{file}", lineterm="")
     if as_json:
         print(json_output.line("diff", {"run": str(run), "other": name, "diff": lines}))
-    elif console_module.quiet():
-        pass  # as with diff -q, the exit status is the result
-    elif sys.stdout.isatty():
-        _print_in_color(lines)
-    else:
+    elif not console.quiet():  # as with diff -q, the exit status is the result
         print("".join(f"{line}\n" for line in lines), end="")
     return int(bool(lines))
-
-
-def _print_in_color(lines: Sequence[str]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - in a terminal only
-    from rich.text import Text  # noqa: PLC0415
-
-    console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
-    for line in lines:
-        console.print(Text(line, style=COLORS.get(line[:1], "")))
