@@ -13,9 +13,9 @@ from hpcinit.base import console as console_module
 from hpcinit.base.console import plain
 from hpcinit.base.errors import INTERRUPTED
 from hpcinit.base.text import ranges
-from hpcinit.observe import continuation, find_runs, logs, progress, state
+from hpcinit.observe import continuation, find_runs, logs, progress, state, watch
 from hpcinit.observe.poll import Polls
-from hpcinit.records import job_record, run_folder
+from hpcinit.records import run_folder
 from hpcinit.slurm import reasons
 from hpcinit.why import why_command
 
@@ -76,7 +76,7 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
         if what := continuation.continues(path, end):
             console.print(what, markup=False)
         else:
-            again = f"{end.engine.script_command} {_script(path, end)}"
+            again = f"{end.engine.script_command} {shlex.quote(str(path / run_folder.SCRIPT))}"
             console.print(f"run it again manually:  {again}", markup=False)
         return
     console.print(f"{end.name} {end.reason}".rstrip() + f", exit status {status}", markup=False)
@@ -84,55 +84,21 @@ def _report(path: Path, end: state.State, status: int, console: Console) -> None
         console.print(plain(text), markup=False)
 
 
-def _script(path: Path, end: state.State) -> str:
-    """Return the arguments with which the user can run the batch script of `path` again.
-
-    For a task of a sweep, these are the sweep's script and the index of the task.
-    """
-    own = path / run_folder.SCRIPT
-    if own.exists():
-        return shlex.quote(str(own))
-    command = job_record.submission(path)["command"]
-    return f"--array={end.job_id.partition('_')[2]} {shlex.quote(command[-1])}"
-
-
 def follow_sweep(path: Path) -> int:
-    """Wait until all tasks of a sweep have ended and return their highest exit status, or 130 after Ctrl-C."""
-    console = Console(highlight=False, soft_wrap=True, color_system=console_module.color_system())
-    run = shlex.quote(str(path))
+    """Wait until all tasks of a sweep have ended and return their highest exit status, or 130 after Ctrl-C.
+
+    Print each change as `hpcinit watch` does.
+    """
+    polls, run = Polls([path]), shlex.quote(str(path))
     try:
-        tasks = _watch_tasks(path, console)
+        for line in watch.changes(polls):
+            print(line, flush=True)
     except KeyboardInterrupt:
-        console.print(f"\nstopped waiting; the jobs are still running. Check them:  hpcinit status {run}", markup=False)
-        console.print(f"cancel them:  hpcinit cancel {run}", markup=False)
+        print(f"\nstopped waiting; the jobs are still running. Check them:  hpcinit status {run}")
+        print(f"cancel them:  hpcinit cancel {run}")
         return INTERRUPTED
+    tasks = [task for task in polls.now[0].tasks if task.state.name != find_runs.NOT_SUBMITTED]
     bad = [task.number for task in tasks if task.state.status]
-    console.print(find_runs.count_states(tasks), markup=False)
     if bad:
-        console.print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}", markup=False)
+        print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}")
     return max(task.state.status for task in tasks)
-
-
-def _watch_tasks(path: Path, console: Console) -> list[find_runs.Task]:
-    reported: set[int] = set()
-    started, polls, shown = time.monotonic(), Polls([path]), ""
-    with console.status("") as line:
-        while True:
-            over = polls.ask()
-            tasks = [task for task in polls.now[0].tasks if task.state.name != find_runs.NOT_SUBMITTED]
-            for task in tasks:
-                if task.state.over and task.state.status and task.number not in reported:
-                    reported.add(task.number)
-                    console.print(f"task {task.number}  {task.combination}: {_end(task)}", markup=False)
-            if over:
-                return tasks
-            passed, about = time.monotonic() - started, find_runs.count_states(tasks)
-            if about != shown and not console.is_terminal:
-                console.print(f"[{passed:.0f} s] {about}", markup=False)
-            shown = about
-            line.update(f"{about}  {passed:.0f} s")
-            time.sleep(LOOK_S)
-
-
-def _end(task: find_runs.Task) -> str:
-    return f"{task.state.name} {task.state.reason}".rstrip() + f", exit status {task.state.status}"
