@@ -22,7 +22,6 @@ SUBMISSION = "submission.json"  # the job id; its presence means: submitted
 EXIT = "exit.json"  # by the batch script: its start, replaced by its end
 SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, which runs in the folder with its number
 RESUBMITTED = "resubmitted.jsonl"  # the runs that `hpcinit resubmit` made of this run, or of tasks of this sweep
-ENV = "env.sh"  # the environment variables of one task of an array
 PROGRESS = "progress.json"  # written by rank 0
 JOB_RETURN = "job_return.pkl"  # by rank 0 of a job of a Hydra multirun: what its function returned or raised
 RESULT = "result.json"  # written by rank 0 or by the program: the result, records/results.py

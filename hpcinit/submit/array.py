@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcinit.base.errors import RequestError
-from hpcinit.base.quoting import shell
 from hpcinit.base.text import ranges
 from hpcinit.config.schema import Config
 from hpcinit.submit import script
@@ -40,8 +39,8 @@ def shape(config: Config, folder: Path, workdir: Path) -> object:
 
     It consists of the script without the values of environment variables, and the names of these variables.
     """
-    env = {**config.cluster.env, **config.job.env}
-    return script.render_at(config, TaskPath(folder, own_env=frozenset(env)), workdir), tuple(env)
+    env = _env(config)
+    return script.render_at(config, TaskPath(folder, own_env={name: {} for name in env}), workdir), tuple(env)
 
 
 def render(
@@ -69,22 +68,21 @@ def render(
     cap = f"%{first.sweep.at_once}" if first.sweep.at_once else ""
     options = {**first.cluster.sbatch, "array": _indices(numbers, base) + cap}
     config = replace(first, cluster=replace(first.cluster, sbatch=options))
-    run = TaskPath(folder, base=base, digits=len(str(size)) - 1, own_env=frozenset(differing(configs)))
+    run = TaskPath(folder, base=base, digits=len(str(size)) - 1, own_env=_differing(configs, numbers, base))
     programs = list(dict.fromkeys(map(script.program_of, configs)))
     program = programs[0] if len(programs) == 1 else f"{programs[0]} (task {numbers[0]}; see spec.json of each task)"
     return script.render_at(config, run, workdir, program=program, origin=origin, tasks=configs)
 
 
-def differing(configs: Sequence[Config]) -> set[str]:
-    """Return the names of the environment variables whose values differ between tasks."""
-    first, *others = [{**config.cluster.env, **config.job.env} for config in configs]
-    return {name for name, value in first.items() if any(other[name] != value for other in others)}
+def _differing(configs: Sequence[Config], numbers: Sequence[int], base: int) -> dict[str, dict[int, str]]:
+    """Return each environment variable whose value differs between the tasks, with its value by the task's index."""
+    envs = {number - base: _env(config) for number, config in zip(numbers, configs, strict=True)}
+    names = [name for name in _env(configs[0]) if len({env[name] for env in envs.values()}) > 1]
+    return {name: {index: env[name] for index, env in envs.items()} for name in names}
 
 
-def env_file(config: Config, names: set[str]) -> str:
-    """Return the text of the file that sets the variables `names` for one task. The task's script reads this file."""
-    env = {**config.cluster.env, **config.job.env}
-    return "".join(f"export {name}={shell(value)}\n" for name, value in env.items() if name in names)
+def _env(config: Config) -> dict[str, str]:
+    return {**config.cluster.env, **config.job.env}
 
 
 def _indices(numbers: Sequence[int], base: int) -> str:

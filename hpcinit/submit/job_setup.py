@@ -5,7 +5,7 @@ These lines load modules, activate the environment, set variables, read secrets,
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpcinit.base import quoting
 from hpcinit.base.quoting import shell
@@ -13,8 +13,7 @@ from hpcinit.base.text import expanded
 from hpcinit.checks import python_environment
 from hpcinit.config import job_spec
 from hpcinit.config.schema import Cluster, Config
-from hpcinit.records import run_folder, scratch
-from hpcinit.submit import shell_blocks
+from hpcinit.records import scratch
 from hpcinit.submit.run_path import RunPath
 
 # `set -x`, bash -x and SHELLOPTS would print every value; {...} 2>/dev/null hides this line from the trace as well.
@@ -69,7 +68,7 @@ def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[s
     cluster = config.cluster
     blocks = {
         "The network interface and the folders of the cluster.": [*_interface(cluster), *_folders(cluster)],
-        "The ports of comm.ports.": _variables(job_spec.ports_variable(config), ()),
+        "The ports of comm.ports.": _variables(job_spec.ports_variable(config), {}),
         "Modules and the environment of Python.": _noted([*_modules(cluster), *_environment(cluster)], noted),
         "Variables of cluster.env and job.env.": _variables({**cluster.env, **config.job.env}, run.own_env),
         "Secrets, read from files when the job starts.": secret_lines(config.secrets),
@@ -89,20 +88,18 @@ def _interface(cluster: Cluster) -> Iterator[str]:
         yield from (f"export {name}={shell(cluster.interface)}" for name in INTERFACE)
 
 
-def _variables(env: Mapping[str, str], own: Container[str]) -> Iterator[str]:
+def _variables(env: Mapping[str, str], own: Mapping[str, Mapping[int, str]]) -> Iterator[str]:
     """Yield shell lines that set the variables `env` of the config.
 
-    own: the variables whose values differ between the tasks of an array. Each task reads these values from its own
-        file.
+    own: for each variable whose value differs between the tasks of an array, its value by the index of the task.
     """
-    read = False
-    for name, value in env.items():
-        if name not in own:
-            yield f"export {name}={shell(value)}"
-        elif not read:
-            yield from shell_blocks.block("trusted")
-            yield f'hpcinit_source "${run_folder.ENV_FOLDER}/{run_folder.ENV}"'
-            read = True
+    yield from (f"export {name}={shell(value)}" for name, value in env.items() if name not in own)
+    if own:
+        yield "case $SLURM_ARRAY_TASK_ID in"
+        for index in next(iter(own.values())):
+            values = " ".join(f"{name}={shell(values[index])}" for name, values in own.items())
+            yield f"  {index}) export {values} ;;"
+        yield "esac"
 
 
 def _folders(cluster: Cluster) -> Iterator[str]:

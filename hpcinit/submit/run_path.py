@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcinit.base import quoting
@@ -18,7 +19,7 @@ class RunPath:
 
     job_id = Raw('"${SLURM_JOB_ID:-$$}"')
     guard = "in_a_job"  # the block that stops the script unless sbatch started it
-    own_env: frozenset[str] = frozenset()  # variables that the job reads from the file env.sh in the run folder
+    own_env: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # see TaskPath
 
     def component(self, number: int) -> RunPath:
         """Return the folder of one component of a heterogeneous job, if each component is a separate world.
@@ -53,6 +54,7 @@ class TaskPath(RunPath):
     path: the folder of the sweep.
     base: the number of the task that has index 0 in the array.
     digits: how many digits the highest index has.
+    own_env: for each environment variable whose value differs between the tasks, its value by the index of the task.
 
     For example, with base 2000 and 3 digits, task 2017 has index 17 in the array, and Slurm writes its folder as
     '2%3a'.
@@ -60,7 +62,6 @@ class TaskPath(RunPath):
 
     base: int = 0
     digits: int = 0
-    own_env: frozenset[str] = frozenset()
 
     job_id = Raw('"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"')  # one task has the array's own SLURM_JOB_ID
     guard = "in_an_array"

@@ -14,13 +14,12 @@ from typing import Any
 
 import yaml
 
-from hpcinit.base.errors import MaybeSubmitted, SubmitError
+from hpcinit.base.errors import SubmitError
 from hpcinit.base.text import counted, ranges
 from hpcinit.checks import duplicates, validate
 from hpcinit.config import job_spec
 from hpcinit.config.request import Request
 from hpcinit.records import run_folder, secret_names
-from hpcinit.slurm import slurm_client
 from hpcinit.submit import array, folder, job_environment, script, transaction
 from hpcinit.submit.provenance import Provenance
 from hpcinit.submit.transaction import Transaction
@@ -33,14 +32,12 @@ class Job:
     file: the name of the script in the sweep's folder.
     text: the script.
     size: the largest number of tasks in one array of this sweep.
-    env_names: the environment variables that each task reads from its own file.
     """
 
     requests: Sequence[Request]
     file: str
     text: str
     size: int
-    env_names: set[str]
 
     @property
     def numbers(self) -> list[int]:
@@ -86,11 +83,11 @@ def _job(tasks: Sequence[Request], size: int, path: Path, names: Iterator[str], 
     if len(tasks) == 1:
         run = path / str(number)
         text = script.render(config, run, workdir, origin=script.origin(config, argv, run))
-        return Job(tasks, f"{number}/{run_folder.SCRIPT}", text, size, set())
+        return Job(tasks, f"{number}/{run_folder.SCRIPT}", text, size)
     configs = [task.config for task in tasks]
     origin = script.origin(config, argv, path / "TASK")
     text = array.render(configs, [task.number for task in tasks], path, workdir, size, origin)
-    return Job(tasks, next(names), text, size, array.differing(configs))
+    return Job(tasks, next(names), text, size)
 
 
 # The sweep's folder contains its own files and a run folder for each task.
@@ -108,7 +105,6 @@ def fill_sweep_folder(
     typed. Raise SubmitError if a file cannot be written.
     """
     summaries: dict[int, dict[str, Any]] = {}
-    names = {request.number: job.env_names for job in jobs for request in job.requests}
     sections: dict[tuple[str, str], str] = {}
     tasks = {str(request.number): list(request.parameters) or [request.combination] for request in requests}
     try:
@@ -120,8 +116,6 @@ def fill_sweep_folder(
             summaries[request.number] = {"program": spec.command(), "typed": typed}
             folder.write(f"{task}/{run_folder.SPEC}", spec.to_json())
             folder.write(f"{task}/{run_folder.CONFIG}", _yaml(request.document, sections))
-            if names[request.number]:
-                folder.write(f"{task}/{run_folder.ENV}", array.env_file(request.config, names[request.number]))
         for job in jobs:
             folder.write(f"{path}/{job.file}", job.text)
         folder.write(f"{path}/{run_folder.SWEEP}", json.dumps({"format": FORMAT, "tasks": tasks}, indent=1) + "\n")
@@ -131,16 +125,8 @@ def fill_sweep_folder(
     return summaries
 
 
-def mark_sweep(task: Path, record: Mapping[str, Any]) -> None:
-    """Write submission.json of a task whose job exists. Raise MaybeSubmitted if it cannot be written."""
-    try:
-        folder.write(f"{task}/{run_folder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        end = " ".join(slurm_client.addressed(["scancel", str(record["job_id"])]))
-        raise MaybeSubmitted(
-            f"job {record['job_id']} was submitted, but its record {task / run_folder.SUBMISSION} cannot be written: "
-            f"{error.strerror}; the job will run, to cancel it: {end}"
-        ) from None
+def _write_record(task: Path, record: Mapping[str, Any]) -> None:
+    folder.write(f"{task}/{run_folder.SUBMISSION}", json.dumps(record, indent=2) + "\n")
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:
@@ -192,8 +178,6 @@ def dry_run(requests: Sequence[Request], argv: Sequence[str]) -> Iterator[tuple[
         files: dict[str, str] = {}
         for request in job.requests:
             own = transaction.files_read(request.config, job_spec.workdir(request.config))
-            if job.env_names:
-                own = {run_folder.ENV: array.env_file(request.config, job.env_names), **own}
             files |= {f"{request.number}/{name}": text for name, text in own.items()}
         yield job.about, job.text, files
 
@@ -284,5 +268,6 @@ def _hand_over(
     transaction.mark(one.path, {**record, "job_id": records[0]["job_id"], "sweep": records})
     for number in job.numbers:
         task_id = job.id_of(number, job_id)
-        mark_sweep(one.path / str(number), {**record, **summaries[number], "job_id": task_id})
+        of_task = {**record, **summaries[number], "job_id": task_id}
+        transaction.mark(one.path / str(number), of_task, _write_record)
     ids |= {number: job.id_of(number, job_id) for number in job.numbers}

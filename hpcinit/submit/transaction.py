@@ -149,7 +149,7 @@ class Transaction:
                 confirm=self._config.cluster.submit_confirm,
                 interrupted=lambda: self.interrupted,
                 show=waiting.show,
-                started=_started_by(script),
+                started=lambda: job_record.last_job(script.parent),
             )
         except MaybeSubmitted:
             raise
@@ -202,10 +202,12 @@ def begin(
             raise error from seen
 
 
-def mark(path: Path, record: Mapping[str, Any]) -> None:
+def mark(
+    path: Path, record: Mapping[str, Any], write: Callable[[Path, Mapping[str, Any]], None] = folder.mark_submitted
+) -> None:
     """Write submission.json, because the job exists. Raise MaybeSubmitted if the file cannot be written."""
     try:
-        folder.mark_submitted(path, record)
+        write(path, record)
     except OSError as error:
         end = " ".join(slurm_client.addressed([from_record(record).cancel_command, str(record["job_id"])]))
         raise MaybeSubmitted(
@@ -240,16 +242,6 @@ def _cluster_name() -> str:
     except slurm_client.Unreachable:
         return ""
     return scontrol.config(text).get("ClusterName", "")
-
-
-def _started_by(script: Path) -> Callable[[], str]:
-    """Return a function that reads from the run folder which job started `script`. It returns the job's id, or ''."""
-
-    def started() -> str:
-
-        return job_record.last_job(script.parent)
-
-    return started
 
 
 # Render and submit one run.

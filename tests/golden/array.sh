@@ -89,21 +89,11 @@ export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 10))}" 
 
 # Variables of cluster.env and job.env.
 export OMP_NUM_THREADS=1
-# Read files of the run folder only if no other user could have written them. The open file is checked, so it cannot be
-# replaced in between. The rule is that of hpcinit/base/safe_files.py, but a private group counts as other users.
-hpcinit_source() { # read the file $1 into this shell, or end the job
-  local fd
-  exec {fd}< "$1" || { echo "hpcinit: error: $1 cannot be read on $(hostname)" >&2; exit 1; }
-  # '1000:600' is the owner and the mode in octal. 2, 3, 6 and 7 for the group or others include the right to write.
-  [[ $(stat -Lc %u:%a "/dev/fd/$fd") =~ ^($EUID|0):[0-7]*[0145][0145]$ ]] || {
-    echo "hpcinit: error: another user can write $1 ($(stat -c 'owner %U, mode %a' "$1"))," \
-      "expected only you: submit again" >&2
-    exit 1
-  }
-  . "/dev/fd/$fd"
-  exec {fd}<&-
-}
-hpcinit_source "$HPCINIT_RUN/env.sh"
+case $SLURM_ARRAY_TASK_ID in
+  0) export LR=0 ;;
+  1) export LR=1 ;;
+  2) export LR=2 ;;
+esac
 
 # Slurm, or hpcinit.after, started this job again: count that, and end if it is one restart too many.
 hpcinit_unlimited=1 # 1 without restart.max_restarts: the site limits the restarts

@@ -17,7 +17,7 @@ import pytest
 from hpcinit.base import safe_files
 from hpcinit.base.errors import SpecError
 from hpcinit.records.spec import load
-from hpcinit.submit import folder, shell_blocks
+from hpcinit.submit import folder
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.skip_or_fail import installed, skip_or_fail
@@ -70,12 +70,12 @@ def swap(run: Path, program: str, name: str = MALLORY) -> subprocess.CompletedPr
     spec = {**json.loads((run / "spec.json").read_text()), "workdir": str(run.parent.parent)}
     spec["program"] = {"kind": "command", "target": "sh", "args": ["-c", program]}
     code = (
-        "import os, sys, pathlib\nrun, text, env = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]\n"
+        "import os, sys, pathlib\nrun, text = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
         "run.rename(run.with_name('away'))\nrun.mkdir(0o755)\n(run / 'logs').mkdir(0o777)\n(run / 'logs').chmod(0o777)\n"
-        "(run / 'spec.json').write_text(text)\n(run / 'env.sh').write_text(env)\n"
+        "(run / 'spec.json').write_text(text)\n"
         "run.chmod(0o777)\n"
     )
-    command = [sys.executable, "-c", code, str(run), json.dumps(spec), program]
+    command = [sys.executable, "-c", code, str(run), json.dumps(spec)]
     return as_user(name, command, run.parent.parent)
 
 
@@ -190,27 +190,6 @@ def test_a_swapped_run_folder_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, plac
     assert f"belongs to {MALLORY}" in (run / "logs/rank-0.log").read_text()
 
 
-@pytest.mark.slurm
-def test_the_variables_of_a_swapped_task_are_not_sourced(idle_slurm: MiniSlurm, hpcinit: Run, place: Path) -> None:
-    """A task of a sweep does not read Mallory's env.sh."""
-    words = ["-m", "+job.env.GREETING=a,b", "ranks_per_node=1", "+cluster.sbatch.hold=true", f"runs_dir={place}/runs"]
-    done = submit(hpcinit, idle_slurm, *words, "cluster.gpus_per_node=0", "cluster.gpu_flag=null", "--", "true")
-    assert done.returncode == 0, done.stderr
-    (sweep,) = (place / "runs").glob("[!.]*")
-    job = json.loads((sweep / "0/submission.json").read_text())["job_id"].partition("_")[0]
-    for path in (sweep.parent, sweep):
-        path.chmod(0o777)
-    assert swap(sweep / "0", f"id -un > {place}/ran").returncode == 0
-    idle_slurm.run("scontrol", "release", job)
-    until(
-        lambda: not idle_slurm.run("squeue", "--noheader", f"--jobs={job}", "--states=PD,R,CG", "--format=%T").strip()
-    )
-    assert not (place / "ran").exists(), (place / "ran").read_text()
-    log = (sweep / "0/logs/job.log").read_text()
-    assert "another user can write" in log and "(owner games, mode 664)" in log, log
-    assert (sweep / "1/logs/rank-0.log").exists(), "the other task ran"
-
-
 def state(slurm: MiniSlurm, job: str) -> str:
     return slurm.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
@@ -296,15 +275,10 @@ from hpcinit.base import safe_files
 for path in map(pathlib.Path, sys.argv[1:]):
     print(path.name, "no" if safe_files.path_ownership_problems(path, "") else "yes")
 """
-SHELL_RULE = """
-for path; do
-  (hpcinit_source "$path") 2> /dev/null && echo "${path##*/} yes" || echo "${path##*/} no"
-done
-"""
 
 
-def test_python_and_the_batch_script_use_one_rule(place: Path) -> None:
-    """Both trust the same files. The one exception is a private group's file, which the script refuses."""
+def test_which_owners_and_modes_are_trusted(place: Path) -> None:
+    """Your own files and root's are trusted, unless another user or a shared group can write them."""
     me, other = pwd.getpwnam(ALICE), pwd.getpwnam(MALLORY)
     files = {  # owner, group, mode, whether it is trusted
         "mine": (me.pw_uid, me.pw_gid, 0o600, "yes"),
@@ -325,15 +299,9 @@ def test_python_and_the_batch_script_use_one_rule(place: Path) -> None:
         (place / name).touch()
         os.chown(place / name, owner, group)
         (place / name).chmod(mode)
-    expected = {name: trusted for name, (_, _, _, trusted) in files.items()}
-
-    def said(*command: str) -> dict[str, str]:
-        done = as_user(ALICE, [*command, *(str(place / name) for name in files)], place)
-        return dict(line.split() for line in done.stdout.splitlines())
-
-    assert said(sys.executable, "-c", PYTHON_RULE) == expected
-    block = "\n".join(shell_blocks.block("trusted"))
-    assert said("bash", "-c", block + SHELL_RULE, "bash") == expected | {"mine-private-group-writes": "no"}
+    command = [sys.executable, "-c", PYTHON_RULE, *(str(place / name) for name in files)]
+    found = dict(line.split() for line in as_user(ALICE, command, place).stdout.splitlines())
+    assert found == {name: trusted for name, (_, _, _, trusted) in files.items()}
 
 
 def test_a_rank_refuses_a_spec_and_a_reader_shows_it(place: Path) -> None:

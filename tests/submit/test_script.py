@@ -111,7 +111,7 @@ def test_a_dry_run_shows_every_file_that_the_job_reads(name: str, tmp_path: Path
 
 def test_a_line_of_a_file_does_not_end_the_comment() -> None:
     """A value with a line break or a control character stays in the comments that follow the script."""
-    shown = script.with_files("true\n", {"0/env.sh": "export A='1\rtouch x\x1b\n#SBATCH --nodes=9\n'\n"})
+    shown = script.with_files("true\n", {"0/settings": "export A='1\rtouch x\x1b\n#SBATCH --nodes=9\n'\n"})
     assert all(line.startswith("# ") for line in shown.splitlines()[2:]) and "\x1b" not in shown
 
 
