@@ -109,51 +109,46 @@ def dependency_option(config: Config) -> str | None:
 
     Raise RequestError for a condition that can never be fulfilled.
     """
-    any_is_enough = separator(config.dependency or "") == "?"
+    option, wrong = _resolved(config)
+    if wrong:
+        raise RequestError(wrong[0])
+    return option
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield a message for each condition that names no job or can never be fulfilled."""
+    yield from _resolved(config)[1]
+
+
+def _resolved(config: Config) -> tuple[str | None, list[str]]:
+    """Return the value of sbatch's --dependency, and a message for each condition that is wrong."""
+    between = separator(config.dependency or "")
     waits: dict[str, list[str]] = {}  # type -> ids
+    unknown: list[str] = []  # messages about conditions that name no job
     impossible: list[str] = []
     fulfilled = False
     for condition in conditions(config.dependency):
         if condition.type == SINGLETON:
             waits[SINGLETON] = []
             continue
-        for job_id, states in _targets(condition, config):
+        try:
+            targets = _targets(condition, config)
+        except RequestError as error:
+            unknown.append(str(error))
+            continue
+        for job_id, states in targets:
             if problem := _problem(condition, job_id, states):
-                if not any_is_enough:
-                    raise RequestError(problem)
                 impossible.append(problem)
             elif _is_fulfilled(condition, states):
                 fulfilled = True
             else:
                 ids = waits.setdefault(condition.type, [])
                 ids.extend(text for text in [f"{job_id}{condition.delay}"] if text not in ids)
-    if any_is_enough:
-        if fulfilled:
-            return None
-        if impossible and not waits:
-            raise RequestError(impossible[0])
-    between = "?" if any_is_enough else ","
-    return between.join(":".join([kind, *ids]) for kind, ids in waits.items()) or None
-
-
-def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each condition that names no job or can never be fulfilled."""
-    found = False
-    for condition in conditions(config.dependency):
-        try:
-            for job_id, states in _targets(condition, config) if condition.name else ():
-                problem = _problem(condition, job_id, states)
-                if problem and separator(config.dependency or "") != "?":
-                    found = True
-                    yield problem
-        except RequestError as error:
-            found = True
-            yield str(error)
-    if not found:
-        try:
-            dependency_option(config)
-        except RequestError as error:
-            yield str(error)
+    if between == "?" and (fulfilled or waits):  # one condition is enough
+        impossible = []
+        waits = {} if fulfilled else waits
+    option = between.join(":".join([kind, *ids]) for kind, ids in waits.items()) or None
+    return option, [*unknown, *impossible]
 
 
 def has_singleton(config: Config) -> bool:
