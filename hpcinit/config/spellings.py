@@ -76,11 +76,15 @@ PLAIN = re.compile(r"[\w./:@+-]+")
 def instead(option: str, command: str) -> str:
     """Return what to use instead of `option` in cluster.sbatch or cluster.srun, or '' if that option is allowed there.
 
+    An unknown name counts as an abbreviation of the first option in TABLE that starts with it.
+
     command: 'sbatch' or 'srun'.
     """
     if (option, command) == ("wait", "sbatch"):  # srun's --wait has another meaning
         return "use wait=true, which waits for the job's end"
-    found = TABLE.get("clusters" if option == "cluster" else option, PRINTS.get(option, ""))  # sbatch takes both names
+    if option not in TABLE and option not in PRINTS:  # sbatch accepts the start of a name: `arr` would make an array
+        option = next((name for name in TABLE if name.startswith(option)), option)
+    found = TABLE.get(option, PRINTS.get(option, ""))
     if option in ALLOWED or found.startswith("++"):
         return ""
     return found if " " in found or not found else f"use {found} instead"
