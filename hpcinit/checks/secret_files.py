@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcinit.base import quoting
 from hpcinit.base.text import expanded
+from hpcinit.config import overrides
 from hpcinit.config.schema import Config
 from hpcinit.records import secret_names
 
@@ -39,7 +40,8 @@ def in_document(document: Mapping[str, Any], patterns: list[str]) -> Iterator[st
 
     patterns: the value of the key secret_names: further patterns for the names of secrets.
     """
-    for key, text in _texts("", document):
+    for place, text in overrides.texts(document):
+        key = place.partition("[")[0]
         name = key.rpartition(".")[2]
         if key.startswith(("secrets.", "job.env.", "cluster.env.", "job.args", "cluster.setup", "secret_names")):
             continue  # checked by problems()
@@ -97,15 +99,3 @@ def _file(name: str, path: Path) -> Iterator[str]:
         )
     elif empty:
         yield f"secrets.{name} is {str(path)!r}, which is empty; write the secret to it"
-
-
-def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield prefix, value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            if isinstance(item, (str, dict, list, tuple)):
-                yield from _texts(f"{prefix}.{name}" if prefix else str(name), item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(prefix, item)
