@@ -23,7 +23,6 @@ BASH_S = 10  # parsing a script takes milliseconds
 # extglob: the user's lines may contain `shopt -s extglob`, which -n does not run, and then !(x) is valid.
 COMMAND = ("bash", "-O", "extglob", "-n")
 MOST_LOCAL_NODES = 254  # node i is 127.0.0.i
-MOST_RANKS_PER_CORE = 32
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -183,10 +182,4 @@ def local_machine(config: Config) -> Iterator[str]:
             f"{counted(world_size, 'rank')} x {mem_gb_per_rank:g} GB (cluster.mem_gb_per_rank) = "
             f"{world_size * mem_gb_per_rank:g} GB, but this machine has {total_gb:.1f} GB: at most "
             f"{counted(int(total_gb / mem_gb_per_rank), 'rank')} fit"
-        )
-    cores = psutil.cpu_count() or 1
-    if world_size > MOST_RANKS_PER_CORE * cores:
-        yield (
-            f"{counted(world_size, 'rank')} on {counted(cores, 'core')}: at most {MOST_RANKS_PER_CORE} ranks per core, "
-            f"{MOST_RANKS_PER_CORE * cores} in total, start in reasonable time"
         )

@@ -5,7 +5,6 @@ The checks apply to each component of a heterogeneous job.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from hpcinit.base.text import counted
@@ -90,23 +89,12 @@ def missing_keys(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Yield a warning if the cluster file was never tested on its cluster, or does not contain the partition.
-
-    An unknown partition is not an error, because Slurm checks the partition before submission.
-    """
+    """Yield a warning if the cluster file was never tested on its cluster."""
     cluster = config.cluster
     if cluster.untested:
         yield (
             f"the file of cluster {cluster.name} was made from the site's documentation and never tested there: check "
             f"the script{'' if config.dry_run else ' with dry_run=true'} (cluster.untested=false hides this line)"
-        )
-    name, described = config.partition, config.cluster.partitions
-    if name and described and any(part not in described for part in name.split(",")):
-        close = difflib.get_close_matches(name, described, n=1)
-        guess = f"; did you mean {close[0]}?" if close else ""
-        yield (
-            f"partition {name!r} is not in the file of cluster {config.cluster.name}, which has: "
-            f"{', '.join(described)}{guess}"
         )
 
 

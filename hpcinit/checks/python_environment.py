@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -101,7 +100,7 @@ def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
     elif not loads and not (cluster.conda and not places):
         path = os.pathsep.join([*map(str, places), env.get("PATH", "")])
         if not shutil.which(name, path=path):
-            yield f"cluster.python is {name!r}, which is not on PATH{_similar(name, path)}{elsewhere(Path(name))}"
+            yield f"cluster.python is {name!r}, which is not on PATH{elsewhere(Path(name))}"
 
 
 def _no_python(key: str, folder: str, expected: str) -> Iterator[str]:
@@ -112,12 +111,6 @@ def _no_python(key: str, folder: str, expected: str) -> Iterator[str]:
 
 def elsewhere(path: Path) -> str:
     return f"; if {path} exists only on the compute nodes, set check_paths=false"
-
-
-def _similar(name: str, path: str) -> str:
-    names = {one.name for folder in path.split(os.pathsep) if folder for one in Path(folder).glob("python3*")}
-    near = difflib.get_close_matches(name, [one for one in names if re.fullmatch(r"python3[\d.]*", one)], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:

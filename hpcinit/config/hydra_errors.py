@@ -150,18 +150,7 @@ def _no_such_choice(missing: str, override: str) -> str:
     name, source = folders.default_cluster()
     if key == "cluster" and not override and value == name:
         return f"{source} sets the default cluster {name!r}, {expected}{near}"
-    return f"{key}={_shown(value)}: no such {key}, {expected}{_further_up(key, value) or near}"
-
-
-def _further_up(key: str, value: str) -> str:
-    """Return a hint if a parent folder's conf/ contains the file, otherwise ''.
-
-    The hint is for a user in a subfolder of the project.
-    """
-    for folder in Path.cwd().parents if re.fullmatch(r"[\w.-]{1,99}", value) else ():
-        if (path := folder / "conf" / key / f"{value}.yaml").is_file():
-            return f"; {path} exists: cd {folder}, or set HPCINIT_CONF={folder / 'conf'}"
-    return ""
+    return f"{key}={_shown(value)}: no such {key}, {expected}{near}"
 
 
 def _about_override(override: str, key: str, parsed: _Parsed) -> str:

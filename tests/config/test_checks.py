@@ -354,24 +354,6 @@ def test_what_fits_the_partition_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "warnings"),
-    [
-        (
-            "hihg",
-            ["partition 'hihg' is not in the file of cluster mini, which has: main, high; did you mean high?"],
-        ),
-        ("q", ["partition 'q' is not in the file of cluster mini, which has: main, high"]),
-        ("main,high", []),
-        ("high", []),
-    ],
-)
-def test_a_partition_that_is_not_in_the_cluster_file(name: str, warnings: list[str]) -> None:
-    """An unknown partition is a warning with a suggestion, because Slurm validates the request next."""
-    config = compose(["cluster=mini", f"partition='{name}'"])
-    assert (all_checks.problems(config), all_checks.warnings(config)) == ([], warnings)
-
-
-@pytest.mark.parametrize(
     "key",
     [
         "comm.checkpoint_timeout_s",

@@ -214,17 +214,6 @@ def test_configs_that_include_each_other(capfd: pytest.CaptureFixture[str]) -> N
     assert "includes itself, directly or through another file" in err and err.count("\n") == 1
 
 
-def test_a_cluster_of_the_folder_above(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a subfolder of the project, the message names the conf/ of the parent folder."""
-    top = Path.cwd()
-    (top / "src/deep").mkdir(parents=True)
-    (top / "conf/cluster/ours.yaml").write_text("name: ours\n")
-    monkeypatch.chdir(top / "src/deep")
-    assert main(["submit", "cluster=ours"]) == 2
-    expected = f"{top}/conf/cluster/ours.yaml exists: cd {top}, or set HPCINIT_CONF={top}/conf"
-    assert expected in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "warning"),
     [
