@@ -13,12 +13,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base import console
 from hpcinit.base.errors import NOTHING_SUBMITTED, SubmitError
 from hpcinit.checks.checkout import SnapshotPlan, checkout_commit, checkout_diff, untracked
 from hpcinit.records import run_folder
-
-LFS = b"version https://git-lfs.github.com/spec/"  # the first line of a Git LFS pointer file
 
 
 def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
@@ -26,7 +23,7 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
 
     Raise SubmitError if a file cannot be copied.
     """
-    digest, pointers = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     (folder / run_folder.CODE).mkdir(mode=0o700)
     try:
         for name in plan.files:
@@ -39,7 +36,6 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
             else:
                 shutil.copy2(source, target)
                 content = target.read_bytes()
-                pointers += content.startswith(LFS)
             # Name and mode count too: a change of the executable bit is a change.
             digest.update(os.fsencode(f"{name}\0{stat.S_IMODE(mode) & 0o111:o}\0"))
             digest.update(hashlib.sha256(content).digest())
@@ -51,8 +47,6 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
         raise SubmitError(
             f"snapshot=git: cannot copy {error.filename} into {folder}: {error.strerror}", NOTHING_SUBMITTED
         ) from None
-    if pointers:
-        console.warning(_pointers(pointers))
     if plan.before:
         return _the_same(plan, digest.hexdigest())
     return {
@@ -74,11 +68,6 @@ def _the_same(plan: SnapshotPlan, sha256: str) -> dict[str, Any]:
             NOTHING_SUBMITTED,
         )
     return {**plan.before, "from": str(plan.root)}
-
-
-def _pointers(number: int) -> str:
-    are = "files are pointers" if number > 1 else "file is a pointer"
-    return f"snapshot=git: {number} {are} of Git LFS, without the content; to download it: git lfs pull"
 
 
 def _link(plan: SnapshotPlan, name: str) -> str:

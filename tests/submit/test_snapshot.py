@@ -298,17 +298,6 @@ def test_a_failed_submission_leaves_nothing(hpcinit: Run, checkout: Path, tmp_pa
     assert (done.returncode, list((checkout / "runs").iterdir())) == (1, [])
 
 
-def test_a_warning_about_git_lfs_pointers(hpcinit: Run, checkout: Path) -> None:
-    """A file that git-lfs has not downloaded is copied as a pointer, with a warning."""
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
-    write({"model.bin": pointer}, checkout)
-    done = hpcinit("submit", "snapshot=git", "wait=true", "--", "train.py")
-    assert (
-        "warning: snapshot=git: 1 file is a pointer of Git LFS, without the content; to download it: git" in done.stderr
-    )
-    assert (folder_of(done) / "code/model.bin").read_text() == pointer
-
-
 def test_from_a_hook_of_another_repository(hpcinit: Run, checkout: Path, tmp_path: Path) -> None:
     """GIT_DIR and GIT_INDEX_FILE of a hook do not change which repository is copied."""
     (tmp_path / "other").mkdir()
