@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 
 import hydra
 import yaml
@@ -45,7 +44,7 @@ def main(
     cluster_required: bool = False,
 ) -> int:
     """Do what compose.main() does, with the same arguments."""
-    line, every_key = _without_all(spellings.translate(line, flags()))
+    line = spellings.translate(line, flags())
     args = command_line.parse(get_args_parser(), line)
     shows = any(getattr(args, flag) for flag in SHOW)
     hydra_setup.register(args.config_dir, cluster_required and not shows)
@@ -53,7 +52,7 @@ def main(
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     if shows or (any("hydra." in o for o in args.overrides) and not multirun):
         # Hydra's own parser requires the flags together: `nodes=1,2 -m name=x` fails there.
-        return _run_hydra([w for w in line if w not in args.overrides], args.overrides, name, prepare, task, every_key)
+        return _run_hydra([w for w in line if w not in args.overrides], args.overrides, name, prepare, task)
     if not multirun:
         composed = _compose(args.overrides, name)
         if composed.hydra.mode in (None, RunMode.RUN):
@@ -176,21 +175,8 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
     return list(found.values()) or [hydra_errors.sentence(error)]
 
 
-def _without_all(line: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the command line without the `all` in `--help all`, and whether the `all` was there."""
-    found = list(line)
-    for at, (flag, word) in enumerate(pairwise(line)):
-        if flag in ("--help", "-h") and word == "all":
-            del found[at + 1]
-            return found, True
-    return found, False
-
-
-def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task, every_key: bool) -> int:
-    """Call Hydra's own main function. It handles --cfg, --help, completion, and keys such as hydra.run and hydra.job.
-
-    every_key: whether --help lists all keys.
-    """
+def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepare, task: Task) -> int:
+    """Call Hydra's own main function, for --cfg, --help, completion, and keys such as hydra.run and hydra.job."""
     from hpcinit.config import keys  # noqa: PLC0415 - for --help only
 
     statuses: list[int | Exception] = [0]
@@ -207,7 +193,7 @@ def _run_hydra(flags: list[str], overrides: list[str], name: str, prepare: Prepa
 
     job.__module__ = "hpcinit.submit"  # the name that Hydra shows for the program
     # Hydra uses the help's text as a string.Template, in which $$ is a dollar sign.
-    register_resolver("hpcinit_keys", lambda: keys.help_text(every_key).replace("$", "$$"))
+    register_resolver("hpcinit_keys", lambda: keys.help_text(every=False).replace("$", "$$"))
     try:
         with hydra_setup.used(), _hydra_command_line([*flags, *overrides]):
             hydra.main(config_path=str(folders.folder()), config_name=NAME, **VERSION_BASE)(job)()

@@ -44,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"hpcinit {version('hpcinit')}")
         return 0
     match arguments:
-        case ["--help" | "-h", key] if key != "all" and not key.startswith("-"):
+        case ["--help" | "-h", "all"]:
+            print(keys.help_text(every=True))
+            return 0
+        case ["--help" | "-h", key] if not key.startswith("-"):
             print(keys.explained(spellings.key_meant(key.partition("=")[0].lstrip("+"))))
             return 0
     if program and not any(argument.startswith("job=") for argument in arguments):
