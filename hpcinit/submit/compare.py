@@ -93,7 +93,6 @@ def _changed(run: Path, text: Sequence[str]) -> int:
 
 
 def _written(run: Path) -> tuple[list[str], list[str]]:
-    """Return config and script as submitted."""
     return _yaml(provenance.read_recorded(run)), _own(list(provenance.recorded_lines(run)), run)
 
 
@@ -103,10 +102,7 @@ def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]
 
     def render(requests: Sequence[Request]) -> int:
         config = replace(requests[0].config, dependency=None)
-        workdir = Path(provenance.recorded_provenance(run)["workdir"])
-        if config.snapshot == "git":
-            code = provenance.recorded_provenance(run).get("snapshot") or {"workdir": "."}
-            workdir = run / run_folder.CODE / code["workdir"]
+        workdir = provenance.workdir_of(run, config.snapshot == "git")
         origin = script.recorded_origin("\n".join(provenance.recorded_lines(run)))
         text = script.render(config, run, workdir, checkout.plan_snapshot(config, workdir), origin)
         found.append((_yaml(requests[0].document), text.splitlines()))

@@ -20,7 +20,6 @@ from hpcinit.config.request import Request
 from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.observe import find_runs
-from hpcinit.records import run_folder
 from hpcinit.submit import container, job_setup, provenance, script, srun_step, submit_command
 from hpcinit.submit.run_path import RunPath
 from hpcinit.world import network
@@ -68,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
         def of_run(requests: Sequence[Request]) -> int:
             config = replace(requests[0].config, dependency=None)  # what it waited for is over
-            workdir, code = _code(run, config)
-            return show(config, workdir, code, run)
+            workdir = provenance.workdir_of(run, config.snapshot == "git")
+            return show(config, workdir, checkout.plan_snapshot(config, workdir), run)
 
         return provenance.recorded_request(provenance.read_recorded(run), [], lambda request: None, of_run)
 
@@ -85,15 +84,6 @@ def main(argv: Sequence[str]) -> int:
 
     line = [*options.request, *(["job=program"] if program else [])]
     return compose.main(line, prepare, of_request, cluster_required=True)
-
-
-def _code(run: Path, config: Config) -> tuple[Path, SnapshotPlan | None]:
-    """Return the folder in which the program of a run starts, and the run's code snapshot or None."""
-    recorded = provenance.recorded_provenance(run)
-    if config.snapshot != "git":
-        return Path(recorded["workdir"]), None
-    workdir = run / run_folder.CODE / (recorded.get("snapshot") or {"workdir": "."})["workdir"]
-    return workdir, checkout.plan_snapshot(config, workdir)
 
 
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
@@ -144,7 +134,6 @@ def _header(config: Config) -> list[str]:
 
 
 def _ranks(config: Config, path: RunPath, workdir: Path) -> str:
-    """Return the lines that export torch's variables and start the ranks."""
     host = network.rename_host("HOST", config.cluster.host_template).replace("HOST", FIRST_HOST)
     python, job = environment.python(config), config.job
     target = ["-m", job.module] if job.module else [job.script] if job.script else None

@@ -112,6 +112,17 @@ def recorded_provenance(run: Path) -> dict[str, Any]:
     return document
 
 
+def workdir_of(run: Path, snapshot: bool) -> Path:
+    """Return the folder in which the program of a run starts.
+
+    snapshot: whether that is the copy of the folder in the run's code snapshot.
+    """
+    known = recorded_provenance(run)
+    if not snapshot:
+        return Path(known["workdir"])
+    return run / run_folder.CODE / (known.get("snapshot") or {"workdir": "."})["workdir"]
+
+
 def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare, task: Task) -> int:
     """Prepare a request from the config of an earlier run, and call `task` with it. Return the exit status of `task`.
 
