@@ -101,12 +101,10 @@ def ended(job: Job, policy: Policy, status: int) -> str:
 
 
 def restarted(job: Job, policy: Policy) -> str:
-    """Count this restart, unless the previous attempt has already counted it.
+    """Return 'start', or 'end 1' if a limit forbids this restart.
 
-    Return 'start', or 'end 1' if a limit forbids the restart.
-
-    After a preemption or a node failure, Slurm sometimes requeues the job before its batch script can count the
-    restart.
+    Count the restart, unless the previous attempt has counted it. It cannot always: after a preemption or a node
+    failure, Slurm may requeue the job first.
     """
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)

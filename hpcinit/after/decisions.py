@@ -117,7 +117,7 @@ def progress(last: Restart | None, step: int | None) -> tuple[int | None, int]:
 
 
 def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str:
-    """Return which limit forbids restart `number`, as a clause for a message. Return '' if none does.
+    """Return which limit forbids restart `number`, for a message, or '' if none does.
 
     furthest, idle: the result of progress().
     """

@@ -157,10 +157,10 @@ def has_singleton(config: Config) -> bool:
 
 
 def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
-    """Return why `condition` would keep the new job from starting correctly, or '' if there is no problem.
+    """Return what is wrong with `condition`, or ''.
 
-    There is a problem if Slurm does not know the other job, or if the other job has ended in a way that does not
-    fulfill the condition.
+    Slurm may not know the other job, and would start this one at once. Or the other job has ended in a way that does
+    not fulfill the condition, and this one would never start.
 
     job_id, states: the id of the other job, and its states (several for an array).
     """

@@ -45,9 +45,9 @@ def find(jobs: Sequence[Job], request: str) -> Job | None:
 
 
 def refuse_duplicate(queued: QueueQuery, request: str) -> None:
-    """Raise RequestError if the request is already in the queue.
+    """Wait for squeue's reply, and raise RequestError if the request is already in the queue.
 
-    If the controller does not reply, wait for it. If it stays unreachable, raise nothing.
+    Do not raise if the controller stays unreachable.
 
     queued: a query for the user's jobs.
     request: the hash of the request.

@@ -114,10 +114,9 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script's name, its syntax error, and whether the ranks' Python certainly has the same error.
+    """Return the script's name, its syntax error or '', and whether the ranks' Python certainly finds the same error.
 
-    The error is '' if there is none. The last value is False if the ranks' Python could not be started, because its
-    version might differ from this Python's.
+    That is uncertain if their Python cannot be started here, because it may have another version.
     """
     path = source(config)
     if path is None:

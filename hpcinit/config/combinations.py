@@ -159,10 +159,9 @@ class Quick:
         self._few = len(combinations) < 3  # a base takes as long as a composition
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return two lists of positions of overrides that differ between the combinations.
+        """Return the positions of the overrides that differ between the combinations, in two lists.
 
-        For the overrides in the first list, hpcinit can change the value without Hydra. The second list contains the
-        others.
+        hpcinit can set the values of the first list without Hydra, but not those of the second.
         """
         with hydra_setup.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()

@@ -101,7 +101,7 @@ def repeated(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the key and a warning for each +KEY that neither hpcinit nor any other key reads.
+    """Yield each added key that nothing reads, neither hpcinit nor another key, and a warning about it.
 
     added: the overrides that start with a plus.
     document: the config, with interpolations not yet resolved.

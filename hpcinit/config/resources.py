@@ -60,10 +60,9 @@ def gpus_per_node(config: Config) -> int:
 
 
 def _share(config: Config) -> tuple[int, int]:
-    """Return the share of a node that the job requests, as numerator and denominator.
+    """Return which part of a node the job requests: (2, 8) for 2 of 8 GPUs, (1, 1) for the whole node.
 
-    The numerator is the number of GPUs or of ranks per node, whichever is larger. The denominator is the number of the
-    node's GPUs. For a whole node, return (1, 1).
+    If there are more ranks than GPUs per node, the first number is that of the ranks.
     """
     there = config.cluster.gpus_per_node
     used = max(gpus_per_node(config), ranks_per_node(config))

@@ -29,7 +29,7 @@ class Engine(ABC):
     name: the value of cluster.engine.
     has_queue: whether jobs wait in a queue for the resources that they request. Only such jobs can depend on other
     jobs, be requeued or be part of an array. Without a queue, a job starts at once.
-    other_machines: whether the ranks run on nodes that share only some file systems with this machine.
+    other_machines: whether the ranks run on other machines, which share only some file systems with this one.
     uses_slurm: whether Slurm's commands and the options of sbatch and srun apply.
     script_command: the command that runs a batch script again.
     cancel_command: the command that ends a job, given its id.

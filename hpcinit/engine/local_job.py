@@ -164,7 +164,7 @@ def _of_this_job() -> list[psutil.Process]:
 
 
 def kill_descendants() -> None:
-    """Send SIGKILL to the descendants of this job, including adopted orphans, until none is left.
+    """Send SIGKILL to all descendants of this process, also adopted ones, until none is left.
 
     One pass is not enough, because a process may fork after the list was read.
     """

@@ -134,9 +134,9 @@ def _in_queue(known: Known) -> State | None:
 
 
 def _cancelled(known: Known) -> State | None:
-    """Return CANCELLED if `hpcinit cancel` recorded that it canceled the job, and Slurm has no record of the job's end.
+    """Return CANCELLED if `hpcinit cancel` canceled the job and Slurm has no record of its end. Otherwise return None.
 
-    Slurm has no such record without accounting. Otherwise return None.
+    Without accounting, Slurm keeps no record. `hpcinit cancel` writes one to the run folder.
     """
     lost = known.ended_early or not known.record.over
     if (known.unreachable and not known.outlived) or not lost or not known.cancelled():
@@ -156,10 +156,10 @@ def _recorded(known: Known) -> State | None:
 
 
 def _accounted(known: Known) -> State | None:
-    """Return a state if sacct knows the job but the controller does not. Otherwise return None.
+    """Return a state if only sacct knows the job, otherwise None.
 
-    If the controller did not reply, return sacct's state, which might be some seconds old. If the controller replied,
-    sacct is wrong, so return UNKNOWN.
+    If the controller did not reply, that is sacct's state, which may be some seconds old. If the controller replied
+    that it does not know the job, sacct is wrong, and the state is UNKNOWN.
     """
     if known.slurm is None:
         return None
@@ -170,7 +170,6 @@ def _accounted(known: Known) -> State | None:
 
 
 def _unreachable(known: Known) -> State | None:
-    """Return UNKNOWN if the controller did not reply, otherwise None."""
     if not known.unreachable:
         return None
     return State("UNKNOWN", known.record.job_id, SLURM, known.unreachable, None, NO_REPLY)

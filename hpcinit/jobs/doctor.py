@@ -213,10 +213,7 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Send each message of _measure_link() back to the first rank of the pair. This runs on the second rank.
-
-    Each small message is sent back with the time on this rank's clock.
-    """
+    """Send each message of _measure_link() back to the first rank of the pair. Small ones get this rank's time."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)

@@ -35,9 +35,9 @@ def block(max_array_size: int | None) -> int:
 
 
 def shape(config: Config, folder: Path, workdir: Path) -> object:
-    """Return a value that is equal for two configs if their tasks can share an array.
+    """Return the script without the values of environment variables, and the names of these variables.
 
-    It consists of the script without the values of environment variables, and the names of these variables.
+    Two tasks can share an array if their shapes are equal.
     """
     env = _env(config)
     return script.render_at(config, TaskPath(folder, own_env={name: {} for name in env}), workdir), tuple(env)

@@ -135,7 +135,6 @@ def _place(job: RunningJob, rank: int | None, node: str | None) -> tuple[int | N
 
 
 def _container(job: RunningJob) -> Container:
-    """Return how to enter the container of the run's ranks."""
     document = provenance.read_recorded(job.path)
     if not (document.get("container") or {}).get("image"):
         return Container()

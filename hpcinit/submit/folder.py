@@ -242,10 +242,9 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 
 
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
-    """Return whether the process that owns the claim is gone. If that is unknown, return whether the claim has expired.
+    """Return whether the process that wrote the claim has ended or, if this host cannot see it, the claim is too old.
 
-    The age of the claim is the difference between the times of the claim file and of the new run folder. The file
-    server's clock sets both times.
+    Its age is the time between two files, the claim and the new run folder, because the file server sets both times.
     """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended

@@ -49,8 +49,8 @@ def setup_names(config: Config) -> list[str]:
     )
 
 
-# The number of a line and the start of its command. Inside an eval the number is another line's, which does not
-# contain that start. bash runs the EXIT trap with line 1. BASH_SOURCE has several items in a file that a line sources.
+# The traps note a line's number and the start of its command. In an eval, bash counts other lines; `why` sees that the
+# command is not in that line. Line 1 is bash's EXIT trap. BASH_SOURCE has several items inside a sourced file.
 NOTE_LINES = (
     "# For hpcinit why: the line that runs, and the first that fails.",
     """trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG""",

@@ -210,7 +210,6 @@ def slurm_time(minutes: int) -> str:
 
 
 def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]:
-    """Return the lines that the script runs before the ranks start."""
     queue, chain = config.engine.has_queue, config.chain > 1
     after = {"hpcinit_pythons": _words(_pythons(config)), "hpcinit_policy": _words(restart.policy(config))}
     blocks: list[tuple[bool, str, Mapping[str, str | int]]] = [

@@ -46,7 +46,7 @@ class Transaction:
     path: the folder of the run or sweep.
     env: the environment for sbatch.
     dropped: the variables of the user's environment that are not in `env`.
-    parts: folders inside `path` that can be removed separately, because each belongs to one job: the tasks of a sweep.
+    parts: the folders of a sweep's tasks in `path`. Those without a job are removed if the sweep fails.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ def files_read(
 ) -> dict[str, str]:
     """Return the text of each file in the run folder `path` that the ranks will read, by name.
 
-    The job's secret in these files is a placeholder. submit() makes the real secret.
+    They show a placeholder instead of the job's secret, which submit() makes.
     """
     files = {}
     for number, world in enumerate(hetjob.worlds(config)):
