@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOST_BYTES = 64 << 20  # of one log
-# The approximate number of lines of one shape in a sample. Blocks of lines show how often the program prints a step.
-MOST_ALIKE, BLOCK = 40, 4
-BESIDE = 2  # lines after any other line are read as well, and the one before it
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 HEAD = 90  # characters of a line in which its time is
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -118,14 +115,12 @@ class Stream:
 
     written: when the file was last changed.
     zoned: whether the times in the log include their time zone.
-    daily: whether the times in the log have no date.
     """
 
     path: Path
     events: tuple[Event, ...]
     written: float
     zoned: bool = False
-    daily: bool = False
 
     @property
     def stamped(self) -> bool:
@@ -144,12 +139,11 @@ class Stream:
         return replace(self, events=tuple(moved))
 
 
-def read(path: Path, near: float, day_first: bool = False, sample: bool = False) -> Stream | None:
+def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
     """Return the events of a log, or None if the file is not text or cannot be read.
 
     near: approximately when the log starts. It provides the date or year for lines that show none.
     day_first: whether '03/04' means the 3rd of April.
-    sample: whether to read only some of many similar lines.
     """
     try:
         data, written = _bytes(path, MOST_BYTES), path.stat().st_mtime
@@ -159,7 +153,7 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
         return None
     text = ESCAPES.sub("", data.decode(errors="replace")).replace("\r", "\n")
     stamps = _Stamps(near, day_first)
-    events = [*_events(text, stamps, sample)]
+    events = [*_events(text, stamps)]
     forms = Counter(one.form for one in events if one.kind == "step")
     form = forms.most_common(1)[0][0] if forms else -1
     # A bar with another total is of an evaluation, or of a load before the first step.
@@ -170,7 +164,7 @@ def read(path: Path, near: float, day_first: bool = False, sample: bool = False)
             events[at] = one._replace(kind="line")
         elif one.kind == "step" and one.bar_s >= 0 and one.total != total:
             events[at] = Event(one.time, "eval", took_s=one.bar_s, timed=one.timed)
-    return Stream(path, tuple(events), written, stamps.zoned, stamps.daily)
+    return Stream(path, tuple(events), written, stamps.zoned)
 
 
 def beginning(path: Path) -> str:
@@ -193,7 +187,7 @@ class _Stamps:
         self._near, self._day_first = datetime.fromtimestamp(near), day_first
         self._forms = [*TIMES]
         self._last: float | None = None
-        self.zoned = self.daily = False
+        self.zoned = False
         self.resolution_s = 0.0  # of the last time: 1 if it had no fraction of a second
 
     def of(self, line: str) -> float | None:
@@ -238,7 +232,6 @@ class _Stamps:
 
     def _of_day(self, clock: Sequence[int], fraction: float) -> float:
         """Return the time of a line that shows no date. If the clock goes back, use the next day."""
-        self.daily = True
         day = datetime.fromtimestamp(self._last) if self._last else self._near
         at = day.replace(hour=clock[0], minute=clock[1], second=clock[2], microsecond=0).timestamp() + fraction
         if self._last is not None and at < self._last - 3600:
@@ -287,32 +280,12 @@ class _Lines:
         return found or ([] if own is None else [Event(own, "line")])
 
 
-def _events(text: str, stamps: _Stamps, sample: bool) -> Iterator[Event]:
+def _events(text: str, stamps: _Stamps) -> Iterator[Event]:
     shapes = text.encode("ascii", "replace").translate(DIGITS).split(b"\n")
-    numbers = Counter(shapes) if sample else {}
-    strides = {shape: number // MOST_ALIKE + 1 for shape, number in numbers.items() if number >= MOST_ALIKE}
-    seen = dict.fromkeys(strides, 0)
     lines = _Lines(stamps)
-    since = 0
-    skipped: tuple[str, bytes] | None = None
     for line, shape in zip(text.split("\n"), shapes, strict=True):
-        if (stride := strides.get(shape)) and shape in lines.forms:
-            seen[shape] += 1
-            since += 1
-            # A time without a date needs the times of all lines before it.
-            if since > BESIDE and seen[shape] // BLOCK % stride and not stamps.daily:
-                skipped = (line, shape) if lines.forms[shape] else skipped
-                continue
-        elif not line.strip():
-            continue
-        else:
-            since = 0
-            if skipped:
-                yield from lines.events(*skipped)
-        skipped = None
-        yield from lines.events(line, shape)
-    if skipped:
-        yield from lines.events(*skipped)
+        if line.strip():
+            yield from lines.events(line, shape)
 
 
 def _of_line(line: str, own: float | None, at: float | None) -> Iterator[Event]:

@@ -326,7 +326,7 @@ def _unstamped(
 
     For each attempt in the log, yield the index of its allocation, the events, and how exact their times are.
     """
-    every = chunks(stream.events)
+    every = _chunks(stream.events)
     own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
     own = [at for at in own or range(len(allocations)) if allocations[at].begin < stream.written] or [0]
     spans = [_relative(chunk) for chunk in every]
@@ -342,7 +342,7 @@ def _unstamped(
         yield at, *_placed(chunk, span, one, saves, latest if is_last else None, latest)
 
 
-def chunks(events: Sequence[Event]) -> list[list[Event]]:
+def _chunks(events: Sequence[Event]) -> list[list[Event]]:
     """Divide the events by attempt. A new attempt starts where steps go back, or after Slurm's message about an end."""
     found: list[list[Event]] = [[]]
     last = -1
@@ -453,14 +453,6 @@ def _placed(
         elif now is not None or event.kind == "load":
             found.append(event._replace(time=one.begin if now is None else now + 0.01, timed=False))
     return found, known
-
-
-def placed(chunk: Sequence[Event], one: Allocation, anchors: Sequence[Checkpoint]) -> list[Event]:
-    """Return the events of one attempt with estimated times, which are inside its allocation `one`.
-
-    anchors: steps with their exact times.
-    """
-    return _placed(chunk, _relative(chunk), one, anchors, None, one.end)[0]
 
 
 def _times(

@@ -34,7 +34,6 @@ class Piece:
 
     saves: (time, step) of each checkpoint. The time is when its files were complete.
     completed: whether Slurm reports success.
-    hung: whether a hang was reported.
     before: the last step of earlier starts, or -1 for the first start.
     known_steps: the steps of all checkpoints of the run.
     loose: whether the times of the first and the last step are only guesses.
@@ -46,7 +45,6 @@ class Piece:
     events: Sequence[Event]
     saves: Sequence[tuple[float, int]] = ()
     completed: bool = False
-    hung: bool = False
     before: int = -1
     known_steps: Sequence[int] = field(default=())
     loose: bool = False
@@ -118,22 +116,18 @@ class Piece:
         return united
 
 
-def divide(piece: Piece, ready: float | None = None) -> Start:
-    """Divide a piece into segments, and return them as a Start.
-
-    ready: when init() returned, or None if unknown. Only the time after init() is divided.
-    """
+def divide(piece: Piece) -> Start:
+    """Divide a piece into segments, and return them as a Start."""
     steps = _with_checkpoints(piece, _steps(piece.events))
-    begin = piece.begin if ready is None else ready
     if len(steps) < 2:
-        return _without_steps(piece, begin)
+        return _without_steps(piece)
     _, every = _usual(piece, steps)
     loaded = max([one.step for one in piece.events if one.kind == "load"], default=-1)
     while len(steps) > 2 and (steps[1][1] - steps[0][1] > 10 * every or steps[0][1] < loaded < steps[1][1]):
         steps = steps[1:]  # a number of something else
     usual, every = _usual(piece, steps)
     resumed, within = _resumed(piece, steps[0], every)
-    segments = [*_start_up(piece, begin, steps[0], usual, resumed, within, ready is not None)]
+    segments = [*_start_up(piece, steps[0], usual, resumed, within)]
     segments += _stepping(piece, steps, usual)
     segments += _tail(piece, steps, usual, every)
     return Start(
@@ -236,10 +230,9 @@ def _first_line(piece: Piece) -> float:
     return min([*times, piece.end]) if times else piece.begin
 
 
-def _start_up(
-    piece: Piece, begin: float, first: tuple[float, int], usual: float, resumed: int, within: int, is_ready: bool
-) -> Iterator[Segment]:
+def _start_up(piece: Piece, first: tuple[float, int], usual: float, resumed: int, within: int) -> Iterator[Segment]:
     """Yield the segments before the first step, and the segment of the steps up to the first printed step."""
+    begin = piece.begin
     number = max(1, first[1] - resumed)
     inside = _inside(piece, first[0] - number * usual, first[0])
     at = max(begin, first[0] - number * usual - sum(inside.values()))
@@ -257,12 +250,11 @@ def _start_up(
         for one in piece.events
         if one.kind == "stepping" and one.time is not None and begin <= one.time < first[0]
     }
-    if not is_ready:
-        blind = (ledger.FIRST, *more) if line == at else more if line in begins else piece.around
-        until = stepping if line == at else begins.get(line, exact(line))
-        yield Segment(ledger.START, now, until, maybe=(ledger.IMPORTS, ledger.INIT, *blind))
-        now = exact(line)
-        more += (ledger.START, ledger.IMPORTS)  # the line may be of a launcher, which starts the program
+    blind = (ledger.FIRST, *more) if line == at else more if line in begins else piece.around
+    until = stepping if line == at else begins.get(line, exact(line))
+    yield Segment(ledger.START, now, until, maybe=(ledger.IMPORTS, ledger.INIT, *blind))
+    now = exact(line)
+    more += (ledger.START, ledger.IMPORTS)  # the line may be of a launcher, which starts the program
     loads = [one for one in piece.events if one.kind == "load" and one.timed and line <= (one.time or 0.0) <= first[0]]
     if loads and resumed > 0:
         loading, loaded = (min(at, pick(one.time or 0.0 for one in loads)) for pick in (min, max))
@@ -282,10 +274,6 @@ def _start_up(
         begun = begins[max(begins)]
         yield Segment(ledger.INIT, now, begun, maybe=more)
         yield Segment(ledger.FIRST, begun, stepping)
-    elif is_ready:  # the model was built, or compiled in the first step
-        middle = exact((now.at + stepping.at) / 2)
-        yield Segment(ledger.INIT, now, middle, maybe=(ledger.FIRST,))
-        yield Segment(ledger.FIRST, middle, stepping, maybe=(ledger.INIT,))
     else:
         yield Segment(ledger.INIT, now, stepping, maybe=(ledger.FIRST, *more))
     stepped = known.later(-sum(inside.values()))
@@ -377,13 +365,13 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
         at = seen
     most = min(end - at, max(1, min(left, every)) * usual)  # of whole steps that were not printed
     hangs = [one.time or 0.0 for one in after if one.kind == "hang"]
-    if hangs or piece.hung or end - at - most > max(HANG_S, HANG_STEPS * usual):
+    if hangs or end - at - most > max(HANG_S, HANG_STEPS * usual):
         ran = Time(at + most / 2, at, at + most)
         yield Segment(ledger.KEPT, exact(at), ran, last, last + every, 0, piece.around)
         stop_at = max(hangs) if hangs else end
         stop = Time(stop_at, max(at, stop_at - 5), min(end, stop_at + KILL_S))
-        others = piece.around if hangs or piece.hung else (ledger.END, *unsure)
-        long_step = (ledger.REPEATED,) if piece.estimated and not piece.hung else ()  # the last step may be later
+        others = piece.around if hangs else (ledger.END, *unsure)
+        long_step = (ledger.REPEATED,) if piece.estimated else ()  # the last step may be later
         yield Segment(ledger.HANG, ran, stop, maybe=(*long_step, *others))
         yield Segment(ledger.END, stop, exact(end), maybe=(ledger.HANG, *piece.around))
         return
@@ -397,8 +385,9 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
     yield Segment(ledger.END, stop, exact(end), maybe=(*more, ledger.REPEATED, ledger.KEPT))
 
 
-def _without_steps(piece: Piece, begin: float) -> Start:
+def _without_steps(piece: Piece) -> Start:
     """Return the Start of a piece with fewer than two known steps, from its first line and its saves."""
+    begin = piece.begin
     saves = sorted(at for at, _ in piece.saves if begin < at < piece.end)
     first, last = (saves[0], saves[-1]) if saves else (begin, begin)
     line = min(max(begin, _first_line(piece)), first if saves else piece.end)

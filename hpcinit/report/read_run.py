@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,15 @@ from hpcinit.observe import state
 from hpcinit.records import (
     elastic_restarts,
     hang_report,
-    heartbeats,
     job_record,
     requeues,
     run_folder,
-    safeguards,
     scratch,
     timeline,
     training_spans,
 )
-from hpcinit.report import charges, ledger, log_events, read_job, read_logs, startup_table
+from hpcinit.report import charges, ledger, startup_table
 from hpcinit.report.ledger import Allocation, Segment, Start, exact
-from hpcinit.report.log_events import Event, Stream
-from hpcinit.report.read_job import Checkpoint
-from hpcinit.report.read_logs import Piece
 from hpcinit.report.startup_phases import Report
 
 # The row of the phase that ends with the event.
@@ -56,37 +50,6 @@ SILENCE_STEPS, SILENCE_S = 10, 60.0  # a failed start that was silent for longer
 CLOCK_S = 2.0  # the times of Slurm and of the batch script are whole seconds
 
 
-@dataclass(frozen=True)
-class _Witnesses:
-    """The log and the checkpoints of a run. They show the training steps if hpcinit recorded none.
-
-    The files are read only when they are needed.
-
-    near: approximately when the log starts.
-    """
-
-    run: Path
-    near: float
-
-    @cached_property
-    def log(self) -> Stream | None:
-        return log_events.read(self.run / run_folder.RANK_LOG.format(rank=0), self.near, sample=True)
-
-    @cached_property
-    def chunks(self) -> list[list[Event]]:
-        """Return the events in the log, as one list for each start of the ranks. This is used for logs that show no
-        times.
-        """
-        return read_job.chunks(self.log.events) if self.log else []
-
-    @cached_property
-    def checkpoints(self) -> Sequence[Checkpoint]:
-        inside = {run_folder.LOGS, run_folder.TIMELINE, run_folder.ERRORS, run_folder.HANG_REPORTS, heartbeats.FOLDER}
-        inside |= {run_folder.CODE, safeguards.FLIGHT, run_folder.NCCL}
-        folders = [path for path in self.run.iterdir() if path.is_dir() and path.name not in inside]
-        return read_job.checkpoints([file for folder in folders for file in read_job.files(folder)], self.run)
-
-
 def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> list[Allocation]:
     """Return the allocations of the run in the folder `run`, with their segments.
 
@@ -105,8 +68,7 @@ def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> 
         else:
             found = sorted((one for job in listed for one in known.get(job, ())), key=lambda one: one.begin)
     found = found or _without_accounting(run, record, starts)
-    witnesses = _Witnesses(run, found[0].begin if found else 0.0)
-    return ledger.with_repeats(_with_reasons(run, [_with_starts(witnesses, one, found, reports) for one in found]))
+    return ledger.with_repeats(_with_reasons(run, [_with_starts(run, one, found, reports) for one in found]))
 
 
 def _without_accounting(run: Path, record: Mapping[str, Any], starts: Sequence[timeline.Attempt]) -> list[Allocation]:
@@ -153,9 +115,7 @@ def _allocated(start: timeline.Attempt) -> float | None:
     return min((rank.events["allocated"] for rank in start.ranks if "allocated" in rank.events), default=None)
 
 
-def _with_starts(
-    witnesses: _Witnesses, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]
-) -> Allocation:
+def _with_starts(run: Path, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]) -> Allocation:
     """Return the allocation `one` with its starts. Each start lasts until the next one.
 
     every: all allocations of the run.
@@ -165,11 +125,11 @@ def _with_starts(
     own = [(begin, report) for begin, report in begins if begin is not None and _place(begin, every) is one]
     if not own:
         segment = Segment(ledger.START, exact(one.begin), exact(one.end))
-        ran = not reports and one.state == "COMPLETED"  # an older hpcinit submitted it
+        ran = not reports and one.state == "COMPLETED"  # the ranks could not write their timeline
         return replace(one, starts=() if ran else (Start((segment,)),))
     bounds = [one.begin, *(min(max(begin, one.begin), one.end) for begin, _ in own[1:]), one.end]
     found = [
-        _start(witnesses, report, begin, end, one, reports)
+        _start(run, report, begin, end, one, reports)
         for (_, report), begin, end in zip(own, bounds, bounds[1:], strict=False)
     ]
     return replace(one, starts=tuple(found))
@@ -189,10 +149,8 @@ def _uses_init(report: Report) -> bool:
     return any(timeline.LAST in rank.events for rank in report.attempt.ranks)
 
 
-def _start(
-    witnesses: _Witnesses, report: Report, begin: float, end: float, one: Allocation, reports: Sequence[Report]
-) -> Start:
-    run, start = witnesses.run, report.attempt
+def _start(run: Path, report: Report, begin: float, end: float, one: Allocation, reports: Sequence[Report]) -> Start:
+    start = report.attempt
     uses_init = any(map(_uses_init, reports))
     rows, ready = _startup_rows(start, begin, end, uses_init)
     segments: list[Segment] = []
@@ -203,19 +161,17 @@ def _start(
             at += seconds
     hang = _hang(run, start.job)
     stopped = any(rank.returned is not None for rank in start.ranks)
-    resumed, within = -1, 0
+    resumed = -1
     if ready is not None and at < end:
         if start.spans:
             trained, resumed = _training(start.spans, at, end, hung=bool(hang), stopped=stopped, state=one.state)
+            segments += trained
         else:
-            trained, resumed, within = _without_spans(
-                witnesses, start, reports.index(report), at, end, one, hung=bool(hang), stopped=stopped
-            )
-        segments += trained
+            segments.append(Segment(ledger.UNKNOWN, exact(at), exact(end)))
     used = min(1.0, start.nodes / one.nodes) if one.nodes else 1.0
     fault = str(hang.get("host") or "") if hang else ""
     fault = fault or next((found.host for found in elastic_restarts.read(run) if found.job == start.job), "")
-    return Start(tuple(ledger.merged(segments)), used, resumed, within, stopped, fault, report)
+    return Start(tuple(ledger.merged(segments)), used, resumed, 0, stopped, fault, report)
 
 
 def _startup_rows(
@@ -322,62 +278,6 @@ def tail(what: str, begin: float, end: float, usual: float, *, hung: bool, stopp
         return [Segment(ledger.END, exact(begin), exact(end))]
     cut = min(end, begin + usual)
     return [Segment(ledger.REPEATED, exact(begin), exact(cut)), Segment(ledger.END, exact(cut), exact(end))]
-
-
-def _without_spans(
-    witnesses: _Witnesses,
-    start: timeline.Attempt,
-    number: int,
-    begin: float,
-    end: float,
-    one: Allocation,
-    *,
-    hung: bool,
-    stopped: bool,
-) -> tuple[list[Segment], int, int]:
-    """Return the segments of a start without recorded spans, and the step from which it continued.
-
-    Also return by how many steps that step may be wrong. An older hpcinit recorded no spans, and a program that reports
-    no steps has none. The times of steps are then from the log, the checkpoints and the last heartbeats.
-    number: how many starts were before this one.
-    one: the allocation of the start.
-    """
-    every = witnesses.checkpoints
-    saves = [save for save in every if begin < save.end <= end]
-    signs = [*_signs(witnesses.run, start, begin, end)]
-    events: list[Event] = []
-    if (log := witnesses.log) is not None and log.stamped:
-        events = [event for event in log.events if event.time is not None and begin <= event.time <= end]
-    elif number < len(witnesses.chunks):
-        anchors = [*saves, *signs]
-        events = read_job.placed(witnesses.chunks[number], replace(one, begin=begin, end=end), anchors)
-    last = max((event.time or 0.0 for event in events if event.kind == "step"), default=0.0)
-    events += [Event(sign.end, "step", sign.step) for sign in signs if sign.end > last]
-    shown = sum(event.kind == "step" for event in events) + len(saves)
-    if not shown:
-        return [Segment(ledger.UNKNOWN, exact(begin), exact(end))], -1, 0
-    if shown < 2 and not number:  # the first start continues nothing
-        events.append(Event(begin, "step", 0))
-    events.sort(key=lambda event: event.time or 0.0)
-    piece = Piece(
-        begin, end, events, [(save.end, save.step) for save in saves], completed=stopped, hung=hung,
-        before=number - 1, known_steps=[save.step for save in every],
-    )  # fmt: skip
-    found = read_logs.divide(piece, begin)
-    return list(found.segments), found.resumed, found.resumed_within
-
-
-def _signs(run: Path, start: timeline.Attempt, begin: float, end: float) -> Iterator[Checkpoint]:
-    """Yield the steps whose times are in a start's heartbeats or in the progress file, each as a Checkpoint."""
-    for node in heartbeats.read(run / heartbeats.FOLDER / scratch.folder_name(start.job)):
-        for rank in node.heartbeats:
-            if rank.silent_s is not None and rank.rank == 0:
-                at = node.time - rank.silent_s
-                yield Checkpoint(rank.step, at, at)
-    progress = safe_files.json_or_empty(run / run_folder.PROGRESS)
-    time_s, step = progress.get("time"), progress.get("step")
-    if isinstance(time_s, int | float) and isinstance(step, int) and begin <= time_s <= end:
-        yield Checkpoint(step, float(time_s), float(time_s))
 
 
 def _hang(run: Path, job: str) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from hpcinit.base.errors import RequestError
 from hpcinit.records import training_spans
 from hpcinit.records.save_interval import best_interval_s
 from hpcinit.records.training_spans import SpanRecord
-from hpcinit.report import advice, ledger, log_events, pictures, read_job, read_logs, read_run, report_command
+from hpcinit.report import advice, ledger, pictures, read_job, read_run, report_command
 from hpcinit.report.ledger import Allocation, Ledger, Segment, Start, exact
-from hpcinit.report.read_logs import Piece
 from tests.observe import synthetic
 
 START = synthetic.START
@@ -228,49 +227,6 @@ def test_many_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.utime(tmp_path / "runs/train-0000/submission.json", (time.time() - 9e5,) * 2)
     assert report_command.main(["--since", "2d", "--csv", "--runs-dir", str(tmp_path / "runs")]) == 0
     assert "train-0000" not in capsys.readouterr().out
-
-
-def long_log(path: Path) -> None:
-    """Write 3,000 steps of 1 s, a save of 20 s every 250 steps, two starts, and an evaluation of 60 s in each."""
-    at, chance = START, random.Random(7)
-    with path.open("w") as log:
-
-        def line(text: str, seconds: float) -> None:
-            nonlocal at
-            at += seconds
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))} INFO train.py:12 {text}\n")
-
-        for start, steps in enumerate((range(1, 1800), range(1750, 3000))):
-            line(f"Rendezvous complete, restart_count={start}", 30)
-            line(f"resumed from step {steps[0] - 1}", 10)
-            for step in steps:
-                line(f"step {step}/4000 loss {10 / step:.4f} data_load_time 0.01", 1 + chance.uniform(-0.1, 0.1))
-                if step % 250 == 0:
-                    line(f"saved checkpoint step_{step}.pt", 20)
-                if step in (700, 2700):
-                    line("evaluation took 60 s", 60)
-
-
-def test_a_sample_of_a_log_shows_the_same(tmp_path: Path) -> None:
-    """A tenth of the lines of steps gives each row within 1 % of the time, and every line about something else."""
-    long_log(tmp_path / "rank-0.log")
-    rows, events = [], []
-    for sample in (False, True):
-        stream = log_events.read(tmp_path / "rank-0.log", START, sample=sample)
-        assert stream is not None
-        events.append(stream.events)
-        restart = next(one.time or 0.0 for one in stream.events if one.kind == "restart" and one.time)
-        first = Piece(START, restart, [one for one in stream.events if (one.time or 0.0) < restart])
-        second = Piece(restart, START + 4000, [one for one in stream.events if (one.time or 0.0) >= restart])
-        starts = (read_logs.divide(first), read_logs.divide(second))
-        rows.append(Allocation("77", 0, START, START + 4000, starts=starts).rows)
-    for row in ledger.ROWS:
-        assert abs(rows[0][row].at - rows[1][row].at) < 40, (row, rows[0][row], rows[1][row])
-    assert rows[1][ledger.SAVE].at > 150 and rows[1][ledger.PHASES].at > 100
-    steps = [sum(one.kind == "step" for one in every) for every in events]
-    assert steps[0] == 3049 and steps[1] < 350
-    others = [[one for one in every if one.kind not in ("step", "line", "stepping")] for every in events]
-    assert others[0] == others[1] and {one.kind for one in others[0]} == {"restart", "load", "save", "eval"}
 
 
 LOG = """{0} INFO world size 8
