@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hpcinit.base.text import rank_names
 from hpcinit.records.timeline import EVENTS, Attempt
-
-# Differences between the nodes' clocks, and events by one clock
-#
-# The events themselves bound the differences. The rendezvous gives one bound (hpcinit.rendezvous.protocol), and so does
-# the barrier at the end: no rank leaves it before all have entered. The tightest bounds count. A clock that may be
-# right within them is not corrected. The times of the files are less exact: a node buffers lines for up to 30 s.
 
 NOT_OF_A_NODE = ("submitted", "allocated")  # by the clocks of the login node and of Slurm's controller
 
@@ -33,17 +26,16 @@ class Clock:
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """Return the clock offset of each host, relative to rank 0's node. Hosts whose offset is unknown are omitted."""
-    home = next((rank.host for rank in attempt.ranks), "")
+    """Return the clock offset of each host, relative to rank 0's node. Hosts whose offset is unknown are omitted.
+
+    The rendezvous measures it on each rank (rendezvous/protocol.py). Of the ranks of a host, the most exact measurement
+    counts. If the clock may be right, its offset is 0.
+    """
     found = {}
-    for host, (least, most) in _bounds(attempt, home).items():
-        if least > most:  # a clock was set during the start-up: the gap is the uncertainty
-            found[host] = Clock((least + most) / 2, least - most)
-        elif least <= 0 <= most:
-            found[host] = Clock(0.0, max(-least, most))
-        else:
-            found[host] = Clock((least + most) / 2, (most - least) / 2)
-    return found
+    measured = [(rank.clock[1], rank.clock[0], rank.host) for rank in attempt.ranks if rank.clock]
+    for within, offset, host in sorted(measured, reverse=True):
+        found[host] = Clock(offset, within) if abs(offset) > within else Clock(0.0, abs(offset) + within)
+    return {**found, **{rank.host: Clock(0.0, 0.0) for rank in attempt.ranks[:1]}}
 
 
 def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
@@ -54,38 +46,6 @@ def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
         moved = {k: v if k in NOT_OF_A_NODE else v + offset for k, v in rank.events.items()}
         ranks.append(replace(rank, events=moved))
     return replace(attempt, ranks=tuple(ranks))
-
-
-def _bounds(attempt: Attempt, home: str) -> dict[str, tuple[float, float]]:
-    """Return, for each host, the lowest and highest possible offset between its clock and that of the host `home`."""
-    found: dict[str, tuple[float, float]] = {}
-    for host, least, most in (*_of_rendezvous(attempt), *_of_barrier(attempt, home)):
-        before = found.get(host, (-math.inf, math.inf))
-        found[host] = max(before[0], least), min(before[1], most)
-    return {**found, home: (0.0, 0.0)} if home else found
-
-
-def _of_rendezvous(attempt: Attempt) -> Iterator[tuple[str, float, float]]:
-    """Yield (host, lowest, highest possible clock offset), as measured in the rendezvous with rank 0."""
-    for rank in attempt.ranks:
-        if rank.clock is not None:
-            offset, within = rank.clock
-            yield rank.host, offset - within, offset + within
-
-
-def _of_barrier(attempt: Attempt, home: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (host, lowest, highest possible clock offset), from the first collective, which is a barrier.
-
-    No rank can leave the barrier before the last rank of every host has entered it.
-    """
-    entered: dict[str, float] = {}
-    left: dict[str, float] = {}
-    for rank in attempt.ranks:
-        if {"joined", "collective"} <= rank.events.keys():
-            entered[rank.host] = max(rank.events["joined"], entered.get(rank.host, -math.inf))
-            left[rank.host] = min(rank.events["collective"], left.get(rank.host, math.inf))
-    for host in left.keys() - {home} if home in left else ():
-        yield host, entered[home] - left[host], left[home] - entered[host]
 
 
 # The event that ends a phase: the phase's name, and whether a rank mostly waits for others in it.

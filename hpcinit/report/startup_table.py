@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpcinit.base.errors import HpcinitError, RequestError
+from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
-from hpcinit.records import job_record, requeues, run_folder, spec, timeline
+from hpcinit.records import job_record, requeues, timeline
 from hpcinit.records.timeline import Attempt
 from hpcinit.report import startup_phases
 from hpcinit.report.startup_phases import Phase, Report, seconds
@@ -67,24 +67,14 @@ def timeout(report: Report) -> str:
 
 
 def clock_lines(report: Report) -> str:
-    """Return a line about how much the clocks of the nodes differ, with the possible error.
-
-    If there is nothing to report, return ''.
-    """
-    others = {host: clock for host, clock in report.clocks.items() if clock.within_s or clock.offset_s}
-    unknown = sorted(set(report.hosts.values()) - report.clocks.keys())
+    """Return a line about corrected clocks, and about nodes whose clock was not measured, or ''."""
     parts = []
-    if off := {host: clock for host, clock in others.items() if clock.offset_s}:
+    if off := {host: clock for host, clock in report.clocks.items() if clock.offset_s}:
         worst = max(off, key=lambda host: abs(off[host].offset_s))
-        one = off[worst]
-        count = f"corrected the clock{'s' * (len(off) > 1)} of {len(off)} node{'s' * (len(off) > 1)}"
-        largest = f"{worst} by {-one.offset_s:+.3f} s, to within {seconds(one.within_s)}"
+        largest = f"{worst} by {-off[worst].offset_s:+.3f} s, to within {seconds(off[worst].within_s)}"
+        count = f"corrected the clock{'s' * (len(off) > 1)} of {counted(len(off), 'node')}"
         parts.append(f"{count} (relative to rank 0's node), the largest difference: {largest}")
-    elif others:
-        parts.append("no difference between the nodes' clocks is detectable")
-    if right := [clock.within_s for clock in others.values() if not clock.offset_s]:
-        parts.append(f"{'the other clocks' if off else 'they'} may differ by up to {seconds(max(right))}")
-    if unknown:
+    if unknown := sorted(set(report.hosts.values()) - report.clocks.keys()):
         parts.append(f"no comparison with the clock{'s' * (len(unknown) > 1)} of {', '.join(unknown[:4])}")
     return "; ".join(parts)
 
@@ -157,11 +147,10 @@ def gather_reports(run: Path) -> list[Report]:
     for attempt in timeline.read(run):
         key = _job_and_restart(attempt)
         key = key if key in submissions else f"{TASK}.{attempt.restart}"
-        submitted = (
-            None if key in seen else submissions.get(key)
-        )  # ranks that restart inside a job did not wait in the queue
+        # Ranks that restart inside a job did not wait in the queue.
+        submitted = None if key in seen else submissions.get(key)
         seen.add(key)
-        found.append(startup_phases.startup_phases(_with_timeout(_with_submission(attempt, submitted), run)))
+        found.append(startup_phases.startup_phases(_with_submission(attempt, submitted)))
     return found
 
 
@@ -186,21 +175,6 @@ def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
         events = {"submitted": min(submitted, at), **rank.events}
         ranks.append(replace(rank, events=events) if int(submitted) <= at else rank)
     return replace(attempt, ranks=tuple(ranks))
-
-
-def _with_timeout(attempt: Attempt, run: Path) -> Attempt:
-    """Return `attempt` with its start-up timeout.
-
-    If rank 0 did not record the timeout, compute it from the spec. The job's time limit is then ignored.
-    """
-    if attempt.formula:
-        return attempt
-    try:
-        formula = spec.load(run / run_folder.SPEC, to_run=False).comm.timeout
-        limit, text = formula.start_up(attempt.nodes).total_seconds(), formula.text(attempt.nodes)
-    except HpcinitError:
-        return attempt
-    return replace(attempt, timeout_s=limit, formula=f"{text} (from the spec: rank 0 did not record it)")
 
 
 def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
