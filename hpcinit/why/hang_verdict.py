@@ -40,7 +40,6 @@ NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
 UNPROVEN = (NO_DUMP, PEER_LOST)
 CLOCKS_NS = 10 * 10**9  # clocks of two nodes may differ by seconds
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
-EARLIER = 8  # calls before a mismatch that groups with the same duty have made alike
 
 # What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
 # and the output of a gather, and all_to_all and the variants with 'v' divide unevenly.
@@ -463,23 +462,14 @@ class Search:
             shared=clause.several,
         )
 
-    def _compared(self, operation: Operation, ranks: Iterable[int]) -> tuple[dict[int, Call], bool, bool]:
-        """Return the calls of the ranks, whether all of them list sizes, and whether all of them list data types.
+    def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
+        """Return, for each rank that has called the operation, the values that must agree between the ranks.
 
-        If one of them lists no sizes or types, sizes or types cannot be compared on any rank.
+        If one rank lists no sizes or types, they cannot be compared on any rank.
         """
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
         typed = not any(None in (*call.input_dtypes, *call.output_dtypes) for call in calls.values())
-        return calls, sized, typed
-
-    def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
-        """Return, for each rank that has called the operation, the values that must agree between the ranks."""
-        return self._keys(operation, *self._compared(operation, ranks))
-
-    def _keys(
-        self, operation: Operation, calls: Mapping[int, Call], sized: bool, typed: bool
-    ) -> dict[int, tuple[Any, ...]]:
         if isinstance(operation[1], Message):
             complete = {rank: call for rank, call in calls.items() if self.ranks[rank].complete and sized}
             return {rank: _of_message(call, typed=typed) for rank, call in complete.items()}
@@ -487,14 +477,12 @@ class Search:
 
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
         """Return whether the ranks made different calls in one operation. If so, blame those in the minority."""
-        calls, sized, typed = self._compared(operation, ranks)
-        keys = self._keys(operation, calls, sized, typed)
+        keys = self.keys(operation, ranks)
+        calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         counts = Counter(keys.values()).most_common()
         if len(counts) < 2:
             return False
         right, tie = counts[0][0], counts[0][1] == counts[1][1]
-        if tie and (elsewhere := self._like_similar_groups(operation, keys, sized=sized, typed=typed)):
-            right, tie = elsewhere, False
         if tie:
             by_call = [[rank for rank, key in keys.items() if key == each] for each, _ in counts]
             shown = _described([calls[same[0]] for same in by_call])
@@ -515,35 +503,6 @@ class Search:
             )
             self._blame(rank, MISMATCH, operation, others, clause)
         return True
-
-    def _like_similar_groups(
-        self, operation: Operation, keys: Mapping[int, tuple[Any, ...]], *, sized: bool, typed: bool
-    ) -> tuple[Any, ...] | None:
-        """Return the call that is right according to similar groups, if the ranks of one group made different calls.
-
-        Similar groups have the same description and size, and made the same earlier calls, such as tensor-parallel
-        groups. Return None if these groups made none or several of the different calls.
-        """
-        group, what = operation
-        if not group.description or group.description in (DEFAULT, "undefined"):
-            return None
-
-        def key(one: Group, number: int | Message) -> set[tuple[Any, ...]]:
-            members = self.members[one] & self.ranks.keys()
-            found = [call for rank in members if (call := self.ranks[rank].call((one, number)))]
-            if isinstance(number, Message):
-                return {_of_message(call, typed=typed) for call in found}
-            return {_must_agree(call, sized=sized, typed=typed) for call in found if not call.cut}
-
-        seen: set[tuple[Any, ...]] = set()
-        for other in self.members:
-            similar = other.description == group.description and len(self.members[other]) == len(self.members[group])
-            if other == group or not similar:
-                continue
-            before = range(max(what - EARLIER, 0), what) if isinstance(what, int) else ()
-            if all(key(group, number) == key(other, number) for number in before):
-                seen |= key(other, what) & set(keys.values())
-        return seen.pop() if len(seen) == 1 else None
 
     def _elements(self, operation: Operation, ranks: Collection[int]) -> tuple[int, int]:
         """Return how many elements the ranks send and how many they expect to receive in an all_to_all.

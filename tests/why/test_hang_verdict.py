@@ -485,29 +485,6 @@ def test_parts_of_finished_batches_among_unfinished_calls() -> None:
         assert named(found) == kinds and bool(found.unknown) == (not kinds)
 
 
-def test_two_ranks_differ_and_similar_groups_show_which_is_wrong() -> None:
-    """Of ranks 0 and 1, rank 1 made the call that the other tensor-parallel groups made. A group that made other calls
-    before, like another stage of a pipeline, shows nothing."""
-    config = {name: {"desc": "tp", "ranks": ranks} for name, ranks in (("1", "[0, 1]"), ("2", "[2, 3]"))}
-    before, usual, odd = call(1, "broadcast", state="completed"), call(2, "all_reduce"), call(2, "all_reduce", 5)
-    ready = {**usual, "state": "completed"}
-    for first, expected in (
-        (before, {(0, MISMATCH)}),
-        ({**before, "input_sizes": [[7]]}, set()),
-    ):
-        dumps = {
-            rank: {"pg_config": {name: config[name]}, "entries": in_group(entries, name, "tp")}
-            for rank, name, entries in (
-                (0, "1", [before, odd]),
-                (1, "1", [before, usual]),
-                (2, "2", [first, ready]),
-                (3, "2", [first, ready]),
-            )
-        }
-        found = hang_verdict.verdict(dumps)
-        assert named(found) == expected and bool(found.unknown) == (not expected)
-
-
 def test_messages_name_ranks_of_the_group() -> None:
     """new_group([3, 1, 0], sort_ranks=False): rank 1 of the group is rank 1, and rank 2 of the group is rank 0."""
     config = {"5": {"desc": "pp", "ranks": "[3, 1, 0]"}}
