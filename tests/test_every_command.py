@@ -253,7 +253,7 @@ USAGE = [
     ("resubmit --fresh-code", "resubmit: expected RUN (run folder, its name, or a job id)"),
     ("why train-0001 train-0002", "why: unrecognized arguments: train-0002; see hpcinit why --help"),
     ("logs --rank", "logs: argument --rank: expected one argument; see hpcinit logs --help"),
-    ("nodes --limit x", "nodes: argument --limit: invalid int value: 'x'"),
+    ("clean --older-than x", "clean: argument --older-than: invalid float value: 'x'"),
     ("nodes --add n1 --forget n2", "nodes: argument --forget: not allowed with argument --add"),
     ("build-ops --device cpu", "build-ops --device: no such option, expected one of: "),
     ("status --json=3", "status: argument --json: ignored explicit argument '3'"),

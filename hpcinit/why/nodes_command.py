@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,17 +32,13 @@ class Limits:
     expiry_h: float
 
 
-def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits]) -> int:
-    """Run the command and return its exit status.
-
-    configured: a function that returns the limits of a submission with the given overrides.
-    """
-    options = console.parse_arguments(nodes_parser(), list(argv))
+def main(argv: Sequence[str]) -> int:
+    options = console.parse_arguments(parser(), list(argv))
     if odd := [one for one in options.overrides if "=" not in one]:
         raise RequestError(f"{odd[0]!r} is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3")
     if options.why and not options.add:
         raise RequestError(f"--why {options.why!r} needs --add: --add NODE --why TEXT")
-    limits = _limits(options, configured)
+    limits = _limits(options)
     tables = _tables(limits.cluster)
     if options.add:
         _add(nodelist.expand(options.add), options, tables)
@@ -53,32 +49,22 @@ def nodes_main(argv: Sequence[str], configured: Callable[[Sequence[str]], Limits
     return 0
 
 
-def _limits(options: argparse.Namespace, configured: Callable[[Sequence[str]], Limits]) -> Limits:
-    """Return the limits, with the cluster '' for all clusters. Raise RequestError for a wrong value or override."""
+def _limits(options: argparse.Namespace) -> Limits:
+    """Return the limits, with the cluster '' for all clusters. Raise ConfigError for a wrong override."""
     one_cluster = any(one.startswith("cluster=") for one in options.overrides)
-    if one_cluster or not (options.add or options.forget):
-        limits = configured(options.overrides)
-        limits = replace(limits, cluster=options.cluster or (limits.cluster if one_cluster else ""))
-    else:
-        limits = Limits(options.cluster or "", 1, 1.0)  # --add and --forget use no limit
-    limit = limits.limit if options.limit is None else options.limit
-    expiry_h = limits.expiry_h if options.expiry_h is None else options.expiry_h
-    if limit < 1 or expiry_h <= 0:
-        raise RequestError(
-            f"--limit is {limit}, expected 1 or more, and --expiry-h is {expiry_h:g}, expected more than 0"
-        )
-    return replace(limits, limit=limit, expiry_h=expiry_h)
+    if not one_cluster and (options.add or options.forget):
+        return Limits(options.cluster or "", 1, 1.0)  # --add and --forget use no limit
+    limits = _configured(options.overrides)
+    return replace(limits, cluster=options.cluster or (limits.cluster if one_cluster else ""))
 
 
-def nodes_parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     about = "Show the nodes that failed, and which of them submissions exclude."
     parser = argparse.ArgumentParser(prog="hpcinit nodes", description=about)
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of a submission, such as cluster=x: use its limits"
     )
     parser.add_argument("--cluster", metavar="NAME", help="only this cluster (default: all clusters)")
-    parser.add_argument("--limit", type=int, help="replaces excluded_nodes.limit of your config")
-    parser.add_argument("--expiry-h", type=float, help="replaces excluded_nodes.expiry_h of your config")
     change = parser.add_mutually_exclusive_group()
     change.add_argument("--add", metavar="NODE", help="exclude this node, or several (n[3-5]), for a time")
     change.add_argument("--forget", metavar="NODE", help="clear the failure history of this node")
@@ -167,13 +153,6 @@ def _lines(cluster: str, one: NodeHistory, until: float | None, expiry_h: float)
 
 def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-parser = nodes_parser
-
-
-def main(argv: Sequence[str]) -> int:
-    return nodes_main(argv, _configured)
 
 
 def _configured(overrides: Sequence[str]) -> Limits:

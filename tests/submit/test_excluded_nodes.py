@@ -193,7 +193,6 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
             "no failure of n9 is recorded for cluster x; to list all: hpcinit nodes",
         ),
         (["--why", "x"], "--why 'x' needs --add: --add NODE --why TEXT"),
-        (["--limit", "0"], "--limit is 0, expected 1 or more, and --expiry-h is 24, expected more than 0"),
         (["n3"], "'n3' is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3"),
         (["--add", "n[", "--cluster", "x"], "'[' without ']' at column 2 of the nodelist"),
     ],
