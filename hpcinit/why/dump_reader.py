@@ -5,13 +5,11 @@ The reader keeps only the newest calls, and only the fields that the verdict nee
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import re
 import stat
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +25,7 @@ MOST_MEMORY = 256 << 20  # bytes beside the file, while it is read
 MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 500  # that are kept of a file, 600 bytes each
 ALL_ENTRIES = 150_000  # of all files together, if they have more than FEWEST_ENTRIES each
 FEW_BYTES = 300  # of an entry: a file with fewer for each that is kept has hardly any to skip
-MOST_JSON = 8 << 20  # characters of one entry, or of all groups
+MOST_JSON = 32 << 20  # bytes: 20,000 entries of a recorder have 14 MB, because JSON has no stacks
 MOST_TEXT, MOST_VALUES = 4_096, 100_000  # characters of a text, and values in the sizes of one call
 NO_DUMP = "it is not a dump"  # neither a pickle nor JSON
 KNOWN_FORMATS = 2  # torch 2.4 to 2.13 writes formats 2.2 to 2.10
@@ -36,7 +34,6 @@ TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_compl
 TEXTS = ("process_group", "pg_name", "profiling_name", "state")
 SHAPES = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 FIELDS = {*NUMBERS, *TIMES, *TEXTS, *SHAPES}
-_SPACE = re.compile(r"[ \t\r\n]*")
 _RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
 
 
@@ -234,88 +231,17 @@ def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
     return tuple([_nested(one, left) if isinstance(one, list | tuple) else _plain(one) for one in values])
 
 
-class _Text:
-    """JSON that is decoded in parts."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.read, self.text, self.at = data, 0, "", 0
-        self.text_of = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        self.scan = json.JSONDecoder().raw_decode
-
-    def _more(self) -> bool:
-        """Decode more of the data. Return whether there was more."""
-        part = self.data[self.read : self.read + max(1 << 20, len(self.text) - self.at)]
-        self.read += len(part)
-        self.text, self.at = self.text[self.at :] + self.text_of(part), 0
-        return bool(part)
-
-    def next(self) -> str:
-        """Return the next character that is not whitespace, and move past it. Raise Incomplete at the end."""
-        while True:
-            space = _SPACE.match(self.text, self.at)
-            self.at = space.end() if space else self.at
-            if self.at < len(self.text):
-                self.at += 1
-                return self.text[self.at - 1]
-            if not self._more():
-                raise Incomplete
-
-    def expect(self, characters: str) -> str:
-        """Return the next character. Raise ValueError if it is not one of `characters`."""
-        if (found := self.next()) not in characters:
-            raise ValueError(f"it is not JSON: {found!r} instead of {' or '.join(characters)}")
-        return found
-
-    def value(self) -> Any:
-        """Return the next value. Raise ValueError if it is not JSON, and Incomplete if it is cut off."""
-        self.next()
-        self.at -= 1
-        while True:
-            try:
-                value, end = self.scan(self.text, self.at)
-                if end < len(self.text) or not self._more():  # a number may continue
-                    self.at = end
-                    return value
-            except json.JSONDecodeError as error:
-                if len(self.text) - self.at > MOST_JSON:
-                    raise ValueError(f"it is not JSON, or a value has more than {MOST_JSON} characters") from None
-                if not self._more():
-                    is_whole = self.data[-64:].rstrip().endswith(b"}")
-                    raise (ValueError(f"it is not JSON: {error.msg}") if is_whole else Incomplete()) from None
-
-
 def _load_json(data: bytes, limits: ReadLimits) -> dict[str, Any]:
+    if len(data) > MOST_JSON:
+        raise ValueError(f"it has {len(data) >> 20} MB of JSON, expected at most {MOST_JSON >> 20} MB")
     check = limits.checker()
-    text, fields, entries, before = _Text(data), {}, None, 0
-    text.expect("{")
-    character = ","
-    while character == ",":
-        if text.expect('"}') == "}":
-            break
-        text.at -= 1
-        name = text.value()
-        text.expect(":")
-        if name == "entries":
-            text.expect("[")
-            entries, before = _json_entries(text, limits.entries, check)
-        else:
-            value = text.value()
-            if name in ("version", "written_ns", "pg_config", "pg_status"):
-                fields[name] = value
-        character = text.expect(",}")
-    return _document(fields, entries, before, check)
-
-
-def _json_entries(text: _Text, most: int, check: Callable[[], None]) -> tuple[list[dict[str, Any] | None], int]:
-    """Return the last `most` entries, and the number of earlier ones."""
-    last: deque[dict[str, Any] | None] = deque(maxlen=most)
-    count = 0
-    more = text.next() != "]"
-    text.at -= more
-    while more:
-        last.append(_entry(text.value()))
-        count += 1
-        if count % 256 == 0:
-            check()
-        more = text.expect(",]") == ","
-    return list(last), count - len(last)
+    try:
+        fields = json.loads(data.decode(errors="replace"))
+    except json.JSONDecodeError as error:
+        is_whole = data[-64:].rstrip().endswith(b"}")
+        raise (ValueError(f"it is not JSON: {error.msg}") if is_whole else Incomplete()) from None
+    entries = fields.get("entries")
+    if not isinstance(entries, list | None):
+        raise ValueError("it has no entries")
+    kept = None if entries is None else [_entry(one) for one in entries[-limits.entries :]]
+    return _document(fields, kept, len(entries or ()) - len(kept or ()), check)

@@ -46,7 +46,6 @@ class Watched:
     position: the call that timed out, or None.
     enqueued: the number of the last call that the rank made, or None if unknown.
     stuck: whether the watchdog itself is blocked.
-    place: the rank's number in the group, or -1 if unknown.
     """
 
     rank: int
@@ -54,7 +53,6 @@ class Watched:
     position: Position | None = None
     enqueued: int | None = None
     stuck: bool = False
-    place: int = -1
 
 
 @dataclass(frozen=True)

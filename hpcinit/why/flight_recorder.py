@@ -26,7 +26,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,6 @@ class Recording:
     pending: the oldest unfinished call in each group and to each peer, in the order of the calls.
     places: for each group, the pairs (this rank, its peer) of the rank's messages, as ranks of the group.
     written_ns: when the dump was written, or 0 if unknown.
-    only_active: whether the dump lists every unfinished call and no finished one (TORCH_INCLUDE_ONLY_ACTIVE).
-    counted: for each group, the number of the newest call according to pg_status. That call may be a message.
-    maybe_pending: sends and receives that are unfinished or belong to a finished batch. The dump does not show which.
     kept: the number of entries in the dump.
     """
 
@@ -150,9 +147,6 @@ class Recording:
     backends: frozenset[str] = field(default_factory=frozenset)
     places: Mapping[Group, set[tuple[int, int]]] = field(default_factory=dict)
     written_ns: int = 0
-    only_active: bool = False
-    counted: Mapping[Group, int] = field(default_factory=dict)
-    maybe_pending: Sequence[Operation] = ()
     kept: int = 0
     _batches: Mapping[Operation, Batch] = field(default_factory=dict, repr=False)
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
@@ -160,7 +154,7 @@ class Recording:
     def call(self, operation: Operation) -> Call | None:
         """Return the rank's call in an operation, or None if the recorder does not contain that call."""
         if operation not in self._calls and (batch := self._batches.get(operation)):
-            cut = not self.complete and not self.only_active and not batch[0][0] and _is_end(batch[-1][1])
+            cut = not self.complete and not batch[0][0] and _is_end(batch[-1][1])
             self._calls[operation] = replace(_call(batch), cut=cut)
         return self._calls.get(operation)
 
@@ -180,7 +174,7 @@ class Recording:
         calls run on several streams of the device.
         """
         older = self._batches[self.pending[0]][0][0] if self.pending else self.kept
-        return not self.complete and not self.only_active and older < FEW
+        return not self.complete and older < FEW
 
 
 def load(data: bytes) -> Mapping[str, Any]:
@@ -213,14 +207,9 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
         return found or Group(name)
 
     entries = {rank: _entries(dump) for rank, dump in dumps.items()}
-    batched = None
-    if _list_only_active_calls(list(entries.values())):
-        batched = _with_batches_alone(entries.values())
-    elif _batches_are_counted(entries.values()):
+    if _batches_are_counted(entries.values()):
         entries = {rank: _without_batches(found) for rank, found in entries.items()}
-    return {
-        rank: _recording(rank, dump, entries[rank], configs[rank], group_of, batched) for rank, dump in dumps.items()
-    }
+    return {rank: _recording(rank, dump, entries[rank], configs[rank], group_of) for rank, dump in dumps.items()}
 
 
 def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -285,40 +274,21 @@ def _numbers(entry: Mapping[str, Any]) -> tuple[int, int]:
     return _number(entry.get("collective_seq_id")) or 0, _number(entry.get("p2p_seq_id")) or 0
 
 
-def _with_batches_alone(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> set[str]:
-    """Return the names of the groups whose sends and receives are all in batches.
-
-    Use this for dumps that list only unfinished calls. Messages with the same number form a batch. A message is not in
-    a batch if it has started, or if the next call follows it without a gap in the numbers.
-    """
-    batched: set[str] = set()
-    single: set[str] = set()
-    for entries in dumps:
-        messages = [(place, entry) for place, entry in enumerate(entries) if _is_message(entry)]
-        counts = Counter((_group_name(entry)[0], _numbers(entry)) for _, entry in messages)
-        for place, entry in messages:
-            group = _group_name(entry)[0]
-            after = entries[place + 1 : place + 2]
-            followed = any(_order(place + 1, one) == _order(place, entry) + 1 for one in after)
-            if counts[group, _numbers(entry)] > 1:
-                batched.add(group)
-            elif followed or _state([(place, entry)]) == STARTED:
-                single.add(group)
-    return batched - single
-
-
 def _is_message(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry is a send or receive, or belongs to a batch of them."""
     known = entry.get("is_p2p")
     return known if isinstance(known, bool) else bool(PAIR.fullmatch(_kind(entry)))
 
 
-def _list_only_active_calls(dumps: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+def omit_finished_calls(documents: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether the dumps omit finished calls (TORCH_INCLUDE_ONLY_ACTIVE).
+
+    Such dumps do not show whether a rank has not made a call, or has finished it.
 
     A recorder that only overwrites old calls also omits finished calls. But it keeps consecutive calls, and the same
     number of calls on each rank.
     """
+    dumps = [_entries(document) for document in documents if UNREADABLE not in document]
     if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
         return False
     orders = [[_order(*one) for one in enumerate(entries)] for entries in dumps]
@@ -368,21 +338,16 @@ def _recording(
     entries: Sequence[Mapping[str, Any]],
     config: Mapping[str, Group],
     group_of: GroupOf,
-    batched: Collection[str] | None,
 ) -> Recording:
     """Return the recording of a rank.
 
     A dump has thousands of calls, so Call objects are created later, and only for calls that the search needs.
-
-    batched: the names of the groups whose messages are all in batches, or None if the dumps list finished calls.
     """
-    only_active = batched is not None
     groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
     ids: dict[str, Group] = {}
     found: dict[tuple[Group, bool, int, int | None], Batch] = {}
     with_messages: set[Group] = set()
-    maybe_pending: list[Operation] = []
     for place, entry in enumerate(entries):
         key = _group_name(entry)
         group = groups.get(key)
@@ -405,11 +370,6 @@ def _recording(
     messages: dict[tuple[Group, int, int], list[Batch]] = {}
     places: dict[Group, set[tuple[int, int]]] = {}
     for (group, p2p, number, _), batch in found.items():
-        in_batch = len(batch) > 1 or (p2p and group.name in (batched or ()))
-        if only_active and in_batch and not any(_is_end(entry) for _, entry in batch):
-            # A finished batch: its end is not listed, and its parts never change their state. A single one is a guess.
-            maybe_pending += [(group, Message(*pair, 0)) for _, pair, _ in _messages(batch) if len(batch) == 1]
-            continue
         if not p2p:
             batches[group, number] = batch
             continue
@@ -424,8 +384,7 @@ def _recording(
     backends = frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries)
     used = {group.name for group in groups.values()}
     unused = {group for name, group in config.items() if name not in used}
-    counted = _last_by_status(dump, ids, unused)
-    for group, number in counted.items():
+    for group, number in _last_by_status(dump, ids, unused).items():
         if group not in with_messages and backends != {"gloo"}:  # torch counts messages too, and gloo lists none
             last[group] = max(number, last.get(group, number))
     return Recording(
@@ -439,9 +398,6 @@ def _recording(
         backends=backends,
         places=places,
         written_ns=_integer(dump.get(WRITTEN_NS)),
-        only_active=only_active,
-        counted=counted,
-        maybe_pending=maybe_pending,
         kept=len(entries),
         _batches=batches,
     )

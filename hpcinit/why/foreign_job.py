@@ -6,9 +6,9 @@ The logs may be from srun, torchrun, accelerate, DeepSpeed, mpirun or Lightning.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,7 +19,7 @@ from hpcinit.records import causes, hang_report, job_log, run_folder
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.records.hang_report import HangReport
 from hpcinit.records.job_log import JobLog
-from hpcinit.slurm import scontrol, slurm_client
+from hpcinit.slurm import queue, scontrol, slurm_client
 from hpcinit.why import hang_verdict, log_lines, read_launchers, read_tracebacks, read_watchdog
 from hpcinit.why.evidence import LAUNCHER, NO_RANK, Evidence
 from hpcinit.why.log_lines import Line, Log
@@ -429,7 +429,7 @@ def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
 
 LIMIT = timedelta(seconds=15)
 OURS = (run_folder.SCRIPT, run_folder.SPEC, run_folder.SWEEP, run_folder.SUBMISSION)
-FIELDS = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList", "Reason")
+FIELDS = ("JobID", "State", "ExitCode", "DerivedExitCode", "NodeList", "Reason")
 _OF_JOB = re.compile(r"(?:^|[^0-9])(\d+(?:_\d+)?)\.(?:out|err|log)$")  # slurm-123.out
 OVER = {"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE"}
 
@@ -510,22 +510,11 @@ def state(slurm: Mapping[str, str]) -> str:
 
 
 def _accounted(job_id: str) -> dict[str, str]:
-    """Return sacct's fields of the job and the largest MaxRSS of its steps; {} without accounting."""
-    if not shutil.which("sacct"):
-        return {}
-    options = ("--noheader", "--parsable2", f"--format={','.join(FIELDS)}")
-    rows = [line.split("|") for line in _output("sacct", f"--jobs={job_id}", *options).splitlines()]
-    rows = [row for row in rows if len(row) == len(FIELDS)]
-    if not rows:
-        return {}
-    most = max((row[4] for row in rows if row[4]), key=_kilobytes, default="")
-    return dict(zip(FIELDS, rows[0], strict=True)) | {"MaxRSS": most}
-
-
-def _kilobytes(text: str) -> float:
-    """Return the number of kilobytes in a text such as '1234K' or '2.5G'."""
-    found = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
-    return float(found[1]) * 1024.0 ** ("KMGT".find(found[2] or "K")) if found else 0.0
+    """Return sacct's fields of the job; {} without accounting."""
+    with contextlib.suppress(slurm_client.Unreachable):
+        rows = queue.accounting([f"--jobs={job_id}", f"--format={','.join(FIELDS)}"], len(FIELDS), at_most=LIMIT)
+        return dict(zip(FIELDS, rows[0], strict=True)) if rows else {}
+    return {}
 
 
 def _renamed(shown: Mapping[str, str]) -> dict[str, str]:

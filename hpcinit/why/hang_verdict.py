@@ -48,6 +48,10 @@ NO_INPUT, NO_OUTPUT = ("scatter",), ("gather",)
 ONE_WAY = ("broadcast", "reduce_oop", "gather", "scatter", "send", "recv")
 ANY_INPUT_TYPE = ("scatter", "broadcast")  # ranks that only receive may give an input of another type
 
+ONLY_UNFINISHED = (
+    "which rank the others wait for: the dumps list only unfinished calls, so a missing call may be finished; run "
+    "again without TORCH_INCLUDE_ONLY_ACTIVE"
+)
 ADVICE = {
     NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or while it runs "
     "hpcinit stacks RUN --rank {rank}",
@@ -139,6 +143,8 @@ def verdict(
     """
     if not dumps:
         return HangVerdict()
+    if flight_recorder.omit_finished_calls(dumps.values()):
+        return HangVerdict(unknown=(ONLY_UNFINISHED,))
     found = search(dumps, ended).verdict()
     hosts = hosts or {}
     culprits = tuple(replace(one, host=hosts.get(one.rank, "")) for one in found.culprits)
@@ -188,8 +194,6 @@ class Search:
             self.unknown.append(
                 f"{_ranks(waiting)} {_plural(waiting, 'wait')}, and the dumps do not show for which rank"
             )
-        if not self.found and not self.unknown:
-            self.unknown += [self._may_wait(rank) for rank, one in self.ranks.items() if one.maybe_pending]
         if any(one.kind == NOT_CALLED for one in self.found.values()) and self._is_gloo():
             self.unknown.append(
                 "gloo does not record sends and receives: only the stack of a rank shows whether the rank waits in one"
@@ -279,8 +283,7 @@ class Search:
             return call.state
         group, what = operation
         if not isinstance(what, int) or one.last.get(group, -1) < what:
-            counted = isinstance(what, Message) or one.counted.get(group, -1) >= what
-            return FORGOTTEN if one.only_active and counted else None
+            return None
         return FORGOTTEN if one.may_have_forgotten else DONE
 
     def _is_first(self, rank: int, operation: Operation) -> bool:
@@ -323,8 +326,6 @@ class Search:
             self._look_at_absent(rank, operation, waiting)
         if self._differs(operation, [*waiting, *done]):
             return  # no device can finish it
-        if isinstance(operation[1], Message) and self._may_be_parts(states):
-            return
         first = [rank for rank in waiting if self._is_first(rank, operation)]
         everybody = listed and len(states) == len(concerned) and not absent
         name = self.name(operation).lstrip("_").partition(" ")[0]
@@ -336,13 +337,6 @@ class Search:
         if not stuck and everybody and waiting and len(first) == len(waiting):
             since = min(call.created_ns for call in self._calls(operation))
             self.all_called.append((since, self._all_called(operation, concerned, waiting)))
-
-    def _may_be_parts(self, states: Mapping[int, str | None]) -> bool:
-        """Return whether a message may belong to a finished batch, because no rank has started it.
-
-        A dump that lists only unfinished calls keeps the messages of a finished batch, but not the entry that ends it.
-        """
-        return set(states.values()) == {SCHEDULED} and any(self.ranks[rank].only_active for rank in states)
 
     def _look_at_silent(self, operation: Operation, states: Mapping[int, str | None], waiting: Sequence[int]) -> None:
         """Blame the ranks of an operation that left no dump. They have ended, lost their connection, or are dead."""
@@ -381,15 +375,8 @@ class Search:
         elif isinstance(operation[1], Message) and self.ranks[rank].may_have_forgotten:
             why = "its recorder has overwritten its older calls; TORCH_FR_BUFFER_SIZE=2000 keeps more"
             self.unknown.append(f"{whether}: {why}")
-        elif self.ranks[rank].maybe_pending:
-            self.unknown.append(self._may_wait(rank))
         else:
             self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
-
-    def _may_wait(self, rank: int) -> str:
-        called = self.called(self.ranks[rank].maybe_pending[-1])
-        why = "a dump of unfinished calls alone (TORCH_INCLUDE_ONLY_ACTIVE) also lists it after its batch has finished"
-        return f"whether rank {rank} waits in {called}: {why}"
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
         """Return what is unknown about a call that all members have made and none has finished."""

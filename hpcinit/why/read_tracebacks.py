@@ -203,8 +203,6 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
         elif chain := _CHAIN.match(text):
             chained, named, direct = bool(found), int(chain["rank"] or NO_RANK), "direct" in text and bool(found)
         elif alone := _without_traceback(line, text, number, before, usage):
-            if found and not found[-1].alone and _WRAPPER.match(found[-1].text):
-                found.pop()  # its reason follows without a traceback
             # The kernel's messages are in a log without ranks; an error of a rank counts more.
             found.append(replace(alone, number=number + size) if _OF_KERNEL.search(alone.text) else alone)
             details = MOST_DETAILS

@@ -32,7 +32,6 @@ _WORK = re.compile(
     rf"{_WHO}.*[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{{1,18}}), last completed (?:NCCL )?work: -?\d"
 )
 _STUCK = re.compile(rf"{_WHO}.*(?:watchdog got stuck for|Heartbeat monitor timed out)")
-_DUMPED = re.compile(rf"{_WHO}.*due to a collective timeout")
 _ENDED = re.compile(rf"{_WHO}.*watchdog thread terminated with exception: (?P<text>(?!.*Watchdog caught).*)")
 MESSAGES = ("SEND", "RECV")
 ONE_WAY = ("BROADCAST", "REDUCE", "GATHER", "SCATTER")  # the source may finish before the others call
@@ -53,13 +52,11 @@ def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
         if "Rank" not in line.text:
             continue
         if found := _TIMEOUT.search(line.text):
-            watched.append(Watched(_rank(line, found), _group(found), _position(found), place=int(found["rank"])))
+            watched.append(Watched(_rank(line, found), _group(found), _position(found)))
             text = f"RuntimeError: [Rank {found['rank']}] {found['text']}"
             errors.append(Error(_rank(line, found), text, "", number))
         elif found := _WORK.search(line.text):
             watched.append(Watched(_rank(line, found), _group(found), enqueued=int(found["enqueued"])))
-        elif found := _DUMPED.search(line.text):
-            watched.append(Watched(_rank(line, found), _group(found)))
         elif found := _STUCK.search(line.text):
             watched.append(Watched(_rank(line, found), _group(found), stuck=True))
         elif found := _ENDED.search(line.text):
@@ -100,12 +97,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     stuck = {one.rank for one in known if one.stuck} - at.keys()
     of_rank = {one.rank: one.group for one in reversed(known) if one.group is not None}
     groups = {of_rank.get(rank) for rank in at}
-    if len(groups - {None}) > 1:  # a rank of one group may wait for a rank that waits in another
-        head = f"collectives of several groups timed out on {named(at)}; the rank for which they wait is unknown"
-        yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
-    elif at and all(call.startswith(MESSAGES) for _, call, _ in at.values()):  # each is a call of two ranks
-        head = f"sends or receives timed out on {named(at)}; the rank for which they wait is unknown"
-        yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
+    of_two = at and all(call.startswith(MESSAGES) for _, call, _ in at.values())
+    if of_two or len(groups - {None}) > 1:  # a rank may wait for one that waits in another group or for a third rank
+        yield _unclear(at)
     elif len(set(at.values())) > 1:
         yield _different(at, evidence, same_group=None not in groups)
     elif stuck:
@@ -115,14 +109,18 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     elif late := {rank for rank in behind if at and _enqueued(rank, known) < min(each[0] for each in at.values())}:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
         yield _finding(head, sorted(late), ADVICE, evidence)
-    elif missing := _missing(every, evidence) if groups <= {"", None} else _between(at, known):
+    elif missing := _missing(every, evidence) if groups <= {"", None} else ():
         it = "them" if len(missing) > 1 else "it"  # but lines of a log may be missing
         head = f"{named(missing)} did not report a timeout of {_call(at)}: {named(at)} waited for {it}"
         yield replace(_finding(head, missing, ADVICE, evidence), inferred=True)
     else:
-        head = f"a collective timed out on {named(at)}: {_call(at)}" if at else "a collective timed out"
-        head += "; which rank, device or link was late is unknown"
-        yield Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
+        yield _unclear(at)
+
+
+def _unclear(at: Mapping[int, Position]) -> Finding:
+    head = f"a collective timed out on {named(at)}: {_call(at)}" if at else "a collective timed out"
+    head += "; which rank, device or link was late is unknown"
+    return Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
 
 
 def _without_sources(at: Mapping[int, Position]) -> dict[int, Position]:
@@ -184,21 +182,6 @@ def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
     missing = tuple(sorted(set(range(size)) - at.keys()))
     few = len(missing) == 1 or FEW * len(missing) <= size
     return missing if few and 2 * len(missing) < size else ()
-
-
-def _between(at: Mapping[int, object], known: Sequence[Watched]) -> tuple[int, ...]:
-    """Return the ranks of a group that did not time out although ranks before and after them did.
-
-    Their global ranks are computed from the global ranks of the other members. If these are not evenly spaced, return
-    ().
-    """
-    places = {one.place: one.rank for one in known if one.place >= 0}
-    (first, low), (last, high) = min(places.items()), max(places.items())
-    step, rest = divmod(high - low, max(last - first, 1))
-    ranks = {place: low + step * (place - first) for place in range(first, last + 1)}
-    missing = tuple(ranks[place] for place in ranks.keys() - places.keys()) if last - first < FEW * len(places) else ()
-    fits = not rest and step > 0 and all(ranks[place] == rank for place, rank in places.items())
-    return tuple(sorted(missing)) if fits and 2 * len(missing) < len(ranks) else ()
 
 
 def _enqueued(rank: int, known: Sequence[Watched]) -> int:

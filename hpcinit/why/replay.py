@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted, rank_names
-from hpcinit.why import hang_verdict
+from hpcinit.why import flight_recorder, hang_verdict
 from hpcinit.why.flight_recorder import DONE, Operation
 from hpcinit.why.hang_verdict import DEVICE_STUCK, MISMATCH, NOT_CALLED
 from hpcinit.why.replay_program import PENDING, NotReplayable, Program
@@ -72,6 +72,8 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
     ended: the ranks whose program ended with status 0.
     python: an interpreter with torch, or '' for the one that runs this process.
     """
+    if flight_recorder.omit_finished_calls(dumps.values()):
+        return Replay(f"not replayed: {hang_verdict.ONLY_UNFINISHED}")
     try:
         program = Program(hang_verdict.search(dumps, ended))
         documents = [program.document(repaired=False)]

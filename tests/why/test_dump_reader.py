@@ -144,7 +144,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "open lists": (lambda _: b"\x80\x02" + b"](" * 10**6, "nested more than 1000 times"),
     "open lists in JSON": (lambda _: b'{"entries": ' + b"[" * 10**6, "recursion|Stack overflow"),
     "empty lists": (lambda _: b"\x80\x02" + b"]" * 10**6, "more than 16 MB of memory"),
-    "empty lists in JSON": (lambda _: b'{"a": [' + b"[]," * (4 << 20), "more than 8388608 characters"),
+    "empty lists in JSON": (lambda _: b'{"a": [' + b"[]," * (4 << 20), "it ends after"),
     "one value many times": (lambda _: b"\x80\x02Nq\x01" + b"h\x01" * (10 << 20), "more than 16 MB of memory"),
     "many texts": (
         lambda _: b"\x80\x02(" + b"".join(_text(str(number)) for number in range(400_000)),
@@ -163,8 +163,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "an extension": (lambda _: b"\x80\x02\x82\x01.", "an opcode that torch's dumps do not have"),
     "a text opcode": (lambda _: b"(dp0\nVentries\n", "an opcode that torch's dumps do not have: b'd'"),
     "another format": (lambda _: b'{"version": "3.1", "entries": []}', "it has format 3.1, .* up to 2.x"),
-    "two numbers": (lambda _: b'{"entries": [], 3: 4}', "it is not JSON: '3' instead of"),
-    "no list": (lambda _: b'{"entries": 3}', "it is not JSON: '3' instead of"),
+    "two numbers": (lambda _: b'{"entries": [], 3: 4}', "it is not JSON: Expecting property name"),
+    "no list": (lambda _: b'{"entries": 3}', "it has no entries"),
 }
 
 

@@ -121,20 +121,17 @@ def test_a_stuck_device_with_an_unfinished_send(timed: bool) -> None:
 
 @pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, NO_DUMP])
 def test_dumps_of_unfinished_calls_alone(kind: str) -> None:
-    """With TORCH_INCLUDE_ONLY_ACTIVE a missing call may have finished, and finished batches leave parts. No healthy rank
-    is named, and most verdicts are the injected rank. In the last four, a receive may be a finished batch of one."""
-    right = 0
-    for seed in (*range(CASES), 981, 1272, 1432, 2458):
+    """With TORCH_INCLUDE_ONLY_ACTIVE a missing call may have finished. The verdict says so, and names no healthy rank."""
+    refused = 0
+    for seed in range(CASES):
         training = hang_dumps.training(seed, kinds=[kind])
         dumps = hang_dumps.dumps(training)
         for dump in dumps.values():
             dump["entries"] = [entry for entry in dump["entries"] if entry["state"] != "completed"]
         found = hang_verdict.verdict(dumps)
-        injected = {(one.rank, one.kind) for one in training.faults}
-        assert named(found) <= injected, seed
-        assert found.culprits or found.unknown, seed
-        right += named(found) == injected
-    assert right > 0.8 * CASES
+        assert named(found) <= {(one.rank, one.kind) for one in training.faults}, seed
+        refused += found.unknown == (hang_verdict.ONLY_UNFINISHED,)
+    assert refused > 0.9 * CASES
 
 
 def test_an_all_to_all_whose_sizes_do_not_add_up() -> None:
@@ -445,12 +442,6 @@ def test_a_batch_that_waits(step: tuple[int, int]) -> None:
     entries = {0: waits, 1: batch("recv 1<-0", numbers=first)}
     dumps = {rank: {"pg_config": config, "entries": in_group(found, "5", "pp")} for rank, found in entries.items()}
     assert named(hang_verdict.verdict(dumps)) == {(1, NOT_CALLED)}
-    # In a dump of unfinished calls alone, the part of the finished batch is not one of the batch that waits.
-    alone = [entry for entry in in_group(waits, "5", "pp") if entry["state"] != "completed"]
-    recording = flight_recorder.recordings({0: {"pg_config": config, "entries": alone}})[0]
-    [group] = recording.groups
-    calls = [recording.call((group, flight_recorder.Message(0, 1, number))) for number in (0, 1)]
-    assert [one and one.state for one in calls] == ["started", None]
 
 
 def test_a_batch_whose_parts_are_overwritten() -> None:
@@ -465,24 +456,6 @@ def test_a_batch_whose_parts_are_overwritten() -> None:
     }
     found = hang_verdict.verdict(dumps)
     assert not found.culprits and found.unknown
-
-
-def test_parts_of_finished_batches_among_unfinished_calls() -> None:
-    """Dumps of unfinished calls list the parts of finished batches, as if no rank had started them. The device of rank 1
-    is stuck. If all batches have one part, the parts may be messages that wait, and no rank is named."""
-    config = {"5": {"desc": "pp", "ranks": "[0, 1]"}}
-    reduce = call(6, "all_reduce", collective_seq_id=1, p2p_seq_id=2)
-    both, expected = ((["send 0->1", "recv 0<-1"], ["recv 1<-0", "send 1->0"]), {(1, DEVICE_STUCK)})
-    for firsts, kinds in ((both, expected), (([], []), set())):
-        dumps = {}
-        for rank, (first, part) in enumerate(zip(firsts, ("send 0->1", "recv 1<-0"), strict=True)):
-            entries = [{**one, "record_id": place} for place, one in enumerate(batch(*first, numbers=(0, 1))[:-1])]
-            entries += [{**batch(part, numbers=(0, 2))[0], "record_id": 3}]
-            entries += [{**reduce, "state": ("started", "scheduled")[rank]}]
-            entries = [{**one, "process_group": ("5", "pp")} for one in entries]
-            dumps[rank] = {"pg_config": config, "entries": entries}
-        found = hang_verdict.verdict(dumps)
-        assert named(found) == kinds and bool(found.unknown) == (not kinds)
 
 
 def test_messages_name_ranks_of_the_group() -> None:
