@@ -185,8 +185,6 @@ class Search:
             self.unknown += [f"whether the ranks of {more} more such calls wait for these"] * bool(more)
         self._drop_guesses()
         self._look_at_unreadable()
-        if not self.found:
-            self._look_at_idle_ranks()
         if not self.found and not self.unknown:
             self._look_for_a_cycle()
         if self.open and not self.found and not self.unknown:
@@ -547,31 +545,6 @@ class Search:
             guessed = one.number is None and not all(self.ranks[rank].complete for rank in one.waiting_ranks)
             if one.kind == NOT_CALLED and guessed and stuck.issuperset(one.waiting_ranks):
                 del self.found[one.rank]
-
-    def _look_at_idle_ranks(self) -> None:
-        """Blame the only rank that does not wait, if all others do.
-
-        This is for gloo. Its dumps list no members of groups, so they do not show who is missing in a call. But gloo
-        uses no device, so the others can only wait for that rank.
-        """
-        waiting = {rank for rank, operations in self.pending.items() if operations}
-        if not waiting or any(self.is_listed(operation[0]) for operation in self.open):
-            return
-        idle = sorted(self.ranks.keys() - waiting)
-        first = min(self.open, key=lambda one: min(c.created_ns for c in self._calls(one)))
-        if len(idle) == 1 and self._is_gloo():
-            in_it = sorted(rank for rank in waiting if first in self.pending[rank])
-            clause = _clause(
-                "waits in no collective, but all others do, {ranks} in {what}: {its} program is elsewhere",
-                ranks=_ranks(in_it),
-                what=self.called(first),
-            )
-            self._blame(idle[0], NOT_CALLED, first, in_it, clause)
-        elif idle:
-            self.unknown.append(
-                f"{_ranks(idle)} {_plural(idle, 'wait')} in no collective: their stacks show whether they should; the "
-                "dumps list no members of the groups that the others wait in"
-            )
 
     def _sequence(self, rank: int) -> list[str]:
         """Return the description of the group of each collective that a rank called, in the order of the calls."""

@@ -87,10 +87,9 @@ class Program:
             operations = {one: None for one in operations if self.near.issuperset(self.search.concerned(one))}
         if (size := sum(len(self.search.concerned(one)) for one in operations)) > MOST_RECORDED:
             raise NotReplayable(f"the dumps contain {size} calls, but a replay reads at most {MOST_RECORDED}")
-        joined = {operation[0] for operation in operations if self._lacks_a_member(operation)}
         for operation in operations:
             group, what = operation
-            members = self.search.concerned(operation) | (self.blamed.keys() if group in joined else set())
+            members = self.search.concerned(operation)
             if what == CUT or (isinstance(what, Message) and (not self.search.is_listed(group) or len(members) < 2)):
                 self.left["sends and receives between unknown ranks"] += 1
                 continue
@@ -104,16 +103,6 @@ class Program:
             raise NotReplayable("no rank in the dumps waits in a call whose members the dumps list")
         return found
 
-    def _lacks_a_member(self, operation: Operation) -> bool:
-        """Return whether all known members of a group wait, although the dumps do not list its members, as with gloo.
-
-        If so, the rank at fault may be a member that never used the group.
-        """
-        if self.search.is_listed(operation[0]) or not isinstance(operation[1], int):
-            return False
-        states = self._of_members(operation, self.search.concerned(operation))
-        return is_open(states) and None not in states.values()
-
     def _of_members(self, operation: Operation, members: Collection[int]) -> dict[int, str | None]:
         """Return the state of a call on each member, or None for a member that has not made the call.
 
@@ -121,13 +110,10 @@ class Program:
         call.
         """
         states = {rank: self.search.state(rank, operation) for rank in members if rank in self.search.ranks}
-        known = [states[rank] for rank in states if rank in self.search.members[operation[0]]]
-        over = bool(known) and set(known) <= {DONE, FORGOTTEN}
+        over = bool(states) and set(states.values()) <= {DONE, FORGOTTEN}
         for rank in members:
             if rank not in self.search.ranks:
                 states[rank] = DONE if over or rank not in self.blamed else None
-            elif rank not in self.search.members[operation[0]]:
-                states[rank] = DONE if over else None
         return {rank: DONE if state == FORGOTTEN else state for rank, state in states.items()}
 
     def _variants(self, operation: Operation) -> dict[int, int]:
