@@ -175,6 +175,7 @@ COMMANDS = {
         FIND_OUT,
         """
   hpcinit report train-0001
+  hpcinit report train-0001 --svg ledger.svg
   hpcinit report --since 30d              all runs of the last 30 days
   hpcinit report 123456                   a job that hpcinit did not submit, or a folder with its logs
   hpcinit report train-0001 --json        for programs; --csv for a table""",

@@ -19,7 +19,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.engine import from_record
 from hpcinit.observe import find_runs
 from hpcinit.records import job_record, run_folder
-from hpcinit.report import advice, charges, ledger, ledger_text, read_run, startup_table
+from hpcinit.report import advice, charges, ledger, pictures, read_run, startup_table
 from hpcinit.report.ledger import Allocation, Amount, Ledger, Start
 
 DURATION = re.compile(r"(\d+)([hdw])")
@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, a job id, or a folder with logs")
     parser.add_argument("--since", metavar="TIME", help="all runs submitted in the last TIME: 12h, 30d, 8w")
     parser.add_argument("--csv", action="store_true", help="print the rows of each attempt as CSV")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the ledger into this file")
     find_runs.add_runs_dir(parser)
     return console_module.add_verbosity_options(parser)
 
@@ -93,13 +94,18 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError(f"--since {options.since} and {options.run!r}: name a run, or use --since for all runs")
     found = _since(options.since, options.runs_dir) if options.since else [_one(options.run, options.runs_dir)]
     whole = found[0] if len(found) == 1 and not options.since else _together(found, f"runs of {options.since}")
+    if options.svg:
+        try:
+            options.svg.write_text(pictures.svg(whole), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"{options.svg} cannot be written: {error.strerror}") from None
     if options.json:
         more = {"runs": [{"run": one.name, **_short(one)} for one in found]} if options.since else {}
         print(json_output.line("report", {**document(whole), **more}))
     elif options.csv:
-        print(ledger_text.csv_text(found), end="")
+        print(pictures.csv_text(found), end="")
     elif options.since:
-        _print(ledger_text.lines(whole), ["", *_run_lines(found)])
+        _print(pictures.lines(whole), ["", *_run_lines(found)])
     else:
         _print_one(whole)
     return 0
@@ -184,8 +190,8 @@ def _run_lines(found: Sequence[Ledger]) -> Iterator[str]:
     """Yield a line for each run, starting with the run that has the most charged time."""
     for one in sorted(found, key=lambda one: -one.unit_s)[:MOST_RUNS]:
         loss = advice.largest(one)
-        lost = f", largest loss: {ledger_text.percent(one, loss.row)} {ledger.TITLES[loss.row]}" if loss else ""
-        yield f"  {one.name}: {advice.hours(one.unit_s)} {one.unit}, {ledger_text.percent(one, ledger.KEPT)} kept{lost}"
+        lost = f", largest loss: {pictures.percent(one, loss.row)} {ledger.TITLES[loss.row]}" if loss else ""
+        yield f"  {one.name}: {advice.hours(one.unit_s)} {one.unit}, {pictures.percent(one, ledger.KEPT)} kept{lost}"
     if len(found) > MOST_RUNS:
         yield f"  and {len(found) - MOST_RUNS} more runs: --csv lists all"
 
@@ -199,9 +205,9 @@ def _print(*parts: Sequence[str] | Iterator[str]) -> None:
 def _print_one(found: Ledger) -> None:
     reports = [start.report for one in found.allocations for start in one.starts if start.report]
     if console_module.quiet():
-        _print([ledger_text.headline(found), *map(startup_table.headline, reports)])
+        _print([pictures.headline(found), *map(startup_table.headline, reports)])
         return
-    _print(ledger_text.lines(found), ledger_text.attempt_lines(found))
+    _print(pictures.lines(found), pictures.attempt_lines(found))
     if len(reports) > MOST_STARTS:
         print(f"\nstart-up of the last of {len(reports)} attempts (all: --json)")
         reports = reports[-1:]

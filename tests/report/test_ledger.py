@@ -8,6 +8,7 @@ import random
 import time
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,7 +16,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.records import training_spans
 from hpcinit.records.save_interval import best_interval_s
 from hpcinit.records.training_spans import SpanRecord
-from hpcinit.report import advice, ledger, ledger_text, read_job, read_run, report_command
+from hpcinit.report import advice, ledger, pictures, read_job, read_run, report_command
 from hpcinit.report.ledger import Allocation, Ledger, Segment, Start, exact
 from tests.observe import synthetic
 
@@ -65,9 +66,10 @@ def test_the_rows_add_up(tmp_path: Path) -> None:
     assert abs(sum(rows.values()) - 260.0) < 1e-6 and abs(rows[ledger.UNKNOWN]) < 1e-6
     assert 20 <= rows[ledger.REPEATED] < 23 and abs(rows[ledger.SAVE] - 8) < 0.1 and abs(rows[ledger.RESTORE] - 5) < 0.1
     assert abs(rows[ledger.KEPT] - 100) < 3  # 1 s each, with the usual part of the first steps
-    text = list(ledger_text.lines(found))
+    text = list(pictures.lines(found))
     assert text[0].endswith(" in 2 attempts (21 Sep 2026), 38 % kept steps") and " repeated " in text[1]
-    assert sum(1 for line in ledger_text.csv_text([found]).splitlines() if ",steps_repeated," in line) == 2
+    assert sum(1 for line in pictures.csv_text([found]).splitlines() if ",steps_repeated," in line) == 2
+    assert len(ElementTree.fromstring(pictures.svg(found)).findall("{*}rect")) > 20
 
 
 def test_an_idle_spare_node(tmp_path: Path) -> None:
