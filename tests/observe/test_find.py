@@ -41,7 +41,7 @@ def test_a_folder_that_never_became_a_job(tmp_path: Path) -> None:
         state.read(path)
     folder.fill(path, {"job.sh": ""})
     with pytest.raises(
-        RequestError, match=r"Slurm did not confirm the job\. Look for the job: squeue --all --me .*/job\.sh"
+        RequestError, match=r"Slurm did not confirm the job\. Look for the job: squeue --all --me .*/x-0001/ ;"
     ):
         state.read(path)
     (path / "exit.json").write_text('{"job": "7", "pid": 1, "restart": 0, "began": 1}')
