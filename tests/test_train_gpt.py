@@ -50,15 +50,15 @@ WAYS = {file.stem: ([f"parallel={file.stem}"], 4) for file in sorted((package_fo
 WAYS |= {"tp": (["parallel=tp"], 2), "ulysses": (["parallel=ulysses"], 2)}
 WAYS["both"] = (["parallel=ulysses", "parallel.tp=2", "activation_checkpointing=full"], 1)
 WAYS["accumulated"] = (["parallel=zero3", "batch.accumulation=2", "gradient_clip=1"], 8)
-# Each rank runs the demo as the job of each run folder, one after the other, and generates 8 characters instead of 200.
+# Each rank runs the demo as the job of each run folder, one after the other.
 IN_TURN = """
 import os, sys
 from hpcinit.jobs import train_gpt
-sample = train_gpt.sample
-def short(run, model, prompt, length):
+finish = train_gpt.finish
+def shown(run, *rest):
     print(run.training, run.layout)
-    return sample(run, model, prompt, 8)
-train_gpt.sample = short
+    finish(run, *rest)
+train_gpt.finish = shown
 folders, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2:]
 for folder in folders:
     os.environ["HPCINIT_RUN"] = folder
@@ -87,7 +87,7 @@ def test_every_parallelism_trains_alike(tmp_path: Path) -> None:
     losses: dict[int, dict[str, list[tuple[float, ...]]]] = {1: {}, 2: {}, 4: {}, 8: {}}
     for (way, (_, shares)), log in zip(WAYS.items(), logs, strict=True):
         assert applied[way] in log, "the session used this spec"
-        assert log.startswith(f"{way}\n") and "--- it writes:\ndef " in log
+        assert log.startswith(f"{way}\n")
         losses[shares][way] = [tuple(map(float, pair)) for pair in re.findall(r"loss (\S+)  held-out (\S+)", log)]
     assert [len(alike) for alike in losses.values()] == [1, 2, 7, 1]
     assert len({tuple(next(iter(alike.values()))) for alike in losses.values()}) == 4, "other shares, other losses"
@@ -100,7 +100,7 @@ def test_every_parallelism_trains_alike(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_the_same_command_gives_the_same_losses(tmp_path: Path) -> None:
-    """Two runs on 2 ranks print the same losses at every step and the same text."""
+    """Two runs on 2 ranks print the same losses at every step."""
     args = f"job.args={[*SMALL, '--eval-every', '1']}"
     logs = []
     for number in (1, 2):
@@ -141,7 +141,6 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, last, _, _ = RESULT.findall(done.stdout.splitlines()[-1])[0]
     assert float(last) < float(first)
-    assert "--- it writes:\ndef " in done.stdout
 
 
 @pytest.mark.parametrize(

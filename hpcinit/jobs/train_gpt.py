@@ -75,7 +75,6 @@ class GPT(nn.Module):
 
     def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.context = context
         self.token, self.position = nn.Embedding(len(VOCABULARY), width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(VOCABULARY), bias=False)
@@ -131,21 +130,6 @@ def checksum(model: nn.Module) -> Tensor:
     """Return a whole number computed from the bits of all parameters, so that rounding can't hide a difference."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.stack([p.detach().float().view(torch.int32).sum() for p in whole]).sum()
-
-
-@torch.no_grad()
-def sample(run: hpcinit.Runtime, model: GPT, prompt: str, length: int) -> str:
-    """Return `prompt` followed by the text that the model generates after it.
-
-    length: how many characters to generate.
-    """
-    generator = torch.Generator().manual_seed(run.seed)
-    tokens = torch.tensor([[VOCABULARY.index(byte) for byte in prompt.encode()]], device=run.device)
-    for _ in range(length):
-        likely = F.softmax(model(tokens[:, -model.context :])[0, -1].float() / 0.8, dim=-1).cpu()
-        chosen = torch.multinomial(likely, 1, generator=generator).to(run.device)
-        tokens = torch.cat([tokens, chosen[None]], dim=1)
-    return bytes(VOCABULARY[token] for token in tokens[0].tolist()).decode()
 
 
 def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
@@ -244,12 +228,9 @@ def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -
             "the parameters differ between the ranks after training, expected the same on all: check the nodes with "
             "hpcinit doctor nodes=N"
         )
-    # If each rank has only a part of the model, all ranks must take part in generating text.
-    alone = run.training.wrapper.whole_model and run.layout.tp == 1
-    written = "" if alone and run.rank else sample(run, gpt, "def ", 200)
     result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {unseen:.2f}"
     if run.rank == 0:
-        print(f"--- it writes:\n{written}\n---\n{result}", flush=True)
+        print(result, flush=True)
     if losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not go down: {result}; try a smaller --lr or more --steps")
 
