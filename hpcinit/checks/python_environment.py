@@ -36,16 +36,19 @@ def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
         return
     if found := list(_missing(cluster, env)):
         yield from found
-        return
-    if cluster.python and "/" in cluster.python:
-        place = prefix_from(Path(cluster.python))
-        yield from _packages(config, env, f"cluster.python is {cluster.python!r}", place, cluster.python)
-    elif cluster.venv:
-        yield from _packages(config, env, f"cluster.venv is {cluster.venv!r}", expanded(cluster.venv))
-    elif cluster.conda and (prefix := conda_prefix(cluster.conda, env)):
-        yield from _packages(config, env, f"cluster.conda is {cluster.conda!r}", prefix)
+    elif prefix := ranks_prefix(cluster, env):
+        yield from _packages(config, env, prefix)
     elif not cluster.conda and not cluster.python:
         yield from _own_torch(config, env)
+
+
+def ranks_prefix(cluster: Cluster, env: Mapping[str, str]) -> Path | None:
+    """Return the top folder of the ranks' environment, or None if the config names none or its folder is unknown."""
+    if cluster.python and "/" in cluster.python:
+        return prefix_from(expanded(cluster.python))
+    if cluster.venv:
+        return expanded(cluster.venv)
+    return conda_prefix(cluster.conda, env) if cluster.conda else None
 
 
 def is_folder(environment: str) -> bool:
@@ -130,14 +133,8 @@ def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
     )
 
 
-def _packages(
-    config: Config, env: Mapping[str, str], what: str, prefix: Path, python: str | None = None
-) -> Iterator[str]:
-    """Yield a message if the environment in `prefix` lacks hpcinit, or lacks torch although the program needs it.
-
-    what: the key and its value, which start the message.
-    python: the Python that the message suggests for pip install; None: the environment's.
-    """
+def _packages(config: Config, env: Mapping[str, str], prefix: Path) -> Iterator[str]:
+    """Yield a message if the environment in `prefix` lacks hpcinit, or lacks torch although the program needs it."""
     cluster = config.cluster
     folders = search_path(prefix, env)
     if not folders:  # not the layout of an environment: a wrapper script, for example
@@ -156,10 +153,12 @@ def _packages(
         checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "/path/of/hpcinit"
         packages = " ".join(str(checkout) if name == "hpcinit" else name for name in missing)
         are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-        python = python or f"{prefix}/bin/python"
+        named = {"python": cluster.python if "/" in (cluster.python or "") else None, "venv": cluster.venv}
+        key, value = next(((key, value) for key, value in named.items() if value), ("conda", cluster.conda))
+        python = value if key == "python" else f"{prefix}/bin/python"
         yield (
-            f"{what}, but {names} {are} not installed there: run {python} -m pip install {packages}, "
-            f"or set check_paths=false if the job gets {them} from another place"
+            f"cluster.{key} is {value!r}, but {names} {are} not installed there: run {python} -m pip install "
+            f"{packages}, or set check_paths=false if the job gets {them} from another place"
         )
 
 

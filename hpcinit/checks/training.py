@@ -9,7 +9,6 @@ from dataclasses import fields
 
 from hpcinit.base import versions
 from hpcinit.base.errors import RequestError
-from hpcinit.base.text import expanded
 from hpcinit.checks import python_environment
 from hpcinit.config import hetjob, job_spec
 from hpcinit.config.schema import Config
@@ -126,17 +125,12 @@ def _deepspeed_of_ranks(config: Config) -> str:
     Only files are read.
     """
     cluster = config.cluster
-    elsewhere = cluster.python not in (None, sys.executable)
     if config.container.image:
         return ""
-    folder = cluster.venv or (cluster.conda if "/" in (cluster.conda or "") else None)
-    if elsewhere and cluster.python and "/" in cluster.python:
-        prefix = python_environment.prefix_from(expanded(cluster.python))
-    elif folder:
-        prefix = expanded(folder)
-    else:
-        return "" if elsewhere or cluster.conda else versions.installed("deepspeed")
-    return versions.by_folder(tuple(map(str, python_environment.search_path(prefix, os.environ)))).get("deepspeed", "")
+    if cluster.python != sys.executable and (prefix := python_environment.ranks_prefix(cluster, os.environ)):
+        folders = python_environment.search_path(prefix, os.environ)
+        return versions.by_folder(tuple(map(str, folders))).get("deepspeed", "")
+    return "" if cluster.conda or cluster.python not in (None, sys.executable) else versions.installed("deepspeed")
 
 
 def _deepspeed(config: Config, layout: Layout) -> tuple[list[str], list[str]]:
