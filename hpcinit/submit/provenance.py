@@ -120,8 +120,8 @@ def workdir_of(run: Path, snapshot: bool) -> Path:
     known = recorded_provenance(run)
     if not snapshot:
         return Path(known["workdir"])
-    workdir: str = (known.get("snapshot") or {"workdir": "."})["workdir"]
-    return run / run_folder.CODE / workdir
+    code = known.get("snapshot") or {"workdir": "."}
+    return run / run_folder.CODE / str(code["workdir"])
 
 
 def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare, task: Task) -> int:
