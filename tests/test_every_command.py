@@ -243,7 +243,7 @@ def test_an_option_that_does_not_exist(here: Path, name: str, capfd: pytest.Capt
 
 
 USAGE = [
-    ("status --jsom", "status --jsom: no such option, expected one of: --runs-dir, --sort, --reverse, --top, --json, --quiet, --verbose; did you "
+    ("status --jsom", "status --jsom: no such option, expected one of: --runs-dir, --sort, --reverse, --top, --csv, --json, --quiet, --verbose; did you "
      "mean --json?"),
     ("logs --rnak=3 train-0001", "; did you mean --rank=3?"),
     ("cancel --sav --now train-0001", "cancel --now: no such option"),

@@ -69,16 +69,16 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reverse", action="store_true", help="with --sort: the largest value first")
     parser.add_argument("--top", type=int, metavar="N", help="only the first N; with --sort, --top 1 is the best run")
+    parser.add_argument("--csv", action="store_true", help="one line per run or task, for spreadsheets and pandas")
     return console.add_verbosity_options(parser, "one JSON object per line, for programs")
 
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
+    if options.csv and options.json:
+        raise RequestError("--csv and --json cannot be combined: give only one of them")
     every = find_runs.means_all_runs(options.run)
-    if every:
-        runs = _all_runs(options.runs_dir)
-    else:
-        runs = overview.read(find_runs.matching_runs(options.run, options.runs_dir), newest=True)
+    runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
         if run.error and not every:
             raise run.error
@@ -96,6 +96,10 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
         for run in known:
             for document in documents(run):
                 print(json_output.line("status", document))
+    elif options.csv:
+        from hpcinit.observe import status_csv  # noqa: PLC0415 - rarely
+
+        status_csv.write(known)
     elif options.quiet:
         for run in known:
             print(plain("\n".join(shortest(run))))
@@ -118,7 +122,34 @@ def _all_runs(runs_dir: Path) -> list[Run]:
     slurm = (not paths and runs_dir.is_dir()) or any(_uses_slurm(path) for path in paths)
     queue = QueueQuery("--me", ended=True) if slurm else None
     runs = [*overview.read(paths, queue, newest=True), *(overview.without_folder(runs_dir, queue) if queue else ())]
-    return runs or overview.read(find_runs.matching_runs([], runs_dir))
+    return runs or _read([], runs_dir)
+
+
+def _read(names: Sequence[str], runs_dir: Path) -> list[Run]:
+    return overview.read(find_runs.matching_runs(names, runs_dir), newest=True)
+
+
+def _named_runs(names: Sequence[str], runs_dir: Path) -> list[Run]:
+    """Return the runs with these names, including queued runs whose folder was deleted.
+
+    Raise RequestError if one of the names has no run.
+    """
+    try:
+        return _read(names, runs_dir)
+    except RequestError:
+        queue = QueueQuery("--me", ended=True)
+        deleted = {name: _deleted(name, runs_dir, queue) for name in names}
+        if not any(deleted.values()):
+            raise
+        found = [deleted[name] or _read([name], runs_dir) for name in names]
+        return [run for runs in found for run in runs]
+
+
+def _deleted(name: str, runs_dir: Path, queue: QueueQuery) -> list[Run]:
+    """Return the run with this name, path or job id if its job is still queued but its folder was deleted."""
+    folder = Path(name).parent if "/" in name else runs_dir
+    runs = overview.without_folder(folder, queue)
+    return [run for run in runs if run.now and (run.path.name == Path(name).name or run.now.job_id == name)]
 
 
 def _uses_slurm(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -52,6 +53,9 @@ def test_status_shows_what_the_user_typed(hpcinit: Run, tmp_path: Path) -> None:
     [document] = [json.loads(line) for line in hpcinit("status", "--json", "train-0001").stdout.splitlines()]
     assert document["arguments"] == ["--data", "/x", "--lr", "0.3"]
     assert document["typed"] == ["wait=true", "seed=1"]
+    [first, *_] = csv.DictReader(hpcinit("status", "--csv").stdout.splitlines())
+    assert (first["run"], first["loss"], first["result"]) == ("train-0001", "3.0", "4.0"), first
+    assert (first["typed"], first["arguments"]) == ("wait=true seed=1", "--data /x --lr 0.3")
 
 
 @pytest.mark.slurm
@@ -70,6 +74,14 @@ def test_the_best_run_of_a_sweep(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: 
     assert best["arguments"] == ["--lr", "0.1"]
     assert (best["task"], best["progress"]["values"]["loss"], best["result"]) == (1, 1.0, 2.0)
     assert best["parameters"] == {"lr": "0.1"} and best["typed"][-1] == "+lr=0.1"
+    rows = list(csv.DictReader(hpcinit("status", "many-0001", "--csv", env=idle_slurm.env).stdout.splitlines()))
+    assert [(row["run"], row["lr"], row["loss"]) for row in rows] == [
+        ("many-0001/0", "0.3", "3.0"),
+        ("many-0001/1", "0.1", "1.0"),
+        ("many-0001/2", "0.2", "2.0"),
+    ]
+    refused = hpcinit("status", "--csv", "--json")
+    assert refused.returncode == 2 and "--csv and --json cannot be combined" in refused.stderr
 
 
 @pytest.mark.slurm
@@ -121,7 +133,12 @@ def test_a_running_run_whose_folder_was_deleted(idle_slurm: MiniSlurm, hpcinit: 
     [line] = [line for line in shown if line.startswith(gone.name)]
     assert "RUNNING" in line and f"its run folder was deleted; cancel it: scancel {job}" in line
     assert len(shown) == 2 and "deleted" not in next(line for line in shown if line.startswith(kept.name))
-    assert f"no run {gone.name!r}" in hpcinit("status", gone.name, env=idle_slurm.env).stderr
+    for name in (gone.name, str(gone), job):
+        named = hpcinit("status", name, env=idle_slurm.env)
+        assert f"its run folder was deleted; cancel it: scancel {job}" in named.stdout, (name, named.stderr)
+    both = hpcinit("status", kept.name, gone.name, env=idle_slurm.env).stdout.splitlines()
+    assert [line.split()[0] for line in both] == [kept.name, gone.name] and "deleted" in both[1]
+    assert "no run 'nope-0001'" in hpcinit("status", "nope-0001", gone.name, env=idle_slurm.env).stderr
     shutil.rmtree(kept)
     found = statuses(hpcinit, idle_slurm)
     assert {(Path(one["run"]).name, one["folder_deleted"]) for one in found} == {(gone.name, True), (kept.name, True)}
