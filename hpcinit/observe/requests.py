@@ -1,16 +1,17 @@
-"""Reads how a run was submitted: when, and what the user typed."""
+"""Reads how a run was submitted: when, what the user typed, and how runs of the same program differ."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hpcinit.base.errors import RequestError
 from hpcinit.records import job_record
 
-MOST_CHARACTERS = 300  # of what the user typed
+MOST_CHARACTERS = 300  # of what distinguishes a run
 NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the others do not describe the run
 
 
@@ -48,12 +49,31 @@ def submitted(path: Path) -> float | None:
     return at if isinstance(at, int | float) else None
 
 
+def distinguish(submissions: Sequence[Submission]) -> list[str]:
+    """Return, for each run, the part of the user's input that differs from other runs of the same program.
+
+    If a program has only one run, return everything that the user typed for it.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, one in enumerate(submissions):
+        groups[one.program].append(number)
+    found = [""] * len(submissions)
+    for program, numbers in groups.items():
+        if len(numbers) == 1:
+            found[numbers[0]] = _shortened(typed(submissions[numbers[0]]))
+            continue
+        texts = {number: dict.fromkeys(_texts(submissions[number])) for number in numbers} if program else {}
+        counts = Counter(text for own in texts.values() for text in own)
+        for number, own in texts.items():
+            found[number] = _shortened(" ".join(text for text in own if counts[text] < len(numbers)))
+    return found
+
+
 def typed(submission: Submission) -> str:
-    """Return what the user typed, such as 'nodes=8 -- train.py --lr 0.1', cut after MOST_CHARACTERS."""
+    """Return what the user typed, such as 'nodes=8 -- train.py --lr 0.1'."""
     program = shlex.join(filter(None, [submission.program, *submission.arguments]))
     before = shlex.join(_shown(submission.typed))
-    text = f"{before} -- {program}" if before and program else before or program
-    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 4]} ..."
+    return f"{before} -- {program}" if before and program else before or program
 
 
 def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
@@ -75,3 +95,21 @@ def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]
 
 def _shown(words: Sequence[str]) -> list[str]:
     return [word for word in words if word.partition("=")[0] not in NOT_SHOWN]
+
+
+def _texts(submission: Submission) -> Iterator[str]:
+    yield from _options(_shown(submission.typed))
+    yield from _options(submission.arguments)
+
+
+def _options(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments. An option and its value are one text, such as '--lr 0.1'."""
+    rest = list(arguments)
+    while rest:
+        one = rest.pop(0)
+        takes_value = one.startswith("-") and "=" not in one and rest and not rest[0].startswith("--")
+        yield shlex.join([one, rest.pop(0)] if takes_value else [one])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 4]} ..."

@@ -19,6 +19,7 @@ from hpcinit.base.text import counted
 from hpcinit.engine import from_record
 from hpcinit.observe import find_runs, overview, progress, requests
 from hpcinit.observe.overview import Run
+from hpcinit.observe.requests import Submission
 from hpcinit.observe.run_details import again, details, documents, job_of, result, settings, submitted
 from hpcinit.records import job_record
 from hpcinit.slurm import reasons
@@ -161,7 +162,8 @@ def _uses_slurm(path: Path) -> bool:
 
 def _arguments(runs: Sequence[Run]) -> list[str]:
     """Return the arguments to show for each run, or '' for tasks and sweeps, which show their overrides instead."""
-    return [requests.typed(requests.read(run.path)) if run.now and not run.task else "" for run in runs]
+    submissions = [requests.read(run.path) if run.now and not run.task else Submission() for run in runs]
+    return requests.distinguish(submissions)
 
 
 def _table(runs: Sequence[overview.Run], each_task: bool) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from hpcinit.base.errors import RequestError
 from hpcinit.engine import LOCAL
-from hpcinit.observe import overview, status
+from hpcinit.observe import overview, requests, status
+from hpcinit.observe.requests import Submission
 from hpcinit.observe.state import State
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
@@ -28,16 +29,15 @@ json.dump({"value": loss + 1}, open(run + "/result.json", "w"))
 """
 
 
-def test_status_shows_what_the_user_typed(hpcinit: Run, tmp_path: Path) -> None:
-    """Each run shows the settings and the program that the user typed, and can be sorted by its values."""
+def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) -> None:
+    """Runs of one program show what the user typed that differs; a single run shows all that the user typed."""
     (tmp_path / "train.py").write_text(PROGRAM)
     for lr, seed in (("0.3", 1), ("0.1", 1), ("0.2", 2)):
         done = hpcinit("submit", "wait=true", f"seed={seed}", "--", "train.py", "--data", "/x", "--lr", lr)
         assert done.returncode == 0, done.stderr
     first, _, third = hpcinit("status").stdout.splitlines()
-    assert first.endswith("  seed=1 -- train.py --data /x --lr 0.3"), first
-    assert third.endswith("  seed=2 -- train.py --data /x --lr 0.2"), third
-    assert "  loss 3  result 4  " in first and "  submitted " in first
+    assert first.endswith("  seed=1 --lr 0.3") and third.endswith("  seed=2 --lr 0.2"), (first, third)
+    assert "  loss 3  result 4  " in first and "  submitted " in first and "--data" not in first
     assert hpcinit("status", "train-0001").stdout.rstrip().endswith("  seed=1 -- train.py --data /x --lr 0.3")
     documents = [json.loads(line) for line in hpcinit("status", "--json", "--sort", "loss").stdout.splitlines()]
     assert [Path(one["run"]).name for one in documents] == ["train-0002", "train-0003", "train-0001"]
@@ -46,10 +46,12 @@ def test_status_shows_what_the_user_typed(hpcinit: Run, tmp_path: Path) -> None:
     assert best["progress"]["values"] == {"loss": 1.0} and best["submitted"] > 1e9
     shown = hpcinit("status", "--sort", "result", "--reverse", "--top", "2").stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["train-0001", "train-0003"]
-    assert shown[0].endswith("  seed=1 -- train.py --data /x --lr 0.3"), shown
+    assert shown[0].endswith("  seed=1 --lr 0.3"), shown
     refused = hpcinit("status", "--sort", "los")
     assert refused.returncode == 2
     assert "--sort is 'los', but no run has this value; values of these runs: loss, step" in refused.stderr
+    same = hpcinit("status", "train-0001", "train-0002").stdout.splitlines()
+    assert [line.endswith(f"  --lr {lr}") for line, lr in zip(same, ("0.3", "0.1"), strict=True)] == [True, True], same
     [document] = [json.loads(line) for line in hpcinit("status", "--json", "train-0001").stdout.splitlines()]
     assert document["arguments"] == ["--data", "/x", "--lr", "0.3"]
     assert document["typed"] == ["wait=true", "seed=1"]
@@ -183,3 +185,21 @@ def test_runs_without_a_value_are_last(tmp_path: Path) -> None:
     assert [run.name for run in status.sort(runs, "loss", reverse=True)] == ["b", "d", "a", "c"]
     with pytest.raises(RequestError, match="no run has this value; values of these runs: loss, step"):
         status.sort(runs, "accuracy", reverse=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ([["--lr", "1"], ["--lr", "2"]], ["--lr 1", "--lr 2"]),
+        ([["--lr=1"], ["--lr=2"]], ["--lr=1", "--lr=2"]),
+        ([["--shift", "-1"], ["--shift", "-2"]], ["--shift -1", "--shift -2"]),
+        ([["--fast", "--lr", "1"], ["--lr", "1"]], ["--fast", ""]),
+        ([["a b"], ["c"]], ["'a b'", "c"]),
+        ([["same"], ["same"]], ["", ""]),
+        ([["--lr", "1"]], ["train.py --lr 1"]),
+    ],
+)
+def test_arguments_that_differ(arguments: list[list[str]], shown: list[str]) -> None:
+    """An option and its value stay together; arguments that all runs have are omitted."""
+    submissions = [Submission(0.0, "train.py", tuple(one)) for one in arguments]
+    assert requests.distinguish(submissions) == shown
