@@ -6,8 +6,8 @@ process groups. Each group trains separately, often from the same checkpoint, an
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,8 +66,15 @@ def differs(spec: Spec, size: int, nodes: int) -> bool:
 
 def record(folder: Path, found: WrongWorldSize) -> None:
     """Write `found` to world-size.json, unless an earlier call for this run did so. Raise OSError if that fails."""
-    with contextlib.suppress(FileExistsError), (folder / run_folder.WORLD_SIZE).open("x") as file:
-        file.write(json.dumps(asdict(found)) + "\n")
+    path = folder / run_folder.WORLD_SIZE
+    new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(asdict(found)) + "\n")
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read(folder: Path) -> WrongWorldSize | None:
