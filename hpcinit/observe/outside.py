@@ -6,6 +6,8 @@ XDG_CACHE_HOME=/scratch/me, for example, ~/.cache/hpcinit may be a checkout.
 A job in the queue may later load an op from the cache. So the cache stays while this user has a job in the queue, and
 while Slurm does not answer. A process may be using a folder on this machine's disk. So everything there that a process
 has locked stays.
+
+A process may start between the check and the removal, so a folder is renamed, checked again, and then removed.
 """
 
 from __future__ import annotations
@@ -72,7 +74,11 @@ def remove(place: Place) -> str:
         return remove(replace(place, path=dumps, disk=False)) if dumps.is_dir() else ""
     if why := place.why_kept():
         return why
-    shutil.rmtree(place.path.rename(hidden(place.path)))
+    aside = place.path.rename(hidden(place.path))
+    if why := place.why_kept():
+        aside.rename(place.path)
+        return why
+    shutil.rmtree(aside)
     return ""
 
 
@@ -94,6 +100,7 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
     in_use = partial(_why_in_use, ops)
     yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", in_use)
     yield Place(nodes, "nodes that failed, and those added with hpcinit nodes --add")
+    # Another clean may be about to put the ops back.
     yield from _interrupted(ops.parent, "left by an interrupted removal", in_use)
     yield from _interrupted(nodes.parent, "left by an interrupted removal")
 
