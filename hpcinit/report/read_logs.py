@@ -47,7 +47,7 @@ class Piece:
 
     @cached_property
     def around(self) -> tuple[str, ...]:
-        """Return the rows to which any time may belong if only checkpoints, and no lines of a log, show steps."""
+        """Return the rows to which any of the time may belong: none if a log shows steps, otherwise all."""
         return () if any(one.kind == "step" for one in self.events) else self.possible
 
     @property

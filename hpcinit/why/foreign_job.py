@@ -291,9 +291,10 @@ def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
 
 
 def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None, *, several: bool) -> list[str]:
-    """Return the lines that no reader understands and that may show a failure before `first`.
+    """Return the lines before `first` that may show an earlier failure, and that no reader understands.
 
-    These are lines that look like an error, and the last output of a process if no other process printed such a line.
+    A line counts if it looks like an error. The last line of a process counts, too, unless another process printed the
+    same line with other numbers.
 
     errors: the errors that are understood.
     several: whether there are several logs, so that the order of the lines is not that of time.
@@ -375,9 +376,9 @@ def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
 
 
 def _without_caught(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors without messages that a program printed after it caught an exception.
+    """Return the errors, without those that have no traceback, if another rank's traceback shows a cause.
 
-    Omit such messages, which have no traceback, only if other ranks printed a traceback that shows a cause.
+    A program prints a message without a traceback if it has caught the exception.
     """
     traced = {one.rank for one in errors if not one.alone and not causes.is_secondary_text(one.text, one.traceback)}
     return [one for one in errors if not one.alone or not traced or one.rank in traced]

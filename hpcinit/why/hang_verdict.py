@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from hpcinit.base import failure_kinds
-from hpcinit.base.text import ranges
+from hpcinit.base.text import counted, ranges
 from hpcinit.why import flight_recorder
 from hpcinit.why.flight_recorder import (
     CUT,
@@ -182,7 +182,7 @@ class Search:
         if self.all_called:  # the ranks of later calls may only wait for those of the first
             more = len(self.all_called) - 1
             self.unknown.append(min(self.all_called)[1])
-            self.unknown += [f"whether the ranks of {more} more such calls wait for these"] * bool(more)
+            self.unknown += [f"{counted(more, 'later call')} wait, too: perhaps only for these ranks"] * bool(more)
         self._drop_guesses()
         self._look_at_unreadable()
         if not self.found and not self.unknown:
@@ -275,7 +275,7 @@ class Search:
     # What a rank has done about an operation
 
     def state(self, rank: int, operation: Operation) -> str | None:
-        """Return the state of a rank's call in an operation, or None if the rank has not made the call."""
+        """Return the state of the rank's call, or None if the rank has not made the call."""
         one = self.ranks[rank]
         if call := one.call(operation):
             return call.state
@@ -291,9 +291,10 @@ class Search:
         return bool(call and oldest and call.order == oldest.order and not one.may_have_forgotten)
 
     def _starts_are_recorded(self) -> bool:
-        """Return whether the state 'scheduled' means that the device has not started a call.
+        """Return whether the recorders record when a device starts a call.
 
-        This is certain only if a rank has started a call that another rank has not made.
+        If so, a call in the state 'scheduled' has not started. This is certain only if a rank has started a call that
+        another rank has not made.
         """
         for operation in self.open:
             states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]

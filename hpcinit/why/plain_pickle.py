@@ -66,11 +66,11 @@ class Reader:
     ) -> None:
         """Prepare to read the dict in `data` and the last `most` items of its list `key`.
 
-        take: a function that is called with each complete item. It returns what to keep of the item.
-        check: a function that is called regularly. It raises ValueError to stop reading.
-        skip: whether to skip all other items of the list. If a later value refers to part of a skipped item, that part
-            becomes FORGOTTEN.
-        unneeded: a key whose value is not needed in any item, so that it may become FORGOTTEN too.
+        take: called with each complete item. It returns what to keep of the item.
+        check: called regularly. It raises ValueError to stop reading.
+        skip: whether to skip the other items of the list. A pickle stores a repeated value once, and later items refer
+            to it. If the stored value is in a skipped item, the later one becomes FORGOTTEN.
+        unneeded: a key that no caller needs. Its value may become FORGOTTEN, too.
         """
         self.data, self.key, self.take, self.check = data, key, take, check
         self.unneeded, self.skip = unneeded, skip

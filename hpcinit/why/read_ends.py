@@ -21,8 +21,8 @@ EARLY = (
     "one call less than the others; compare what it does after that step"
 )
 UNSEEN = (
-    "where that rank was is unknown: its stack is written after hang.after_s, which must be below the timeout of "
-    "collectives (comm.collective_timeout_s, or the program's own)"
+    "no stack shows where that rank was. Ranks write stacks hang.after_s seconds after the last step: set it below the "
+    "timeout of collectives (comm.collective_timeout_s, or the program's own)"
 )
 _INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
 _PEER = re.compile(r"(?i)\b(?:from|to|with|peer|remote) (?:peer )?rank \[?(\d{1,6})")
@@ -51,9 +51,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return how the first rank was killed by a signal other than SIGTERM, if Slurm had not aborted the step before.
+    """Return the first end by a signal. Ends by SIGTERM, and ends after Slurm aborted the step, do not count.
 
-    Return None if there is no such rank, or if the launcher listed a rank with an error before.
+    Return None if there is none, or if the launcher lists a rank that printed an error before it.
     """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
