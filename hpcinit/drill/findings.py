@@ -273,6 +273,9 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
     if causes and causes[0].cause == SCHEDULER and _starts_with_other_data(alone, both, from_step):
         text = f"{WRONG_START}: the learning rate and the first batch are not those of step {from_step + 1}"
         causes.insert(0, Finding(EPOCH, text))
+    elif [one.cause for one in causes] == [SCHEDULER, DATA] and (rate := _first_rate(alone, record, 0, from_step)):
+        # If the rate was right at first, the wrong epoch of the data has changed it.
+        causes = causes[rate[0] > from_step + 1 :]
     causes.sort(key=lambda one: one.cause != EPOCH)
     if not causes and (
         fewer := next(((own, expected) for own, expected in both if own.inputs < expected.inputs), None)
@@ -392,6 +395,7 @@ def _of_data(
         # The attempt started with the first batch of an epoch.
         new_epoch = bool(length) and (first - 1 - after) % length == 0
         restarted = bool(again) and not seeded and _restarted(alone, rank, steps[0], from_step, own, again[0])
+        too_long = _too_long(steps, from_step, length)
         of_epoch = "" if other is None else f"epoch {own_epochs[other]:g} instead of {epochs[other]:g}"
         depends = f"the random state is not that of step {from_step}, and the data order depends on it"
         other_batch = f"step {number + 1} read step {first}'s batch, from another epoch"
@@ -405,6 +409,7 @@ def _of_data(
                 f"the random state and the data order of step {number + 1} are those of step {first}",
             ),
             (in_epoch, EPOCH, f"{WRONG_START}: {other_batch}"),
+            (too_long, DATA, too_long),
             (longer and not (again and again[-1] > after), EPOCH, f"{WRONG_START}: it made too many steps"),
             (
                 read_at and not again,
@@ -420,6 +425,18 @@ def _of_data(
         return
     if differs is not None:
         yield Finding(EPOCH, f"epoch {own_epochs[differs]:g} instead of {epochs[differs]:g}")
+
+
+def _too_long(steps: Sequence[Step], from_step: int, length: int) -> str:
+    """Return a text if the attempt started inside an epoch, and its first pass over the data has too many steps.
+
+    Otherwise, return ''.
+
+    length: the number of steps per epoch, or 0 if it is unknown.
+    """
+    made = next((number for number, step in enumerate(steps) if step.passes != steps[0].passes), len(steps))
+    left = length - from_step % length if length and steps[0].passes else made
+    return f"the first epoch has {made} more steps instead of {left}, as if none had been read" if made > left else ""
 
 
 def _starts_with_other_data(alone: Undisturbed, both: Sequence[tuple[Step, Step]], from_step: int) -> bool:

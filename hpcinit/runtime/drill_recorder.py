@@ -148,7 +148,8 @@ def _guard_torch_save(torch: Any) -> None:
 
 
 def _record_steps(torch: Any, path: Path) -> None:
-    batch, first, known = [0, 0], list[Any](), list[weakref.ref[Any]]()  # batch: checksum and number of inputs
+    batch = [0, 0]  # checksum and number of inputs
+    optimizers, held = _Optimizers(path), list[dict[str, Any]]()  # held: a step of which it is unknown if it counts
     before_forward: list[dict[str, Any]] = []  # the random states before the first forward pass of this step
     generators = _Generators(torch)
     loaders = _Loaders(generators)
@@ -158,7 +159,7 @@ def _record_steps(torch: Any, path: Path) -> None:
 
     def created(self: Any, *arguments: Any, **keys: Any) -> None:
         create(self, *arguments, **keys)
-        known.append(weakref.ref(self))
+        optimizers.known.append(weakref.ref(self))
 
     def random_states() -> dict[str, Any]:
         with contextlib.suppress(Exception):
@@ -182,56 +183,88 @@ def _record_steps(torch: Any, path: Path) -> None:
             loaders.evaluates()
 
     def on_step(optimizer: Any, *_: Any) -> None:
-        number = next((number for number, one in enumerate(known) if one() is optimizer), 0)
-        if not first:
-            counted = _counted_optimizer(path, number)
-            # The same optimizer in each attempt, although another one may be the first to make a step.
-            if counted != number and counted < len(known) and known[counted]() is not None:
-                return
-            first.append(optimizer)
+        if _is_of_a_load():
+            return
+        counts = optimizers.counts(optimizer)
         inputs, batch[:] = tuple(batch), [0, 0]
         # A forward pass with other data can draw other numbers.
         drawn = before_forward.pop() if before_forward else None
-        if optimizer is not first[0] or _is_of_a_load():
+        if counts is False:
             return
         with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
-            parameters, states = _tensors(torch, [optimizer, *filter(None, (one() for one in known))])
+            parameters, states = _tensors(torch, [optimizer, *optimizers.in_use()])
             numbers: dict[str, float] = {}
             with contextlib.suppress(Exception):  # of an attribute that is computed
                 numbers = variables.read(parameters)
-            drill_records.append(
-                path,
-                {
-                    "at": os.fstat(1).st_size,
-                    "time": time.time(),
-                    "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
-                    "weights": _sum(parameters),
-                    "state_sum": _sum(states),
-                    "states": len(states),
-                    "passes": loaders.passes,
-                    "batch": inputs[0],
-                    "inputs": inputs[1],
-                    "variables": numbers,
-                }
-                | (drawn or random_states()),
-            )
+            record = {
+                "at": os.fstat(1).st_size,
+                "time": time.time(),
+                "lr": [float(group.get("lr", 0)) for group in optimizer.param_groups],
+                "weights": _sum(parameters),
+                "state_sum": _sum(states),
+                "states": len(states),
+                "passes": loaders.passes,
+                "batch": inputs[0],
+                "inputs": inputs[1],
+                "variables": numbers,
+            } | (drawn or random_states())
+            if counts is None:
+                held[:] = [record]
+                return
+            for one in [*held, record] if optimizers.replaced else [record]:
+                drill_records.append(path, one)
+            held.clear()
 
     base.__init__ = created
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(on_step)
 
 
-def _counted_optimizer(path: Path, number: int) -> int:
-    """Return the number of the optimizer whose steps are counted: the one that made the first step of the drill.
+class _Optimizers:
+    """The optimizers of the program, and the one whose steps count: each step of a program must count once.
+
+    In each attempt it is the one that made the first step of the drill, although another one may step first. A program
+    may create a new one for its next phase, such as the next fold of a cross-validation. It replaces the counted one
+    if it makes two steps without a step of that one between them.
 
     path: the file of this rank's steps.
-    number: the number of the optimizer that makes a step now.
+    known: all optimizers, in the order in which the program created them.
+    replaced: whether the last step showed that its optimizer replaces the counted one.
     """
-    kept = path.parent.parent / f"{path.stem}.optimizer"
-    if kept.exists():
-        return int(kept.read_text())
-    kept.write_text(str(number))
-    return number
+
+    def __init__(self, path: Path) -> None:
+        self._kept = path.parent.parent / f"{path.stem}.optimizer"
+        self.known: list[weakref.ref[Any]] = []
+        self.replaced = False
+        self._counted = self._waiting = -1  # their numbers
+        self._together = 0  # how many optimizers existed at the last step of the counted one
+        self._old: set[int] = set()  # those that were replaced
+
+    def counts(self, optimizer: Any) -> bool | None:
+        """Return whether this step counts, or None if the next step will show it."""
+        number = next((number for number, one in enumerate(self.known) if one() is optimizer), 0)
+        self.replaced = False
+        if self._counted < 0:
+            if not self._kept.exists():
+                self._kept.write_text(str(number))
+            self._counted = int(self._kept.read_text())
+        if number == self._waiting:
+            self._old.add(self._counted)
+            self._counted, self.replaced = number, True
+        if number == self._counted:
+            self._waiting, self._together = -1, len(self.known)
+            return True
+        if number < self._together or self._waiting >= 0:
+            return False
+        self._waiting = number
+        return None
+
+    def in_use(self) -> list[Any]:
+        """Return the optimizers that still exist and were not replaced."""
+        old = self._old | ({self._counted} if self._waiting >= 0 else set[int]())
+        return [
+            one for number, one in enumerate(weak() for weak in self.known) if one is not None and number not in old
+        ]
 
 
 def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any]]:
