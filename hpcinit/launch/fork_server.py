@@ -20,7 +20,7 @@ from hpcinit.base.text import ranges
 from hpcinit.launch import rank_binding
 from hpcinit.launch.signal_monitor import FORWARDED, SignalMonitor
 from hpcinit.launch.warm_restart import STOPPING, WarmRestarts
-from hpcinit.records import error_records, job_log, rank_log, run_folder
+from hpcinit.records import job_log, rank_log, run_folder
 from hpcinit.records.spec import Launch, Spec
 from hpcinit.records.startup_timeout import left_of_job
 from hpcinit.runtime import program, startup
@@ -141,14 +141,12 @@ class ForkSupervisor(Supervisor):
                     say(f"{self._here.host}: rank {child.number}: {job_log.SUCCEEDED}")
 
     def _report_exit(self, child: Child) -> None:
-        """If a rank failed, print its error. End the other ranks if kill_on_bad_exit is set."""
+        """If a rank failed, print how. End the other ranks if kill_on_bad_exit is set."""
         bad = child.code != 0
         if bad:
             self._say_succeeded()
         if bad and not self.stop_received and (self._first_failed is None or not self._launch.kill_on_bad_exit):
             say(f"error: {self._here.host}: rank {child.number}: {job_log.how(child.code or 0)}")
-            if quoted := self._last_error(child.number):
-                say(quoted)
         ends_others = bad and self._first_failed is None and self._launch.kill_on_bad_exit
         if bad and self._first_failed is None:
             self._first_failed = child
@@ -170,20 +168,6 @@ class ForkSupervisor(Supervisor):
     def _terminate_running(self) -> None:
         self._terminated |= {child.number for child in self.running()}
         self.terminate(GRACE_S)
-
-    def _last_error(self, rank: int) -> str:
-        """Return a line with the error that the rank recorded, or with the last line of its log, or ''."""
-        found = error_records.read(self._folder / run_folder.ERRORS, f"rank-{rank}.json")
-        recent = [one.record.error for one in found if one.record.time > time.time() - 60]
-        if recent:
-            return f"error of rank {rank} on {self._here.host}: {recent[-1].splitlines()[-1][:500]}"
-        try:
-            with (self._folder / run_folder.RANK_LOG.format(rank=rank)).open("rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
-                lines = log.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return f"the last line of rank {rank} on {self._here.host}: {lines[-1][:500]}" if lines else ""
 
     def _exit_status(self) -> int:
         """Return the exit status of the rank that failed first.
