@@ -122,19 +122,13 @@ def by_component(env: Mapping[str, str], listed: Sequence[str]) -> tuple[str, ..
 
 
 def components(env: Mapping[str, str]) -> list[list[str]]:
-    """Return the hosts of each component of a heterogeneous job, or [] for an ordinary job.
-
-    Before Slurm 20.02, the variables had PACK in their names.
-    """
-    for kind in ("HET", "PACK"):
-        # Variables of another job can be inherited: the first component's id is the job's own id.
-        if env.get(f"SLURM_JOB_ID_{kind}_GROUP_0") != env.get("SLURM_JOB_ID") or "SLURM_JOB_ID" not in env:
-            continue
-        size = env.get(f"SLURM_{kind}_SIZE", "0")
-        lists = [env.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{i}") for i in range(int(size) if size.isdigit() else 0)]
-        if lists and all(lists):
-            return [nodelist.expand(text) for text in lists if text]
-    return []
+    """Return the hosts of each component of a heterogeneous job, or [] for an ordinary job."""
+    # Variables of another job can be inherited: the first component's id is the job's own id.
+    if env.get("SLURM_JOB_ID_HET_GROUP_0") != env.get("SLURM_JOB_ID") or "SLURM_JOB_ID" not in env:
+        return []
+    size = env.get("SLURM_HET_SIZE", "0")
+    lists = [env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "") for i in range(int(size) if size.isdigit() else 0)]
+    return [nodelist.expand(text) for text in lists] if all(lists) else []
 
 
 def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_here: Sequence[int]) -> str:
@@ -215,7 +209,7 @@ def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
 def job_ids(env: Mapping[str, str]) -> set[str]:
     """Return the ids of the job and of all its components. slurmstepd treats each component as a job."""
     names = ("SLURM_JOB_ID", "SLURM_JOBID")
-    return {env[k] for k in env if k in names or k.startswith(("SLURM_JOB_ID_HET_GROUP_", "SLURM_JOB_ID_PACK_GROUP_"))}
+    return {env[k] for k in env if k in names or k.startswith("SLURM_JOB_ID_HET_GROUP_")}
 
 
 def _doubt_from_process(env: Mapping[str, str], process: Process) -> str:
@@ -323,10 +317,9 @@ def _tasks_of_job(env: Mapping[str, str]) -> str:
 
     In a heterogeneous job, count the tasks of all components.
     """
-    for kind in ("HET", "PACK"):
-        counts = [env.get(f"SLURM_NTASKS_{kind}_GROUP_{i}", "1") for i in range(len(components(env)))]
-        if counts and all(count.isdigit() for count in counts):
-            return counted(sum(map(int, counts)), "task")
+    counts = [env.get(f"SLURM_NTASKS_HET_GROUP_{i}", "1") for i in range(len(components(env)))]
+    if counts and all(count.isdigit() for count in counts):
+        return counted(sum(map(int, counts)), "task")
     nodes, tasks = env.get("SLURM_JOB_NUM_NODES", "1"), env.get("SLURM_NTASKS", "1")
     return f"{nodes} nodes" if tasks == "1" != nodes else f"{tasks} task{'s' * (tasks != '1')}"
 
