@@ -24,7 +24,6 @@ from hpcinit.base.errors import BringUpError
 PROTOCOL = "hpcinit-rendezvous-"
 GREETING = f"{PROTOCOL}3"
 LONGEST_TEXT = 5_000  # characters of a text field; JSON uses up to 12 bytes for each
-LONGEST_INTEGER = 20  # digits
 LONGEST_HOST = 255  # characters
 LONGEST_ERROR = 4_000  # characters of a rank's error that the other ranks receive
 LONGEST_LINE = 65_536  # a peer that sends more without a line end is not a rank of hpcinit
@@ -133,21 +132,13 @@ class Lines:
         messages = []
         for line in lines:
             try:
-                message = json.loads(line, parse_constant=str, parse_int=_integer)  # NaN and Infinity are not JSON
+                message = json.loads(line, parse_constant=str)  # NaN and Infinity are not JSON
             except (ValueError, RecursionError):
                 raise NotOurs(f"not JSON: {line[:40]!r}") from None
             if not isinstance(message, dict):
                 raise NotOurs(f"not an object: {line[:40]!r}")
             messages.append(message)
         return messages
-
-
-def _integer(digits: str) -> int | str:
-    """Convert digits to a number. If there are more digits than in any valid field, return a text.
-
-    integer() refuses such a text.
-    """
-    return int(digits) if len(digits) <= LONGEST_INTEGER else digits[:LONGEST_INTEGER]
 
 
 def receive(connection: socket.socket, lines: Lines, deadline: float | None = None) -> list[dict[str, Any]]:
