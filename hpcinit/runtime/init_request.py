@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from hpcinit.base.errors import BringUpError
 from hpcinit.records.batch import Batch
 from hpcinit.records.layout import Layout
-from hpcinit.records.spec import SEED_BY, Comm, Hang, Samples, Spec, Training, one_of
+from hpcinit.records.spec import Comm, Hang, Samples, Spec, Training
 from hpcinit.records.startup_timeout import COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S, left_of_job
 from hpcinit.records.stop_reasons import Stopping
 from hpcinit.runtime import deepspeed_setup, devices, process_group, seeds
@@ -145,7 +145,6 @@ def resolve(request: Request, world: World, spec: Spec | None, device: torch.dev
     backends = devices.backends(device, comm.backend)
     default_s = COLLECTIVE_NCCL_S if backends[device.type] == "nccl" else COLLECTIVE_OTHER_S
     seed_by = _first(request.seed_by, spec and spec.seed_by, "same")
-    one_of("seed_by", seed_by, SEED_BY)
     seed = seeds.checked(_first(request.seed, spec and spec.seed, 0))
     if comm.deepspeed:
         deepspeed_setup.deepspeed_version()  # raises if it is missing or too old

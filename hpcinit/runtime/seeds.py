@@ -10,8 +10,7 @@ from collections.abc import MutableMapping
 import torch
 
 from hpcinit.base.errors import RequestError
-
-BY = ("same", "rank", "data")
+from hpcinit.records.spec import SEED_BY, one_of
 
 # 2**32 / golden ratio. It is odd, so number * WEYL mod 2**32 differs for all numbers below 2**32.
 WEYL = 0x9E3779B9
@@ -40,8 +39,7 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
     ranks, because torch's CPU generator uses only those. Raise RequestError for another `by`, or for a seed outside of
     0 to 2**63 - 1.
     """
-    if by not in BY:
-        raise RequestError(f"seed_by is {by!r}, expected one of: {', '.join(BY)}")
+    one_of("seed_by", by, SEED_BY)
     checked(seed)
     return seed if by == "same" else _mixed(str(seed), rank if by == "rank" else data_rank)
 
