@@ -9,7 +9,8 @@ left, all ranks end. A server that has lost its connection to the
 first server ends its ranks. So no old rank keeps running on a node that only lost its network.
 
     from a server: failed, ended, stop, lost (its connection has ended)
-    to all servers: end (end your ranks), start (fork new ranks, on these nodes), over (there are no more restarts)
+    to all servers: end (end your ranks), start (fork new ranks, on these nodes), over (there are no more restarts),
+        patience (no spare node is left, so wait longer for a silent server)
 
 A message about an earlier start of the ranks is ignored, because its failure has already led to a restart.
 """
@@ -126,6 +127,8 @@ class Decider:
             place = self._nodes.index(node)
             self._nodes[place] = spare
             yield from self._fail(self._lost(place, self._hosts[node]), -1, False)
+        if self._servers == set(self._nodes):
+            yield {"patience": True}
         if self._ended == self._servers:
             yield self._next()
 

@@ -27,8 +27,9 @@ from hpcinit.rendezvous.rendezvous_client import CONNECT_S, JoinRequest, connect
 from hpcinit.world import World, ports
 
 Message = dict[str, Any]
-# A node without network or power does not close its connection. The kernel reports the loss after this time.
-SILENT_S = 15
+# A node without network or power does not close its connection. The kernel reports the loss after SILENT_S, or after
+# PATIENT_S if no spare node can replace it: the network may work again, and a requeue costs more.
+SILENT_S, PATIENT_S = 15, 120
 REACH_S = 2.0  # for the reply of a node that may have no network
 LOST: Message = {"lost": True}  # what receive() returns for a connection that has ended
 
@@ -42,8 +43,13 @@ class Connection:
         own.setblocking(False)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("KEEPIDLE", 5), ("KEEPINTVL", 2), ("KEEPCNT", 5), ("USER_TIMEOUT", 1000 * SILENT_S)):
-            own.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        self.report_silence_after(SILENT_S)
+
+    def report_silence_after(self, seconds: int) -> None:
+        """Report a peer that is silent for so long as lost, in steps of 2 s."""
+        options = {"KEEPIDLE": 5, "KEEPINTVL": 2, "KEEPCNT": (seconds - 5) // 2, "USER_TIMEOUT": 1000 * seconds}
+        for name, value in options.items() if self._open else ():
+            self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
     def files(self) -> list[int]:
         return [self._socket.fileno()] if self._open else []
@@ -117,6 +123,11 @@ class Link:
         self._take(0, {})
         orders, self._orders = self._orders, []
         return orders
+
+    def report_silence_after(self, seconds: int) -> None:
+        """Report a server that is silent for so long as lost."""
+        for connection in self._connections.values():
+            connection.report_silence_after(seconds)
 
     def is_first_reachable(self) -> bool:
         return self._decide is not None or self._connections[0].is_peer_reachable()

@@ -25,7 +25,7 @@ from hpcinit.base.console import say
 from hpcinit.base.supervisor import Child
 from hpcinit.base.text import rank_names
 from hpcinit.launch.decider import FINAL, Decider, refusal
-from hpcinit.launch.server_link import Link, connect_servers
+from hpcinit.launch.server_link import PATIENT_S, Link, connect_servers
 from hpcinit.launch.signal_monitor import FORWARDED
 from hpcinit.node import nvidia_smi
 from hpcinit.records import elastic_restarts, job_log, run_folder, scratch, timeline
@@ -240,6 +240,8 @@ class WarmRestarts:
                 continue
             if "end" in order:
                 self._ends_round = int(order["end"])
+            elif "patience" in order:
+                self._link.report_silence_after(PATIENT_S)
             elif "start" in order:
                 self._next = elastic_restarts.from_json(order["why"])
                 self.here = self._place(order["nodes"])

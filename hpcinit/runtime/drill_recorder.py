@@ -149,7 +149,7 @@ def _guard_torch_save(torch: Any) -> None:
 
 def _record_steps(torch: Any, path: Path) -> None:
     batch = [0, 0]  # checksum and number of inputs
-    optimizers, held = _Optimizers(path), list[dict[str, Any]]()  # held: a step of which it is unknown if it counts
+    optimizers, pending = _Optimizers(path), list[dict[str, Any]]()  # pending: a step that perhaps counts
     before_forward: list[dict[str, Any]] = []  # the random states before the first forward pass of this step
     generators = _Generators(torch)
     loaders = _Loaders(generators)
@@ -209,11 +209,11 @@ def _record_steps(torch: Any, path: Path) -> None:
                 "variables": numbers,
             } | (drawn or random_states())
             if counts is None:
-                held[:] = [record]
+                pending[:] = [record]
                 return
-            for one in [*held, record] if optimizers.replaced else [record]:
+            for one in [*pending, record] if optimizers.replaced else [record]:
                 drill_records.append(path, one)
-            held.clear()
+            pending.clear()
 
     base.__init__ = created
     torch.nn.modules.module.register_module_forward_pre_hook(on_forward)

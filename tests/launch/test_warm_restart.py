@@ -154,8 +154,8 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     servers.fail(3)
     for node in (0, 2, 4):
         assert servers.send(node, ended="") == []
-    (order,) = servers.send(3, lost=True)
-    assert order["nodes"] == [0, 4, 2], "all others had reported"
+    patience, order = servers.send(3, lost=True)
+    assert patience == {"patience": True} and order["nodes"] == [0, 4, 2], "all others had reported"
     end, order = servers.send(0, lost=True)
     assert end == {"end": 2} and order["over"] == "the fork server on n1 is gone"
 
@@ -163,13 +163,13 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
 def test_a_spare_node_that_is_lost() -> None:
     """The ranks continue, and a later failure waits for no report of the lost server."""
     servers = Servers(2, spares=1)
-    assert servers.send(2, lost=True) == [] == servers.send(0, ended="")
+    assert servers.send(2, lost=True) == [{"patience": True}] and servers.send(0, ended="") == []
     assert servers.send(1, ended="") == [{"over": "", "node": 0}]
     servers = Servers(2, spares=1)
     servers.fail(1)
     for node in (0, 1):
         assert servers.send(node, ended="") == []
-    assert servers.send(2, lost=True)[0]["nodes"] == [0, 1]
+    assert servers.send(2, lost=True)[1]["nodes"] == [0, 1]
 
 
 def test_a_refused_restart_after_a_lost_node_names_no_node() -> None:
