@@ -32,6 +32,7 @@ from hpcinit.runtime import (
     extension_locks,
     init_request,
     mesh,
+    private_names,
     process_group,
     program,
     seeds,
@@ -196,6 +197,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
         extension_locks.report_abandoned(os.environ, say)
     if doubt := check_clock(os.environ, time.time()):
         say(doubt)
+    if world.rank == 0:
+        private_names.report_lost("torch")
     device = devices.choose(world)  # before the group exists, because NCCL uses the current device
     plan = resolve(request, world, spec, device)
     notes = [devices.bind_cpus(world, device), plan.binding.why]
@@ -205,6 +208,8 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
     kept, where = _group(world, spec, plan, asked)
     process_group.start_horovod(world)
     above = plan.deepspeed and deepspeed_setup.start_deepspeed(plan.backend, plan.collective_timeout, device)
+    if above and world.rank == 0:
+        private_names.report_lost("deepspeed")
     made = mesh.build_mesh(plan.layout, device)
     collectives = _settle(plan, keep=kept is not None and request.collective_timeout is None)
     loader_workers.install(plan.stopping.numbers)

@@ -179,7 +179,7 @@ def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timed
     asked: Any = group or dist.group.WORLD
     try:
         return _timeout_given_to(_unwrapped(asked._get_backend(device)))
-    except AttributeError:  # a later torch may lack it
+    except AttributeError:  # a later torch lacks it: private_names.py
         return None
 
 
@@ -234,7 +234,7 @@ def _backends_of_all() -> Iterator[object]:
     """Yield the backends of all groups of this process. Omit side groups, which include processes of other jobs."""
     try:
         names = list(c10d._world.pg_names.items())
-    except AttributeError:  # a later torch may lack it
+    except AttributeError:  # a later torch lacks it: private_names.py
         return
     for group, name in names:
         if not str(name).startswith(SIDE):
@@ -242,7 +242,7 @@ def _backends_of_all() -> Iterator[object]:
 
 
 def _backends(group: ProcessGroup) -> Iterator[object]:
-    with suppress(AttributeError):  # a later torch may lack one of these
+    with suppress(AttributeError):  # a later torch lacks one of these: private_names.py
         for device in group._device_types:
             yield _unwrapped(group._get_backend(device))
 
