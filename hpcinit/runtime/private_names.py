@@ -105,28 +105,9 @@ def _torch() -> Iterator[PrivateName]:
     yield PrivateName("torch", server, "_remaining_restarts", agent, on_instances=True)
 
 
-# deepspeed.utils.groups keeps process groups in these.
-GROUPS = (
-    "_ALL_TO_ALL_GROUP",
-    "_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-    "_EXPERT_PARALLEL_GROUP",
-    "_EXPERT_PARALLEL_GROUP_RANKS",
-    "_MODEL_PARALLEL_GROUP",
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
-    "_TENSOR_MODEL_PARALLEL_GROUP",
-    "_WORLD_GROUP",
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-)
-
-
 def _deepspeed() -> Iterator[PrivateName]:
     groups, engine = "deepspeed.utils.groups", "deepspeed.runtime.engine:DeepSpeedEngine"
     again, reshaped = "a second DeepSpeed start in one process", "DeepSpeed's checkpoints on another number of ranks"
-    for name in GROUPS:
-        yield PrivateName("deepspeed", groups, name, again)
     yield PrivateName("deepspeed", groups, "_release_process_group_references", again, since="0.19.8")
     yield PrivateName("deepspeed", engine, "_config", reshaped, on_instances=True)
     yield PrivateName("deepspeed", engine, "_copy_recovery_script", "run.save() with DeepSpeed")
