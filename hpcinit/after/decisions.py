@@ -38,7 +38,7 @@ class Facts:
     stop: the reason in stopped.json, or ''.
     preempted: whether Slurm preempted the job.
     lost: nodes that are down or do not respond.
-    unusable: nodes on which a check refused to start the ranks.
+    unusable: nodes on which a check refused to start the ranks, or that the fork servers have lost.
     hung: for each hang report, the node at fault, or '' if it is unknown.
     node_failed: whether Slurm printed that a node failed.
     """

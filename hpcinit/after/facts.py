@@ -102,7 +102,7 @@ def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
 
 
 def _unusable(job: Job) -> Iterator[str]:
-    """Yield the nodes on which a check refused to start this attempt's ranks."""
+    """Yield the nodes that this attempt cannot use: a check refused to start the ranks, or the fork servers lost it."""
     start = f"{job.number}.{job.attempt}."
     for path in sorted((job.folder / run_folder.UNUSABLE).glob(f"{start}*")):
         yield path.name.removeprefix(start)

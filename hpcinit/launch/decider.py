@@ -113,29 +113,46 @@ class Decider:
 
     def _lose(self, node: int) -> Iterator[dict[str, Any]]:
         """Replace a lost node by a spare node. If there is none, order that there are no more restarts."""
+        # If its ranks have succeeded, the others may still succeed, for example when rank 0 saves for the last time.
+        is_done = node in self._ended and not self._failures
         self._servers.discard(node)
         self._ended.discard(node)
-        if node in self._nodes:
-            spare = min(self._servers - set(self._nodes), default=None)
-            if spare is None or self._lost is None:
+        if node in self._nodes and not is_done:
+            failure = self._replace(node)
+            if failure is None:
                 if self._lost is not None:
                     # With --no-kill, Slurm does not end the step, and a rank may wait forever for one on a node without
                     # a network.
                     yield {"end": self.round}
-                yield self._end_for_good(f"the fork server on {self._hosts[node]} is gone")
+                yield self._give_up(node)
                 return
-            place = self._nodes.index(node)
-            self._nodes[place] = spare
-            yield from self._fail(self._lost(place, self._hosts[node]), -1, False)
+            yield from self._fail(failure, -1, False)
         if self._servers == set(self._nodes):
             yield {"patience": True}
         if self._ended == self._servers:
             yield self._next()
 
+    def _replace(self, node: int) -> Restart | None:
+        """Make a spare node replace a lost node. Return the failure to record, or None if no spare node is left."""
+        spare = min(self._servers - set(self._nodes), default=None)
+        if spare is None or self._lost is None:
+            return None
+        place = self._nodes.index(node)
+        self._nodes[place] = spare
+        return self._lost(place, self._hosts[node])
+
+    def _give_up(self, node: int) -> dict[str, Any]:
+        """Return the last order after a lost node that no spare node can replace."""
+        gone = {"gone": self._hosts[node]} if self._lost is not None else {}
+        return self._end_for_good(f"the fork server on {self._hosts[node]} is gone") | gone
+
     def _next(self) -> dict[str, Any]:
         """Return the next order, once no rank is running any more."""
         if not self._failures:
             return self._end_for_good("", 0)
+        for lost in [one for one in self._nodes if one not in self._servers]:  # their ranks had succeeded
+            if self._replace(lost) is None:
+                return self._give_up(lost)
         cause, node = self._cause()
         if any(final for _, _, final in self._failures):
             return self._end_for_good("ranks that exit with status 2 or 143 are not restarted", node)
@@ -143,7 +160,7 @@ class Decider:
             return self._end_for_good(refused, node)
         self.round += 1
         self._ended, self._failures, self._deadline = set(), [], None
-        return {"start": self.round, "why": cause.to_json(), "nodes": self._nodes}
+        return {"start": self.round, "why": cause.to_json(), "nodes": [*self._nodes]}
 
     def _cause(self) -> tuple[Restart, int]:
         """Return the failure that caused the others, and the node on which it occurred: -1 for a lost node."""

@@ -28,7 +28,7 @@ from hpcinit.launch.decider import FINAL, Decider, refusal
 from hpcinit.launch.server_link import PATIENT_S, Link, connect_servers
 from hpcinit.launch.signal_monitor import FORWARDED
 from hpcinit.node import nvidia_smi
-from hpcinit.records import elastic_restarts, job_log, run_folder, scratch, timeline
+from hpcinit.records import elastic_restarts, job_log, requeues, run_folder, scratch, timeline
 from hpcinit.records.elastic_restarts import Restart
 from hpcinit.records.spec import Spec
 from hpcinit.runtime.process_state import state
@@ -251,6 +251,10 @@ class WarmRestarts:
                     # The other ranks may use a spare node by now, and any exit status but 0 would end their step.
                     self._ends_round, node, self._cut_off = self._round, FIRST, True
                 self._over = order if "over" in order else {"over": gone, "node": node}
+                if self._decider is not None and "gone" in order:
+                    # Slurm may not notice the loss, if the node's network works again soon.
+                    with background_writer.suppressed("the record of a lost node"):
+                        requeues.record_unusable(self._folder, order["gone"], os.environ)
                 if self._over["over"] and (self._decider is not None or "lost" in order):
                     say(f"no more warm restarts: {self._over['over']}")
         # This order may arrive together with the order to start these ranks, before they are forked.

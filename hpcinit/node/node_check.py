@@ -23,7 +23,7 @@ from hpcinit.base import failure_kinds, processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import BringUpError
 from hpcinit.engine import from_environment
-from hpcinit.records import run_folder
+from hpcinit.records import requeues, run_folder
 from hpcinit.records.check_results import OK
 from hpcinit.records.spec import OFF, REPLACE, Spec
 from hpcinit.slurm import nodelist
@@ -112,11 +112,8 @@ def finish(running: Running | None, folder: Path) -> None:
     for line in found["lines"]:
         say(f"{node}: {line}")
     if found["unusable"] and running.action == REPLACE:
-        job = _attempt(os.environ)
         with suppress(OSError):  # hpcinit.after finds it, to replace the node
-            record = folder / run_folder.UNUSABLE / f"{job}.{node}"
-            safe_files.make_folders(record.parent)
-            safe_files.write_atomically(record, "")
+            requeues.record_unusable(folder, node, os.environ)
         raise BringUpError(
             f"{node} cannot be used: {found['unusable']}; expected a free GPU that responds. Submit with "
             f"+cluster.sbatch.exclude={node} or with spare_nodes=1, and report the node to the site; {off}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +29,16 @@ class Restart:
     step: int | None = None
     without_progress: int = 0
     max_restarts: int | None = None
+
+
+def record_unusable(folder: Path, node: str, env: Mapping[str, str]) -> None:
+    """Record for hpcinit.after that this attempt of the job cannot use a node. Raise OSError if that fails.
+
+    folder: the run folder.
+    """
+    path = folder / run_folder.UNUSABLE / f"{env['SLURM_JOB_ID']}.{env.get('SLURM_RESTART_COUNT', '0')}.{node}"
+    safe_files.make_folders(path.parent)
+    safe_files.write_atomically(path, "")
 
 
 def read(path: Path) -> list[Restart]:

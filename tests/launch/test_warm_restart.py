@@ -172,6 +172,29 @@ def test_a_spare_node_that_is_lost() -> None:
     assert servers.send(2, lost=True)[1]["nodes"] == [0, 1]
 
 
+def test_a_lost_node_whose_ranks_have_succeeded() -> None:
+    """The others continue, perhaps with the final save of rank 0. If one of them fails, the node must be replaced."""
+    for spares in (0, 1):
+        servers = Servers(2, spares=spares)
+        for node in range(1, 2 + spares):
+            servers.send(node, ended="")
+        assert not [order for order in servers.send(1, lost=True) if "patience" not in order]
+        assert servers.send(0, ended="") == [{"over": "", "node": 0}]
+    servers = Servers(2, spares=1)
+    servers.send(1, ended="")
+    servers.send(1, lost=True)
+    assert servers.fail(0) == [{"end": 0}] and servers.send(2, ended="") == []
+    (order,) = servers.send(0, ended="")
+    assert order["nodes"] == [0, 2]
+    servers.send(2, lost=True)
+    servers = Servers(2, spares=1)
+    servers.send(2, lost=True)
+    servers.send(1, ended="")
+    servers.send(1, lost=True)
+    servers.fail(0)
+    assert servers.send(0, ended="") == [{"over": "the fork server on n2 is gone", "node": -1, "gone": "n2"}]
+
+
 def test_a_refused_restart_after_a_lost_node_names_no_node() -> None:
     """Each server ends with the status that its ranks had: the one of the lost node cannot."""
     servers = Servers(2, spares=1)
