@@ -2,8 +2,12 @@
 
 For each name, empty files `.NAME-0042.number` (called marks here) record the highest numbers. The number is in the
 file's name because a name is never half-written, not even over NFS. hpcinit removes a mark only after it has submitted
-a run with a higher number. So the highest mark remains, even if several login nodes submit at the same time. Without
-marks, the folders show which numbers are used.
+runs with higher numbers. So the highest mark remains, even if several login nodes submit at the same time. If all marks
+are missing, only the folders show which numbers are used.
+
+A submission may be slow, or may see an old list of the folder over NFS. Meanwhile, another run may have used the same
+number, and may even have been removed again. So the last KEPT marks remain as well, and take() refuses a number that
+has a mark.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pathlib import Path
 from hpcinit.base import safe_files
 
 _RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours, and no room for the next number
+KEPT = 20  # files of a name that remain below the highest one
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
@@ -38,9 +43,12 @@ def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> in
 def take(run: Path) -> None:
     """Record that the new folder `run` uses its number.
 
-    Raise FileExistsError if another run has used the number, and OSError if the mark cannot be written.
+    Raise FileExistsError if another run may have used the number, and OSError if the mark cannot be written.
     """
     mark(run, os.O_EXCL)
+    if (found := _RUN.fullmatch(run.name)) and next_number(run.parent, found["name"]) - int(found["number"]) > KEPT:
+        unmark(run)
+        raise FileExistsError(run)
 
 
 def mark(run: Path, flags: int = 0) -> None:
@@ -58,11 +66,14 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """Remove the marks of runs with the same name and lower numbers, after `run` was submitted."""
+    """Remove old marks after `run` was submitted.
+
+    These are the marks with the same name whose numbers are more than KEPT below the number of `run`.
+    """
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):
-        if one.startswith(".") and any(number < int(found["number"]) for number in _numbers(one, found["name"])):
+        if one.startswith(".") and any(number < int(found["number"]) - KEPT for number in _numbers(one, found["name"])):
             with suppress(OSError):
                 (run.parent / one).unlink()
 
