@@ -13,7 +13,6 @@ STARTERS = {"run", "Popen", "check_output", "check_call", "call", "getoutput", "
 # Bytes that hpcinit wrote, or of a file whose wrong encoding is reported as an error.
 STRICT = {
     "discover/cluster_file.py": "a user's YAML file; what is not UTF-8 is a RequestError",
-    "jobs/train_gpt.py": "letters that this program has encoded",
 }
 
 

@@ -160,13 +160,13 @@ def test_ctrl_c_while_waiting(
     """After Ctrl-C the job continues, and a line shows how to see its results."""
 
     class Interrupted:
-        def __init__(self, _: Path) -> None:
+        def __init__(self, _: list[Path]) -> None:
             pass
 
         def ask(self) -> bool:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor_command, "Poll", Interrupted)
+    monkeypatch.setattr(doctor_command, "Polls", Interrupted)
     assert doctor_command.wait(tmp_path) == INTERRUPTED
     assert f"hpcinit doctor --run {tmp_path}" in capsys.readouterr().err
 

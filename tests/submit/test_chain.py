@@ -222,14 +222,14 @@ def test_unknown_jobs(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     done = submit(hpcinit, slurm, asked, "name=x", "--", "true")
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
-    assert lines[0].startswith(
+    assert lines[2].startswith(
         "hpcinit: error: dependency=afterany:987654: Slurm has no record of job 987654 and would start this job at once"
     )
-    assert lines[1].startswith(
+    assert lines[0].startswith(
         "hpcinit: error: dependency=afterany:nope-0001: no run 'nope-0001': no run folder or job has this name"
     )
     assert (
-        "dependency=afterok:here-0001: runs/here-0001 runs without Slurm (engine: local)" in lines[2]
+        "dependency=afterok:here-0001: runs/here-0001 runs without Slurm (engine: local)" in lines[1]
         and len(lines) == 3
     )
     assert not (tmp_path / "runs/x-0001").exists()
