@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -449,7 +450,8 @@ def test_every_rank_of_all_nodes_starts_again(hpcinit: Run, tmp_path: Path) -> N
     for attempt in timeline.read(folder)[1:]:
         for rank in attempt.ranks:
             assert list(rank.events)[:3] == ["allocated", "started", "forked"]
-            assert sorted(rank.events.values()) == list(rank.events.values())
+            # The kernel counts the start of a process in ticks of 10 ms.
+            assert all(after > before - 0.02 for before, after in pairwise(rank.events.values())), rank.events
     assert not processes_of(tmp_path)
 
 
