@@ -5,7 +5,7 @@ these events, ranks do not restart in this step any more: a stop signal, a lost 
 in time. Each server then acts as without restart.warm, and Slurm ends the step when the first server exits.
 
 A spare node has a server without ranks, which can replace a lost server. If the job requested spare nodes and none is
-left, all ranks end. A server that has lost its connection to the
+left, all ranks end, unless the ranks of the lost server have succeeded. A server that has lost its connection to the
 first server ends its ranks. So no old rank keeps running on a node that only lost its network.
 
     from a server: failed, ended, stop, lost (its connection has ended)

@@ -32,7 +32,7 @@ from hpcinit.world.launchers import slurm_step
 if TYPE_CHECKING:
     from hpcinit.records.node_facts import Nccl
 
-JOB, RESTART, NODE = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"
+JOB, NODE = "SLURM_JOB_ID", "SLURMD_NODENAME"
 NEEDED = (JOB, NODE, "SLURM_CLUSTER_NAME", "SLURM_PROCID")
 KILL_S = 1.0  # a killed process that has not ended by then hangs in the kernel
 MOST_COMPARED = 64  # records of other nodes that the first node reads
@@ -155,10 +155,6 @@ def check(spec: Spec, env: Mapping[str, str]) -> tuple[list[str], str]:
     return lines, node_findings.unusable(node)
 
 
-def _attempt(env: Mapping[str, str]) -> str:
-    return f"{env[JOB]}.{env.get(RESTART, '0')}"
-
-
 def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
     """Record in the run folder which interface NCCL uses on this node, and return the records of other nodes.
 
@@ -169,7 +165,7 @@ def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
 
     folder = Path(env.get(run_folder.ENV_FOLDER) or ".") / run_folder.NCCL
     first = nodelist.expand(env.get("SLURM_STEP_NODELIST") or env[NODE])[0]
-    attempt, found = _attempt(env), []
+    attempt, found = requeues.attempt(env), []
     with suppress(OSError):
         safe_files.make_folders(folder)
         safe_files.write_atomically(folder / f"{attempt}.{env[NODE]}.json", json.dumps(asdict(own)))

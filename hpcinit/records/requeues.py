@@ -31,12 +31,17 @@ class Restart:
     max_restarts: int | None = None
 
 
+def attempt(env: Mapping[str, str]) -> str:
+    """Return the name of this attempt of the job, JOB.RESTART, as in 43.0."""
+    return f"{env['SLURM_JOB_ID']}.{env.get('SLURM_RESTART_COUNT', '0')}"
+
+
 def record_unusable(folder: Path, node: str, env: Mapping[str, str]) -> None:
     """Record for hpcinit.after that this attempt of the job cannot use a node. Raise OSError if that fails.
 
     folder: the run folder.
     """
-    path = folder / run_folder.UNUSABLE / f"{env['SLURM_JOB_ID']}.{env.get('SLURM_RESTART_COUNT', '0')}.{node}"
+    path = folder / run_folder.UNUSABLE / f"{attempt(env)}.{node}"
     safe_files.make_folders(path.parent)
     safe_files.write_atomically(path, "")
 
