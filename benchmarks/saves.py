@@ -41,8 +41,8 @@ def rank(gb: float, tries: int, folder: Path) -> None:
 
     layout = Layout(dp_replicate=1, dp_shard=-1)
     with hpcinit.session(layout=layout, training=Training("fsdp")) as run:
-        width = int((gb * 1e9 * run.world_size / 4 / LAYERS) ** 0.5)
-
+        # A multiple of 64, as in most models: torch copies a shard once more if the ranks' shards differ in size.
+        width = int((gb * 1e9 * run.world_size / 4 / LAYERS) ** 0.5) // 64 * 64
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
         wrapped = run.wrap(model)
         taken: dict[str, list[float]] = {"wait=False": [], "wait=True": []}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -474,6 +475,25 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
     staged.write("a", b"y" * 10)
     assert staged["a"] is first and first.size == 10
     assert os.pread(first.descriptor, first.size, 0) == b"y" * 10
+    staged.free()
+
+
+def test_memory_is_mapped_once() -> None:
+    """A second save of a file that grew part by part finds every page: none of them causes a page fault again."""
+    part, parts = b"x" * (1 << 20), 96  # it grows several times
+    staged = staged_files.StagedFiles(1)
+
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        file = staged.open("a")
+        for _ in range(parts):
+            file.write(part)
+        assert not file.problem
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first, second = page_faults(), page_faults()
+    assert second < 0.05 * first
+    assert os.pread(staged["a"].descriptor, 1, (parts << 20) - 1) == b"x"
     staged.free()
 
 

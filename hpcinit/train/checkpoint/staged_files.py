@@ -68,7 +68,10 @@ class StagedFile(io.RawIOBase):
             return False
         try:
             os.posix_fallocate(self.descriptor, 0, wanted)  # a page that cannot be allocated later is a SIGBUS
-            self._pages = mmap.mmap(self.descriptor, wanted)
+            if self._pages is None:
+                self._pages = mmap.mmap(self.descriptor, wanted)
+            else:
+                self._pages.resize(wanted)  # a new mmap would make the next save slow: its pages are not mapped yet
         except (OSError, ValueError) as error:
             self.problem = f"its copy in memory cannot be allocated: {error}"
             return False
