@@ -246,7 +246,9 @@ def words(spare: int, time_min: int, tmp: Path) -> list[str]:
 def start(slurm: MiniSlurm, disk: Path, tmp: Path, minutes: float, drawn: random.Random) -> Soak:
     survives = [
         "restart.warm=true", "restart.max_restarts=99", "restart.on=[node_fail,hang,failure]",
-        "restart.without_progress=null", "hang.after_s=6", "hang.action=end", "name=soak",
+        "restart.without_progress=null", "hang.after_s=6", "hang.action=end",
+        # Silence during a save is no hang before this limit. A rank was once stopped in the middle of a save.
+        "comm.checkpoint_timeout_s=60", "name=soak",
     ]  # fmt: skip
     command = ["--", "train.py", str(10**9), str(PACE_S), str(EVERY), str(disk / "checkpoints")]
     done = submit(hpcinit, slurm, *words(1, int(minutes) + 60, tmp), *survives, *command)
