@@ -41,7 +41,7 @@ def rank(gb: float, tries: int, folder: Path) -> None:
 
     layout = Layout(dp_replicate=1, dp_shard=-1)
     with hpcinit.session(layout=layout, training=Training("fsdp")) as run:
-        # A multiple of 64, as in most models: torch copies a shard once more if the ranks' shards differ in size.
+        # A multiple of 64, as in most models: torch makes another copy of a shard if the ranks' shards differ in size.
         width = int((gb * 1e9 * run.world_size / 4 / LAYERS) ** 0.5) // 64 * 64
         model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
         wrapped = run.wrap(model)
