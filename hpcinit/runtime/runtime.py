@@ -329,7 +329,7 @@ class Runtime:
             extra: plain values and tensors, such as a schedule's state_dict(). Rank 0's value is saved.
             samples: number of samples processed so far. None: step x global batch.
             keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
-            timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
+            timeout: how long ranks wait for each other. None: checkpoint_timeout.
             wait: True: return when the checkpoint is written. False: only copy the state into memory and return; a
                 separate process for each rank writes the files while training continues. If writing then fails, hpcinit
                 prints a warning, and there is no checkpoint of this step. The next save, a load and the end of the
@@ -338,7 +338,7 @@ class Runtime:
         """
         from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
-        began, timeout = time.monotonic(), self._patience(timeout)
+        began, timeout = time.monotonic(), timeout or self.checkpoint_timeout
         with phase.during("saving", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
             written = checkpoint.save(
                 wrapped,
@@ -376,11 +376,11 @@ class Runtime:
             wrapped: the model and optimizer, as run.wrap() returned them.
             folder: the folder that was passed to save().
             loader: the data loader whose position was saved.
-            timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
+            timeout: how long ranks wait for each other. None: checkpoint_timeout.
         """
         from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
-        timeout = self._patience(timeout)
+        timeout = timeout or self.checkpoint_timeout
         with phase.during("loading", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
             loaded = checkpoint.load(
                 wrapped,
@@ -420,20 +420,16 @@ class Runtime:
             folder: a new folder, or one that an earlier export wrote.
             dtype: type of the weights. None: precision.param if that has 16 bits, else torch.bfloat16.
             tokenizer: a tokenizer or processor of Transformers to save in the folder.
-            timeout: how long ranks wait for each other. None: the longer of checkpoint_timeout and collective_timeout.
+            timeout: how long ranks wait for each other. None: checkpoint_timeout.
         """
         from hpcinit.train.checkpoint import export_weights  # noqa: PLC0415 - as above
 
-        timeout = self._patience(timeout)
+        timeout = timeout or self.checkpoint_timeout
         chosen = dtype or (torch.float16 if self.training.precision.param == "fp16" else torch.bfloat16)
         with phase.during("exporting", max(timeout, phase.LONG * timedelta(seconds=self.hang.after_s))):
             return export_weights.export(
                 wrapped, Path(folder), dtype=chosen, tokenizer=tokenizer, timeout=timeout, job=self.world.job
             )
-
-    def _patience(self, timeout: timedelta | None) -> timedelta:
-        """Return how long ranks wait for each other in save(), load() and export()."""
-        return timeout or max(self.checkpoint_timeout, self.collective_timeout)
 
     def should_stop(self) -> Stop | None:
         """Return a Stop with the reason if the program should save and exit now, else None.

@@ -16,16 +16,16 @@ CLOCK = """
             groups = list(torch.distributed.distributed_c10d._world.pg_map)
             return sorted({round(process_group.timeout_of(run.device, group).total_seconds(), 1) for group in groups})
 """
-# A fake of a slow file system: on rank 0 one file of each part of a save, and of a load, takes 7 s.
+# A fake of a slow file system: on rank 0 one file of each part of a save, and of a load, takes 4 s.
 SLOW = """
-        run.set_collective_timeout(timedelta(seconds=5))
+        run.set_collective_timeout(timedelta(seconds=3))
         parts = ["rank-00000.pt", "__0_0.distcp", "mp_rank_00_model_states.pt", "checkpoint.json"]
         real_fsync, real_load, slept = os.fsync, torch.load, []
         def wait(path, wanted):
             name = Path(path).name
             if run.rank == 0 and name in wanted and name not in slept:
                 slept.append(name)
-                time.sleep(7)
+                time.sleep(4)
         def slow_fsync(descriptor):
             wait(os.readlink(f"/proc/self/fd/{descriptor}"), parts)
             real_fsync(descriptor)
@@ -37,10 +37,12 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("zero 1", marks=pytest.mark.deepspeed)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("ddp", marks=pytest.mark.more), "fsdp", pytest.param("zero 1", marks=pytest.mark.deepspeed)]
+)
 def test_a_save_and_a_load_slower_than_the_collective_timeout(tmp_path: Path, kind: str) -> None:
-    """With a collective timeout of 5 s a save of 21 s and a load of 14 s succeed; before and after them, training's
-    collectives have their 5 s."""
+    """With a collective timeout of 3 s a save of 12 s and a load of 8 s succeed; before and after them, training's
+    collectives have their 3 s."""
     code = """
         folder = Path(os.environ["FOLDER"])
         program = Program(run, layout, training)
@@ -65,8 +67,8 @@ def test_a_save_and_a_load_slower_than_the_collective_timeout(tmp_path: Path, ki
     folder = tmp_path / "checkpoints"
     for found, output in two_ranks(CLOCK + SLOW + code, tmp_path, FOLDER=str(folder), KIND=kind):
         assert "step-00000001" in found["saved"] and "Error" not in found["saved"], output
-        assert found["save took"] > 20 and found["load took"] > 13, found
-        assert (found["timeout after save"], found["timeout after load"]) == (5, 5)
+        assert found["save took"] > 12 and found["load took"] > 8, found
+        assert (found["timeout after save"], found["timeout after load"]) == (3, 3)
         assert found["loaded"] == 1 and found["same"]
 
 
@@ -107,7 +109,7 @@ def test_no_rank_waits_for_a_removal(tmp_path: Path) -> None:
 
 
 def test_the_timeouts_are_restored_after_a_failure(tmp_path: Path) -> None:
-    """During a save or load each group has the longer timeout, and after an error its previous one."""
+    """During a save or load each group has at least the timeout of saves, and after an error its previous one."""
     code = """
         program = Program(run, plain, ddp)
         run.set_collective_timeout(timedelta(seconds=50))
@@ -127,10 +129,13 @@ def test_the_timeouts_are_restored_after_a_failure(tmp_path: Path) -> None:
         program.loader = Bad()
         found["load"] = error(lambda: program.load(folder))
         found["after load"] = timeouts()
+        run.set_collective_timeout(timedelta(seconds=5000))
+        error(lambda: program.load(folder))
         found["within"] = within
     """
     for found, output in two_ranks(CLOCK + code, tmp_path, FOLDER=str(tmp_path / "checkpoints")):
         assert "no state" in found["save"] and "no place" in found["load"], output
-        assert found["within"] == [[70, 9000], [3600, 9000]]
+        # The last one: where ranks agree about a load, checkpoint_timeout is the limit, not a longer collective_timeout.
+        assert found["within"] == [[70, 9000], [3600, 9000], [3600, 5000]]
         assert found["after save"] == [50, 70, 9000]  # 70: only the group of checkpoints
         assert found["after load"] == [50, 70, 9000]
