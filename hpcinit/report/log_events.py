@@ -92,7 +92,7 @@ class Event(NamedTuple):
     form: in which form the line shows the step (the index in STEPS), or -1.
     took_s: how long the save or the evaluation took, as printed, or 0.
     timed: whether the time is in this line. Otherwise it is the time of an earlier line, or an estimate.
-    late_s: by how many seconds the event may have happened after `time`.
+    early_s, late_s: by how many seconds the event may have happened before, or after, `time`.
     """
 
     time: float | None
@@ -105,6 +105,7 @@ class Event(NamedTuple):
     form: int = -1
     took_s: float = 0.0
     timed: bool = True
+    early_s: float = 0.0
     late_s: float = 0.0
 
 

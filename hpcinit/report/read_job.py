@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcinit.records import run_folder
 from hpcinit.report import charges, ledger, log_events, read_logs
@@ -29,6 +32,14 @@ NEAR_S = 90.0  # events so long before or after an allocation belong to it
 ZONES_S = [0.0, *(sign * 900.0 * number for number in range(1, 57) for sign in (1, -1))]
 COPIED = 0.6  # if this share of the checkpoints has times within a minute, they are the times of a copy
 COPY_SHARE = 0.02  # of the time of all attempts
+MOST_CHOICES = 20_000
+
+
+class Known(NamedTuple):
+    """How exact the times of a log are. Piece (read_logs.py) explains the two fields."""
+
+    loose: bool
+    paced: bool
 
 
 @dataclass(frozen=True)
@@ -234,9 +245,15 @@ def _pieces(
 ) -> list[list[Piece]]:
     """Return one list for each allocation. It contains a Piece for each start of the ranks."""
     events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
+    known = [Known(False, True) for _ in allocations]
     for stream in streams:
-        for at, own in enumerate(_by_allocation(stream, allocations)):
-            events[at].append(own)
+        if stream.stamped:
+            for at, own in enumerate(_by_allocation(stream, allocations)):
+                events[at].append(own)
+        else:
+            for at, own, how in _unstamped(stream, allocations, saves):
+                events[at].append(own)
+                known[at] = how
     found = []
     for at, one in enumerate(allocations):
         main = max(events[at], key=lambda own: sum(event.kind == "step" for event in own), default=[])
@@ -248,7 +265,7 @@ def _pieces(
             if event.kind not in ("step", "save", "eval", "load")
         ]
         every = sorted([*main, *others], key=lambda event: event.time or 0.0)
-        found.append(list(_split(one, every, saves)))
+        found.append(list(_split(one, every, saves, known[at])))
     return found
 
 
@@ -257,13 +274,11 @@ def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterato
         yield [
             event
             for event in stream.events
-            if event.time is not None
-            and (event.timed or stream.stamped)
-            and one.begin - 5 <= event.time <= one.end + NEAR_S
+            if event.time is not None and one.begin - 5 <= event.time <= one.end + NEAR_S
         ]
 
 
-def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint]) -> Iterator[Piece]:
+def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], known: Known) -> Iterator[Piece]:
     """Yield a Piece for each start of the ranks inside an allocation.
 
     Where the step numbers go back, the ranks were started again.
@@ -295,5 +310,246 @@ def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint]
             [(save.end, save.step) for save in saves if at <= save.end <= end],
             completed=final and one.state == "COMPLETED",
             known_steps=[save.step for save in saves],
+            loose=known.loose,
+            paced=known.paced,
         )
         at = end
+
+
+# Logs without times
+
+
+def _unstamped(
+    stream: Stream, allocations: Sequence[Allocation], saves: Sequence[Checkpoint]
+) -> Iterator[tuple[int, list[Event], Known]]:
+    """Estimate the times of the events in a log that shows no times.
+
+    For each attempt in the log, yield the index of its allocation, the events, and how exact their times are.
+    """
+    every = _chunks(stream.events)
+    own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
+    own = [at for at in own or range(len(allocations)) if allocations[at].begin < stream.written] or [0]
+    spans = [_relative(chunk) for chunk in every]
+    lengths = [span[-1][0] if span else 0.0 for span in spans]
+    last = own[-1:] if stream.written <= allocations[own[-1]].end + 120 else []  # it wrote the end of the log
+    before = own[: len(own) - len(last)] or own
+    place = [before[at] for at in _places(lengths[: len(lengths) - len(last)], [allocations[at] for at in before])]
+    for chunk, span, at in zip(every, spans, [*place, *last], strict=True):
+        one = allocations[at]
+        # After the last step, a program that failed may have been silent until Slurm's message about the end.
+        is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120 and one.state == "COMPLETED"
+        latest = min(stream.written, one.end) if chunk is every[-1] and one.begin < stream.written else one.end
+        yield at, *_placed(chunk, span, one, saves, latest if is_last else None, latest)
+
+
+def _chunks(events: Sequence[Event]) -> list[list[Event]]:
+    """Divide the events by attempt. A new attempt starts where steps go back, or after Slurm's message about an end."""
+    found: list[list[Event]] = [[]]
+    last = -1
+    for event in events:
+        if event.kind == "step":
+            if event.step < last:
+                found.append([])
+            last = event.step
+        found[-1].append(event)
+        if event.kind == "ended":
+            found.append([])
+            last = -1
+    return [chunk for chunk in found if any(event.kind == "step" for event in chunk)] or [list(events)]
+
+
+def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
+    """Return (seconds since the first step, step) for each step, from progress bars or the printed seconds per step."""
+    steps = [event for event in chunk if event.kind == "step"]
+    if not steps:
+        return []
+    bars = [event for event in steps if event.bar_s >= 0]
+    found: list[tuple[float, int]] = []
+    if len(bars) > 1:
+        offset = 0.0
+        for before, event in pairwise([bars[0], *bars]):
+            if event.bar_s < before.bar_s:  # a bar of the next epoch
+                pace = found[-1][0] / max(1, found[-1][1] - bars[0].step)
+                offset = max(found[-1][0], found[-1][0] + pace * (event.step - found[-1][1])) - event.bar_s
+            if not found or event.step > found[-1][1]:
+                found.append((offset + event.bar_s, event.step))
+        return [(at - found[0][0], step) for at, step in found]
+    each = [event.each_s for event in steps if event.each_s]
+    usual = _mean_of_most(each)
+    at, last = 0.0, steps[0].step
+    for event in steps:
+        if not found or event.step > found[-1][1]:
+            at += (event.step - last) * usual
+            found.append((at, event.step))
+            last = event.step
+    return found
+
+
+def _mean_of_most(values: Sequence[float]) -> float:
+    """Return the mean of the values, or 0 if there are none.
+
+    Omit the largest tenth of the values, which contains first steps and saves.
+    """
+    most = sorted(values)[: max(1, len(values) - len(values) // 10)]
+    return statistics.fmean(most) if most else 0.0
+
+
+def _places(lengths: Sequence[float], allocations: Sequence[Allocation]) -> list[int]:
+    """Return the index of the allocation for each attempt in a log. The attempts stay in order.
+
+    The allocations whose durations fit best are chosen.
+
+    lengths: the known duration of each attempt in seconds.
+    """
+    if len(lengths) > len(allocations):
+        return [min(at, len(allocations) - 1) for at in range(len(lengths))]
+    best: tuple[float, Sequence[int]] | None = None
+    for number, choice in enumerate(combinations(range(len(allocations)), len(lengths))):
+        cost = sum(
+            max(0.0, length - allocations[at].charged_s) * 10 + max(0.0, allocations[at].charged_s - length)
+            for length, at in zip(lengths, choice, strict=True)
+        )
+        if best is None or cost < best[0]:
+            best = cost, choice
+        if number > MOST_CHOICES:
+            break
+    return list(best[1]) if best else []
+
+
+def _placed(
+    chunk: Sequence[Event],
+    span: Sequence[tuple[float, int]],
+    one: Allocation,
+    saves: Sequence[Checkpoint],
+    written: float | None,
+    latest: float,
+) -> tuple[list[Event], Known]:
+    """Return the events of an attempt with times inside its allocation `one`, and how exact these times are.
+
+    span: what _relative() returned.
+    written: when the last line was written, or None if unknown.
+    latest: a time before which the last step ended.
+    """
+    if not span:
+        return [event for event in chunk if event.timed and event.time is not None], Known(False, True)
+    bars = [event.bar_s for event in chunk if event.bar_s >= 0]
+    times, known = _times(span, one, saves, written, bool(bars))
+    limits = {} if known.loose or not known.paced else _limits(span, one, saves, latest, bool(bars))
+    found: list[Event] = []
+    if bars:
+        first = times[span[0][1]]
+        low, high = limits.get(span[0][1], (first, first))
+        early_s, late_s = max(0.0, first - low), max(0.0, high - first)
+        found.append(Event(first - bars[0], "stepping", early_s=early_s, late_s=late_s))
+    now: float | None = None
+    for event in chunk:
+        if event.kind == "step":
+            if event.step in times:
+                now = times[event.step]
+                low, high = limits.get(event.step, (now, now))
+                found.append(event._replace(time=now, early_s=max(0.0, now - low), late_s=max(0.0, high - now)))
+        elif event.timed and event.time is not None:
+            found.append(event)
+        elif now is not None or event.kind == "load":
+            found.append(event._replace(time=one.begin if now is None else now + 0.01, timed=False))
+    return found, known
+
+
+def _times(
+    span: Sequence[tuple[float, int]],
+    one: Allocation,
+    saves: Sequence[Checkpoint],
+    written: float | None,
+    bars: bool = False,
+) -> tuple[dict[int, float], Known]:
+    """Return the estimated time of each step, and how exact these times are.
+
+    span: (seconds since the first step, step) for each step.
+    one: the allocation in which the steps ran.
+    written: when the last line of the log was written, or None if unknown.
+    bars: whether `span` is the elapsed time of progress bars, which includes saves and evaluations.
+    """
+    length, first = span[-1][0], span[0][1]
+    number = max(1, span[-1][1] - first)
+    own = [save for save in saves if one.begin < save.end <= one.end and first - 1 <= save.step <= span[-1][1] + number]
+    ends = {save.step: save.end for save in sorted(own, key=lambda save: -save.end)}  # the first sign of each step
+    anchors = sorted(ends.items())
+    usual = length / number
+    if bars and anchors:
+        pace = statistics.median((b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(span)) if len(span) > 1 else usual
+        offsets: list[float] = []
+        for step, saved_at in anchors:  # the next step was the first after the save
+            seconds, later = next((one for one in span if one[1] > step), span[-1])
+            offsets.append(saved_at - seconds + pace * (later - step))
+        numbers = [step for step, _ in anchors]
+        found = [offsets[max(0, bisect.bisect_right(numbers, step) - 1)] + seconds for seconds, step in span]
+        return dict(zip((step for _, step in span), accumulate(found, max), strict=True)), Known(False, True)
+    if len(anchors) > 1 and anchors[-1][0] > anchors[0][0]:
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(anchors) if b[1] >= a[1]]
+        pace = statistics.median(slopes) if slopes else usual
+        if pace > 0:
+            # A step that was saved was printed before its file was finished.
+            return {step: _between(anchors, step, usual, pace) for _, step in span}, Known(False, bool(usual))
+    paced = bool(length)
+    if not paced:  # the log shows only the numbers of the steps
+        if written is not None and anchors and written > anchors[0][1] and span[-1][1] > anchors[0][0]:
+            usual = (written - anchors[0][1]) / (span[-1][1] - anchors[0][0])
+        else:
+            usual = 0.85 * ((written or one.end) - one.begin) / number
+        length = usual * number
+        span = [(usual * (step - first), step) for _, step in span]
+    if anchors:
+        at = anchors[0][1] - (anchors[0][0] - first) * usual
+    elif written is not None:
+        at = max(one.begin, written - length)
+    else:
+        after = min(30.0 + usual, max(0.0, one.charged_s - length) / 2)  # it ended soon after its last step
+        at = one.end - after - length
+    return {step: at + seconds for seconds, step in span}, Known(not anchors, paced)
+
+
+def _limits(
+    span: Sequence[tuple[float, int]], one: Allocation, saves: Sequence[Checkpoint], latest: float, bars: bool
+) -> dict[int, tuple[float, float]]:
+    """Return the earliest and the latest possible time of the first and the last step.
+
+    A step ends after the checkpoints of earlier steps were written, and before those of later ones. The time between
+    two steps is at least what the log shows, which progress bars show in whole seconds.
+    """
+    sure, whole_s = (1.0, 1.0) if bars else (0.8, 0.0)
+    usual = span[-1][0] / max(1, span[-1][1] - span[0][1])
+    own = [save for save in saves if one.begin < save.end <= latest]
+    steps = [number for _, number in span]
+    found: dict[int, tuple[float, float]] = {}
+    for seconds, step in (span[0], span[-1]):
+        low, high = one.begin, latest
+        for save in own:
+            if save.step < step:
+                since = span[bisect.bisect_right(steps, save.step)][0]  # the first step after the save
+                low = max(low, save.end + sure * (seconds - since) - whole_s)
+            else:
+                until = span[bisect.bisect_right(steps, max(save.step, step)) - 1][0]
+                high = min(high, save.end - sure * (until - seconds) + whole_s)
+        high = min(high, latest - sure * (span[-1][0] - seconds) + whole_s)
+        low = max(low, one.begin + sure * (seconds - span[0][0]) - whole_s)
+        found[step] = min(low, high) - usual, max(low, high) + usual
+    return found
+
+
+def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:
+    """Return the estimated time of a step, from the exact times of saved steps.
+
+    If the steps between two saves took longer than usual, assume that the additional time was just before the second
+    save.
+    anchors: (step, time) of each saved step.
+    usual: the seconds per step that the log shows, or 0 if unknown.
+    pace: the seconds per step according to the checkpoints, including the time of saves.
+    """
+    each = min(usual, pace) or pace
+    number = bisect.bisect_left(anchors, (step, 0.0))
+    if number == 0:
+        return anchors[0][1] - (anchors[0][0] - step) * each
+    if number == len(anchors):
+        return anchors[-1][1] + (step - anchors[-1][0]) * each
+    (a, begin), (b, end) = anchors[number - 1 : number + 1]
+    return begin + min((end - begin) / (b - a), each) * (step - a)

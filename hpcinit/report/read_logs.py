@@ -24,6 +24,7 @@ SLACK = 0.15  # of an excess
 HANG_S, HANG_STEPS = 60.0, 10  # a failed attempt whose last step was longer ago had a hang
 UNEVEN = 0.1  # by what share the duration of a few steps may differ from the usual one
 KILL_S = 30.0  # from the signal to the end of the allocation, at most, as far as unknown
+STARTING = (ledger.START, ledger.IMPORTS, ledger.INIT, ledger.FIRST)
 KINDS = {"save": ledger.SAVE, "eval": ledger.PHASES}
 
 
@@ -35,6 +36,8 @@ class Piece:
     completed: whether Slurm reports success.
     before: the last step of earlier starts, or -1 for the first start.
     known_steps: the steps of all checkpoints of the run.
+    loose: whether the times of the first and the last step are only guesses.
+    paced: whether the log or checkpoints show how long a step takes.
     """
 
     begin: float
@@ -44,11 +47,18 @@ class Piece:
     completed: bool = False
     before: int = -1
     known_steps: Sequence[int] = field(default=())
+    loose: bool = False
+    paced: bool = True
 
-    @cached_property
+    @property
+    def logged(self) -> bool:
+        """Return whether this start has a log, and not only checkpoints."""
+        return bool(self.events)
+
+    @property
     def around(self) -> tuple[str, ...]:
-        """Return the rows to which any of the time may belong: none if a log shows steps, otherwise all."""
-        return () if any(one.kind == "step" for one in self.events) else self.possible
+        """Return the rows to which any time before the first or after the last known step may belong."""
+        return () if self.paced and not self.loose and self.logged else self.possible
 
     @property
     def possible(self) -> tuple[str, ...]:
@@ -64,10 +74,15 @@ class Piece:
     def limits(self) -> dict[int, Time]:
         """Return the time of each printed step, with the earliest and the latest possible time."""
         return {
-            one.step: Time(one.time, one.time, one.time + one.late_s)
+            one.step: Time(one.time, one.time - one.early_s, one.time + one.late_s)
             for one in reversed(self.events)
             if one.kind == "step" and one.time is not None
         }
+
+    @cached_property
+    def estimated(self) -> bool:
+        """Return whether the times of the steps are estimates, because the log shows no clock."""
+        return self.loose or any(one.early_s for one in self.events)
 
     def when(self, step: tuple[float, int]) -> Time:
         known = self.limits.get(step[1])
@@ -224,14 +239,14 @@ def _start_up(piece: Piece, first: tuple[float, int], usual: float, resumed: int
     line = min(max(begin, _first_line(piece)), at)
     known = piece.when(first)
     uneven = UNEVEN * number * usual
-    earliest = max(begin, at - uneven)
+    earliest = max(begin, at - (known.at - known.low) - uneven)
     stepping = Time(at, earliest, min(known.high, at + (known.high - known.at) + uneven + within * usual))
     more = (*piece.around, *((ledger.RESTORE,) if resumed > 0 else ()))
     if any(begin <= mark[0] < first[0] for mark in _marks(piece)):
         more += (ledger.SAVE, ledger.PHASES)
     now = exact(begin)
     begins = {
-        min(at, one.time): exact(min(at, one.time))
+        min(at, one.time): Time(min(at, one.time), one.time - one.early_s, one.time + one.late_s)
         for one in piece.events
         if one.kind == "stepping" and one.time is not None and begin <= one.time < first[0]
     }
@@ -283,6 +298,7 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
         b[0] - a[0] - sum(own.values()) - usual * (b[1] - a[1]) for own, (a, b) in zip(inside, pairs, strict=True)
     ]
     noise = statistics.median(map(abs, excesses))
+    open_rows = () if piece.paced else piece.possible
     resolution = statistics.median(piece.when(step).high - step[0] for step in steps)
     resolution = min(1.0, resolution)  # the rest of a wide limit is common to all steps
     for (a, b), own, excess in zip(pairs, inside, excesses, strict=True):
@@ -291,16 +307,16 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
         until = end - sum(own.values())
         stop = exact(until) if b is not pairs[-1][1] else piece.when(b).later(-sum(own.values()))
         if excess < max(EXCESS * usual, 3 * min(noise, usual), 0.02 * number * usual):
-            yield Segment(ledger.KEPT, exact(begin), stop, first, last, number, piece.around)
+            yield Segment(ledger.KEPT, exact(begin), stop, first, last, number, open_rows)
         else:
             rows = sorted({*_between(marks, a, b)}, key=lambda row: row in own)
             found = [*rows, *(row for row in hidden if row not in rows)]
             slack = SLACK * excess + min(noise, usual) + resolution
             cut = Time(until - excess, max(begin, until - excess - slack), min(until, until - excess + slack))
             row = rows[0] if rows and rows[0] not in own else ledger.KEPT
-            any_of = (ledger.KEPT, *KINDS.values()) if row == ledger.KEPT else ()
-            maybe = (*found, *any_of, *piece.around)
-            yield Segment(ledger.KEPT, exact(begin), cut, first, last, number, piece.around)
+            any_of = (ledger.KEPT, *KINDS.values()) if row == ledger.KEPT or piece.estimated else ()
+            maybe = (*found, *any_of, *open_rows)
+            yield Segment(ledger.KEPT, exact(begin), cut, first, last, number, open_rows)
             yield Segment(row, cut, stop, last, last, int(row == ledger.SAVE), maybe)
         yield from _overheads(stop, own, last)
 
@@ -355,7 +371,8 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
         stop_at = max(hangs) if hangs else end
         stop = Time(stop_at, max(at, stop_at - 5), min(end, stop_at + KILL_S))
         others = piece.around if hangs else (ledger.END, *unsure)
-        yield Segment(ledger.HANG, ran, stop, maybe=others)
+        long_step = (ledger.REPEATED,) if piece.estimated else ()  # the last step may be later
+        yield Segment(ledger.HANG, ran, stop, maybe=(*long_step, *others))
         yield Segment(ledger.END, stop, exact(end), maybe=(ledger.HANG, *piece.around))
         return
     # A line does not show that training continued: a launcher prints lines about the end. So what is after the last

@@ -296,10 +296,13 @@ def test_a_printed_duration_is_exact_and_a_gap_without_a_line_is_open(tmp_path: 
 
 
 def test_a_log_without_a_clock_leaves_a_hang_open(tmp_path: Path) -> None:
-    """Numbers of steps alone do not show when training stopped: each row has a range that contains the truth."""
+    """Numbers of steps alone do not show when training stopped; a progress bar shows how long it lasted."""
     steps = "".join(f"step {step} loss 1.5\n" for step in range(1, 21))
     rows = rows_of(tmp_path, steps, 2000, "FAILED")
     assert inside(rows[ledger.HANG], 1700) and inside(rows[ledger.KEPT], 200)
+    bars = "".join(f"\r{5 * at}%|█| {at}/20 [{at // 6:02}:{at % 6 * 10:02}<00:10, 10.0s/it]" for at in range(1, 20))
+    rows = rows_of(tmp_path, bars, 2000, "FAILED")
+    assert inside(rows[ledger.HANG], 1700) and 180 <= rows[ledger.KEPT].low <= 200
 
 
 def test_a_line_of_the_launcher_shows_no_step_and_no_start(tmp_path: Path) -> None:
