@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import re
 import statistics
@@ -271,11 +272,11 @@ def _pieces(
 
 def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterator[list[Event]]:
     for one in allocations:
-        yield [
-            event
-            for event in stream.events
-            if event.time is not None and one.begin - 5 <= event.time <= one.end + NEAR_S
-        ]
+        # Between two allocations, such as those of a requeue, the middle divides the events.
+        before = max(((other.end + one.begin) / 2 for other in allocations if other.end <= one.begin), default=0.0)
+        after = min(((one.end + other.begin) / 2 for other in allocations if other.begin >= one.end), default=math.inf)
+        begin, end = max(one.begin - 5, before), min(one.end + NEAR_S, after)
+        yield [event for event in stream.events if event.time is not None and begin <= event.time <= end]
 
 
 def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint], known: Known) -> Iterator[Piece]:

@@ -342,6 +342,16 @@ def test_checkpoints_limit_the_times_of_steps_without_a_clock(tmp_path: Path) ->
     assert all(inside(start.rows[ledger.KEPT], seconds) for seconds in (95, 115)), start.rows
 
 
+def test_a_requeue_a_few_seconds_later_takes_no_lines_of_the_attempt_before(tmp_path: Path) -> None:
+    """Each line of a log belongs to one attempt, although Slurm started the next one after 4 s."""
+    later = [(at + 334, text) for at, text in STEPS]
+    (tmp_path / "slurm-77.out").write_text(clocked(*STEPS, (304, "step 21/40 loss 1.5"), (330, "world size 8"), *later))
+    jobs = [Allocation("77", 0, START, START + 305, state="REQUEUED"), Allocation("77", 1, START + 309, START + 700)]
+    first, second = read_job._ledger("77", jobs, [tmp_path / "slurm-77.out"], [], tmp_path).allocations
+    assert first.rows[ledger.START].high < 120 and second.rows[ledger.START].high < 140
+    assert inside(second.rows[ledger.KEPT], 200) and len(second.starts) == 1
+
+
 def test_an_overwritten_log_leaves_all_rows_open(tmp_path: Path) -> None:
     """The time of an attempt without a log belongs to no row for certain; 'unknown' itself may be nothing."""
     rows = rows_of(tmp_path, "nothing about training\n", 900, "FAILED")
