@@ -152,6 +152,8 @@ class WarmRestarts:
                 problem = self._free_node(ranks, received) if status or ranks.ended_by_order else ""
                 self._wait_without_ranks(ranks, received, 0.0)  # a stop or a lost server counts before this report
                 self._link.send({"round": self._round, "ended": problem})
+            elif self._cut_off:
+                self._end_orphans(ranks)  # new ranks on a spare node may use the same files
             while not self._ends(ranks) and self._next is None:
                 self._wait_without_ranks(ranks, received, 1.0)
             # Without a network, srun would never get this server's exit status and would wait forever.
@@ -162,7 +164,9 @@ class WarmRestarts:
             node = self._over["node"] if self._over else -1
             if node not in (-1, self._number):
                 return 0  # so srun reports only the node of the rank that failed first
-            return status or (-signal.SIGTERM if ranks.ended_by_order else 0)
+            # If a node is lost, its task does not fail for srun. The step must, although the ranks here have succeeded.
+            failed = ranks.ended_by_order or (self._over is not None and "gone" in self._over)
+            return status or (-signal.SIGTERM if failed else 0)
         self._end_orphans(ranks)  # also the orphans of ranks that succeeded
         if mine := scratch.base(os.environ):  # the folders of killed ranks
             scratch.sweep(mine)
@@ -250,6 +254,8 @@ class WarmRestarts:
                 if "lost" in order and self._spec.launch.spares:
                     # The other ranks may use a spare node by now, and any exit status but 0 would end their step.
                     self._ends_round, node, self._cut_off = self._round, FIRST, True
+                    gone = ""
+                    say(f"{self._host} cannot reach the first node: its ranks end, and a spare node may replace it")
                 self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._decider is not None and "gone" in order:
                     # Slurm may not notice the loss, if the node's network works again soon.

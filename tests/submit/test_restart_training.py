@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,48 @@ def test_a_spare_node_replaces_a_faulty_one(hpcinit: Run, idle_slurm: MiniSlurm,
     else:
         assert printed(folder, 0).splitlines()[-1] == result[0]
         assert not list(folder.glob("errors/*.json")) or fault == "node"
+
+
+HALF = """
+import os, time
+if "SLURM_RESTART_COUNT" not in os.environ:
+    print("up", flush=True)
+    time.sleep(300 if os.environ["RANK"] == "1" else 5)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(500)
+def test_a_lost_node_fails_the_step_although_the_other_ranks_have_succeeded(
+    hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    """Rank 0 has exited with 0 when rank 1's node is lost, and no spare node is left. The job is requeued once.
+
+    srun reports 0, because with --no-kill the task of a lost node does not fail.
+    """
+    slurm = idle_slurm
+    (tmp_path / "half.py").write_text(HALF)
+    warm = ["launch=fork", "restart.warm=true", "spare_nodes=1", "restart.on=[node_fail]", "restart.max_restarts=2"]
+    done = submit(hpcinit, slurm, "nodes=2", "ranks_per_node=1", *warm, "--", "half.py")
+    folder, job = folder_of(done), job_id_of(done)
+    until(lambda: (log := folder / "logs/rank-1.log").exists() and "up" in log.read_text(), 60)
+    try:
+        slurm.kill_node("n3")
+        until(lambda: "done" in (folder / "logs/rank-0.log").read_text(), 60)
+        until(lambda: not ranks_on(slurm, "n1", folder), 60)
+        time.sleep(1)  # its fork server waits for the other ranks
+        slurm.kill_node("n2")
+        until(lambda: "the fork server on n2 is gone" in log(folder), 60)
+        slurm.give_up("n2")
+        slurm.give_up("n3")
+        until(lambda: restarts(folder) or state(slurm, job) == "COMPLETED", 120)
+    finally:
+        slurm.start_node("n2")
+        slurm.start_node("n3")
+    assert finish(slurm, job) == "COMPLETED", log(folder)
+    assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "node_fail")]
+    assert "no more warm restarts: the fork server on n2 is gone" in log(folder)
 
 
 @pytest.mark.more
