@@ -12,6 +12,7 @@ from hpcinit.records.drill_records import COPY, Step
 
 EQUAL = 1e-6  # largest relative difference of sums that count as equal
 AFTER_STEPS = 2  # with equal weights at more steps than this, a resume is exact
+SAME_LOSSES, FINE = 8, 1e-3  # a minimum of different losses, and of their digits relative to the largest loss
 TIMES_NOISE = 4.0  # tolerance of losses, as a multiple of the largest difference between two undisturbed runs
 
 
@@ -40,6 +41,11 @@ class Undisturbed:
     def tolerance(self) -> float:
         """Return the largest difference at which two losses still count as equal."""
         return max(1.5 * self._digit(), TIMES_NOISE * self._noise())
+
+    @property
+    def fine_losses(self) -> bool:
+        """Return whether the losses are printed with enough digits to show any change."""
+        return self._digit() <= FINE * max(map(abs, losses(self.first).values()), default=0.0)
 
     @property
     def world_size(self) -> int:
@@ -114,6 +120,7 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                 continue  # the printed loss is an average since the start
             if not difference <= alone.tolerance and not (math.isnan(loss) and math.isnan(known[reported_step])):
                 differs = order[reported_step] if differs is None else min(differs, order[reported_step])
+    unused = alone.fine_losses and _all_losses_equal(known, losses(record))
     if alone.deterministic and from_step is not None:
         for rank, steps in enumerate(record.steps):
             for number, step in enumerate(steps):
@@ -121,14 +128,26 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
                     break
                 compared = True
                 # Use the second step after the restart: the first step's record may contain further inputs.
-                other_inputs = number == 1 and reads_other(alone, rank, from_step + 1, step)
-                same = close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4) and not other_copies(
-                    alone, rank, from_step + number, steps[number : number + 2]
+                other_inputs = not unused and number == 1 and reads_other(alone, rank, from_step + 1, step)
+                same = (unused or close(step.weights, expected.weights, 1e-6 if alone.exact else 1e-4)) and not (
+                    other_copies(alone, rank, from_step + number, steps[number : number + 2])
                 )
                 if other_inputs or not same:
                     differs = from_step + number if differs is None else min(differs, from_step + number)
                     break
     return Resumed(from_step, weighed, differs, largest, compared)
+
+
+def _all_losses_equal(known: Mapping[int, float], own: Mapping[int, float]) -> bool:
+    """Return whether enough losses of a resumed attempt can be compared, and all of them are exactly equal.
+
+    If weights or inputs differ then, they do not matter: in federated learning, a client that is not selected gets the
+    server's weights before its next step.
+
+    known: the losses of the undisturbed run.
+    """
+    same = {step: loss for step, loss in own.items() if step in known}
+    return len({*same.values()}) >= SAME_LOSSES and all(known[step] == loss for step, loss in same.items())
 
 
 def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:

@@ -20,7 +20,7 @@ from hpcinit.drill.place import Place
 from hpcinit.drill.progress_lines import Reader
 
 FIRST_STEP_S = 600.0
-AFTER_STATE = 3  # steps after a restart from an unfinished save
+AFTER_STATE = 10  # steps after a restart from an unfinished save
 START_S = 2.0  # how long the local engine takes to start the program
 LEAST_FILE, BYTES_OF_STEP = 4096, 600  # a full disk must stop a checkpoint, but not the log
 

@@ -28,17 +28,23 @@ from hpcinit.world import World, ports
 
 Message = dict[str, Any]
 # A node without network or power does not close its connection. The kernel reports the loss after SILENT_S, or after
-# PATIENT_S if no spare node can replace it: the network may work again, and a requeue costs more.
-SILENT_S, PATIENT_S = 15, 120
+# PATIENT_S if no spare node can replace it: the network may work again, and a requeue costs more. The node itself
+# notices the loss EARLIER_S before the first server does, and ends its ranks, so that they don't run beside their
+# replacements. The timers of the two ends differ by up to IDLE_S.
+SILENT_S, PATIENT_S, EARLIER_S = 20, 120, 6
+IDLE_S, PROBE_S = 5, 2
 REACH_S = 2.0  # for the reply of a node that may have no network
 LOST: Message = {"lost": True}  # what receive() returns for a connection that has ended
 
 
 class Connection:
-    """A connection to another server. It never blocks, because messages are short and fit into the kernel's buffer."""
+    """A connection to another server. It never blocks, because messages are short and fit into the kernel's buffer.
 
-    def __init__(self, own: socket.socket, lines: protocol.Lines) -> None:
-        self._socket, self._lines, self._open = own, lines, True
+    earlier_s: how many seconds before the other end this end reports a silence.
+    """
+
+    def __init__(self, own: socket.socket, lines: protocol.Lines, earlier_s: int = 0) -> None:
+        self._socket, self._lines, self._open, self._earlier_s = own, lines, True, earlier_s
         self._peer = own.getpeername()[:2]
         own.setblocking(False)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,8 +52,10 @@ class Connection:
         self.report_silence_after(SILENT_S)
 
     def report_silence_after(self, seconds: int) -> None:
-        """Report a peer that is silent for so long as lost, in steps of 2 s."""
-        options = {"KEEPIDLE": 5, "KEEPINTVL": 2, "KEEPCNT": (seconds - 5) // 2, "USER_TIMEOUT": 1000 * seconds}
+        """Report a peer that is silent for so long as lost, in steps of PROBE_S."""
+        seconds -= self._earlier_s
+        probes = (seconds - IDLE_S) // PROBE_S
+        options = {"KEEPIDLE": IDLE_S, "KEEPINTVL": PROBE_S, "KEEPCNT": probes, "USER_TIMEOUT": 1000 * seconds}
         for name, value in options.items() if self._open else ():
             self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
@@ -172,7 +180,7 @@ def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
         else:
             port = rendezvous.wait_for_store(deadline, join.report_interval_s(servers))
             reply = connect(rendezvous.address, port, JoinRequest(servers.rank, key, job, {}), CONNECT_S, deadline)
-            found = {0: Connection(reply.socket, reply.lines)}
+            found = {0: Connection(reply.socket, reply.lines, EARLIER_S)}
     except (OSError, protocol.NotOurs) as error:
         raise BringUpError(f"restart.warm: the fork servers cannot connect to each other: {error}") from None
     finally:

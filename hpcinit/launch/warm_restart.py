@@ -78,6 +78,8 @@ class WarmRestarts:
         lost = self._of_lost if spec.launch.spares else None
         self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
+        if not spec.launch.spares:  # no other node could replace a silent one
+            self._link.report_silence_after(PATIENT_S)
         self._round = 0
         self._why: Restart | None = None  # the reason for this round
         self._next: Restart | None = None  # the order to start ranks, until they are forked

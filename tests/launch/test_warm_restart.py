@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +21,10 @@ import pytest
 
 from hpcinit.launch import decider
 from hpcinit.launch.decider import Decider, refusal
+from hpcinit.launch.server_link import EARLIER_S, IDLE_S, PATIENT_S, SILENT_S, Connection
 from hpcinit.records import elastic_restarts, timeline
 from hpcinit.records.elastic_restarts import PHASES, Restart
+from hpcinit.rendezvous import protocol
 from tests import waiting
 from tests.conftest import Run
 from tests.forking import Node
@@ -159,6 +162,21 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     assert patience == {"patience": True} and order["nodes"] == [0, 4, 2], "all others had reported"
     end, order = servers.send(0, lost=True)
     assert end == {"end": 2} and order["over"] == "the fork server on n1 is gone"
+
+
+def test_a_cut_off_node_notices_it_before_the_first_server_does() -> None:
+    """Its ranks end before their replacements start, although the kernels' timers differ by up to IDLE_S."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        first, _ = listener.accept()
+    connections = Connection(first, protocol.Lines()), Connection(other, protocol.Lines(), EARLIER_S)
+    for seconds in (SILENT_S, PATIENT_S):
+        for connection in connections:
+            connection.report_silence_after(seconds)
+        limits_s = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000 for one in (first, other)]
+        assert limits_s[0] - limits_s[1] > IDLE_S + 0.5  # the ranks end within 0.5 s
+    for connection in connections:
+        connection.close()
 
 
 def test_a_spare_node_that_is_lost() -> None:
