@@ -7,47 +7,12 @@ between them is slow, that link is faulty.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcinit.base.text import counted
 from hpcinit.doctor import clock_skew
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
-from hpcinit.records.node_facts import Interface
 from hpcinit.records.rank_report import Link, Report, Rule, slow_links
-
-# Speed of GPU links, in 10^9 bytes per second and direction. Data sheets give the sum of both directions.
-
-# The first pattern found in torch's name of the device counts. PCIe cards of the same name have other links.
-LINKS = (
-    # NVLink 5, 1.8 TB/s: https://www.nvidia.com/en-us/data-center/nvlink/
-    (re.compile(r"\bG?B[23]00\b"), 900.0),
-    # NVLink 4, 900 GB/s: https://www.nvidia.com/en-us/data-center/h100/ and .../h200/
-    (re.compile(r"\b(H100 80GB HBM3|H100 64GB|H200|GH200|H800)(?!.*(PCIe|NVL))"), 450.0),
-    # NVLink 3, 600 GB/s: https://www.nvidia.com/en-us/data-center/a100/
-    (re.compile(r"\bA100-SXM"), 300.0),
-    # NVLink 2, 300 GB/s: https://www.nvidia.com/en-us/data-center/v100/
-    (re.compile(r"\bV100-SXM"), 150.0),
-)
-# Fractions of the peak. We assume that less means a fault: a link that is down, a wrong interface, no GPUDirect.
-# Bus bandwidth is defined in https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-HEALTHY = 0.5
-
-
-def link_gb_s(device: str) -> float | None:
-    """Return the GB/s of the links between GPUs of this model inside a node, or None if they are unknown."""
-    return next((speed for pattern, speed in LINKS if pattern.search(device)), None)
-
-
-def network_gb_s(interfaces: Sequence[Interface]) -> float | None:
-    """Return the total GB/s of a node's active InfiniBand ports, or of its other interfaces if it has no such port.
-
-    Return None if the drivers report no rates.
-    """
-    ports = [one for one in interfaces if one.up and one.gbit]
-    chosen = [one for one in ports if one.infiniband] or ports
-    return sum(one.gbit for one in chosen) / 8 or None
-
 
 # gloo shares the cores with the ranks and other processes, so smaller differences are noise.
 RULES = {True: (Rule(3.0, least=5e-3), Rule(4.0)), False: (Rule(1.5, least=50e-6), Rule(1.5))}  # key: CPUs are used
@@ -197,8 +162,7 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
     """Yield a check for each node on which an all-reduce is slow, and a check of the all-reduce among all ranks.
 
-    The check of all ranks compares the bandwidth with the hardware's. It does not compare on CPUs (gloo), or if the
-    hardware's bandwidth is unknown.
+    The check of all ranks only reports the bandwidth of the largest size.
     """
     own = {report.host: (report.on_node.seconds,) for report in reports if report.on_node}
     for name in () if on_cpu else slow_links(own, RULES[False][1]):
@@ -209,34 +173,7 @@ def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
     if largest is None or largest.ranks < 2:
         return
     detail = f"{largest.size / 2**20:g} MiB over {largest.ranks} ranks at {largest.bus_gb_s:.2f} GB/s bus bandwidth"
-    expected, of_what = (None, "") if on_cpu else _hardware_gb_s(reports)
-    if expected is None:
-        yield Check("all-reduce", OK, detail + (", on the CPUs" if on_cpu else "; the hardware's bandwidth is unknown"))
-    elif largest.bus_gb_s < HEALTHY * expected:
-        advice = (
-            "set env.NCCL_DEBUG=INFO to see NCCL's transport: Socket instead of IB, no GPUDirect or too few adapters?"
-        )
-        yield Check("all-reduce", WARNING, f"{detail}, less than half of {expected:g} GB/s ({of_what})", advice)
-    else:
-        yield Check("all-reduce", OK, f"{detail}, at most {expected:g} GB/s ({of_what})")
-
-
-def _hardware_gb_s(reports: Sequence[Report]) -> tuple[float | None, str]:
-    """Return the GB/s of the slowest part of the path between ranks, and what that part is.
-
-    Return None and '' if the GB/s are unknown.
-    """
-    device = next((report.device.get("name", "") for report in reports if report.device), "")
-    parts = []
-    if (link := link_gb_s(device)) is not None and any(report.local_world_size > 1 for report in reports):
-        parts.append((link, f"{device}'s link"))
-    networks = [network_gb_s(report.node.interfaces) for report in reports if report.node]
-    reported = [speed for speed in networks if speed]
-    if len({report.host for report in reports}) > 1:
-        if not reported:
-            return None, ""
-        parts.append((min(reported), "a node's adapters, as their drivers report"))
-    return min(parts) if parts else (None, "")
+    yield Check("all-reduce", OK, detail + ", on the CPUs" * on_cpu)
 
 
 def _formatted(seconds: float, unit: str) -> str:
