@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcinit.base.errors import INTERRUPTED, MaybeSubmitted, NotReached, SubmitError
@@ -71,7 +72,11 @@ def submit(
     If there is no job, raise SubmitError, or KeyboardInterrupt if the user pressed Ctrl-C. If there may be a job, or
     after an unexpected error, raise MaybeSubmitted.
     """
-    submission = _Submission(script, env, token, options, comment, patience_s, interrupted, show, started, attempt)
+    named = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
+    # With options, other jobs of a chain may run the same script.
+    submission = _Submission(
+        script, env, token, named, patience_s, interrupted, show, started, attempt, alone=not options
+    )
     try:
         return submission.run(confirm), submission.command
     except SubmitError:
@@ -106,59 +111,54 @@ def _check_first(token: str, printed: Sequence[str]) -> str:
     )
 
 
+@dataclass
 class _Submission:
-    def __init__(
-        self,
-        script: Path,
-        env: Mapping[str, str],
-        token: str,
-        options: Sequence[str],
-        comment: str | None,
-        patience_s: float,
-        interrupted: Callable[[], bool],
-        show: Callable[[str], None],
-        started: Callable[[], str],
-        attempt: Attempt,
-    ) -> None:
-        self.command: Sequence[str] = ()
-        self._show, self._started, self._attempt = show, started, attempt
-        self._script, self._env, self._token = script, env, token
-        self._options = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
-        self._alone = not options  # with options, other jobs of a chain may run the same script
-        self._patience_s, self._interrupted = patience_s, interrupted
-        self._give_up_at: float | None = None  # monotonic time, set at the first error
-        self._error = ""  # the last error of sbatch
-        self._unclear = False  # whether an attempt may have made a job that no query has found
-        self._attempts = 0
-        self._accepted = 0  # attempts that may have made a job, found or not
-        self.printed: list[str] = []  # ids that sbatch printed
+    """The calls of sbatch for one request. The first fields are the arguments of submit()."""
+
+    script: Path
+    env: Mapping[str, str]
+    token: str
+    options: Sequence[str]
+    patience_s: float
+    interrupted: Callable[[], bool]
+    show: Callable[[str], None]
+    started: Callable[[], str]
+    attempt: Attempt
+    alone: bool  # whether no other job runs the script
+    command: Sequence[str] = ()
+    give_up_at: float | None = None  # monotonic time, set at the first error
+    error: str = ""  # the last error of sbatch
+    unclear: bool = False  # whether an attempt may have made a job that no query has found
+    attempts: int = 0
+    accepted: int = 0  # attempts that may have made a job, found or not
+    printed: list[str] = field(default_factory=list)  # ids that sbatch printed
 
     def run(self, confirm: bool) -> str:
         while True:
-            job_id = self._submit() or (self._look() if self._unclear else None)
-            if job_id and (self._error or confirm):
+            job_id = self._submit() or (self._look() if self.unclear else None)
+            if job_id and (self.error or confirm):
                 job_id = self._kept(job_id)
             if job_id:
                 return job_id
-            if self._accepted >= MOST_ACCEPTED:
-                raise self._gave_up(f"{self._accepted} attempts may each have made a job, but Slurm shows no such job")
+            if self.accepted >= MOST_ACCEPTED:
+                raise self._gave_up(f"{self.accepted} attempts may each have made a job, but Slurm shows no such job")
             self._pause("trying sbatch again")
 
     def _submit(self) -> str | None:
-        self._attempts += 1
+        self.attempts += 1
         try:
-            job_id, self.command = self._attempt(self._script, self._env, self._options)
-            self._accepted += 1
+            job_id, self.command = self.attempt(self.script, self.env, self.options)
+            self.accepted += 1
             self.printed.append(job_id)
             return job_id
         except NotReached as error:
             self._failed(str(error))
         except MaybeSubmitted as error:
             self._failed(str(error))
-            self._accepted += 1
-            self._unclear = True
+            self.accepted += 1
+            self.unclear = True
         except SubmitError as error:  # refused, perhaps because a job of the first attempt now fills a limit
-            if not self._accepted:
+            if not self.accepted:
                 raise
             self._failed(str(error))
             jobs = self._find(self.printed)
@@ -168,9 +168,9 @@ class _Submission:
         return None
 
     def _failed(self, message: str) -> None:
-        self._error = message
-        if self._give_up_at is None:
-            self._give_up_at = time.monotonic() + self._patience_s
+        self.error = message
+        if self.give_up_at is None:
+            self.give_up_at = time.monotonic() + self.patience_s
 
     def _look(self) -> str | None:
         """Look for a job that an attempt made although sbatch failed.
@@ -181,7 +181,7 @@ class _Submission:
         number = 0
         while True:
             if absent_at is None:
-                self._show(f"{self._last_line()}; checking whether the controller has the job")
+                self.show(f"{self._last_line()}; checking whether the controller has the job")
             jobs = self._find(())
             clock = time.monotonic()
             if jobs:
@@ -194,11 +194,11 @@ class _Submission:
                 absent_at = clock
                 self._rest(SETTLE_S, "the job is not in the queue so far; checking again")
             else:
-                self._unclear = False
+                self.unclear = False
                 return None
 
     def _find(self, known: Sequence[str]) -> list[Job] | None:
-        return tokens.find(self._env, self._token, self._script, known, self._alone, self._started)
+        return tokens.find(self.env, self.token, self.script, known, self.alone, self.started)
 
     def _kept(self, job_id: str) -> str | None:
         """Wait until the controller has saved the job `job_id` to disk. Return the id of the job to keep.
@@ -210,7 +210,7 @@ class _Submission:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
             number = 0
             while (jobs := self._find([job_id])) is None:
-                self._failed(self._error or "squeue got no reply")
+                self._failed(self.error or "squeue got no reply")
                 self._pause(
                     f"job {job_id} was submitted; waiting for the controller, to check whether it has it", number
                 )
@@ -231,17 +231,17 @@ class _Submission:
         if others:
             surplus = [job.base_id for job in others]
             with suppress(slurm_client.Unreachable):
-                slurm_client.run(["scancel", *surplus], self._env)
-            self._show(f"the controller accepted the request twice; canceled the surplus job {' '.join(surplus)}")
-        self.command = self.command or (*COMMAND, *self._options, str(self._script))
+                slurm_client.run(["scancel", *surplus], self.env)
+            self.show(f"the controller accepted the request twice; canceled the surplus job {' '.join(surplus)}")
+        self.command = self.command or (*COMMAND, *self.options, str(self.script))
         return first.base_id
 
     def _pause(self, why: str, number: int | None = None) -> None:
-        number = self._attempts - 1 if number is None else number
+        number = self.attempts - 1 if number is None else number
         self._rest(PAUSES_S[min(number, len(PAUSES_S) - 1)], f"{self._last_line()}; {why}, Ctrl-C gives up")
 
     def _last_line(self) -> str:
-        return self._error.splitlines()[-1] if self._error else "no reply"
+        return self.error.splitlines()[-1] if self.error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
         """Wait `seconds`. Raise KeyboardInterrupt after Ctrl-C, and SubmitError when the time `patience_s` is over.
@@ -250,19 +250,19 @@ class _Submission:
         """
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:
-            if self._interrupted():
-                raise self._gave_up("interrupted") if self._accepted else KeyboardInterrupt
-            if self._give_up_at is not None and clock > self._give_up_at:
+            if self.interrupted():
+                raise self._gave_up("interrupted") if self.accepted else KeyboardInterrupt
+            if self.give_up_at is not None and clock > self.give_up_at:
                 raise self._gave_up(
-                    f"the controller did not accept the job within {self._patience_s:g} s (cluster.submit_patience_s)"
+                    f"the controller did not accept the job within {self.patience_s:g} s (cluster.submit_patience_s)"
                 )
-            self._show(message)
+            self.show(message)
             time.sleep(min(TICK_S, until - clock))
 
     def _gave_up(self, why: str) -> SubmitError:
-        if not self._accepted:
-            return SubmitError(f"{self._error}\n{why}")
-        error = MaybeSubmitted(f"{self._error}\n{why}; {_check_first(self._token, self.printed)}")
+        if not self.accepted:
+            return SubmitError(f"{self.error}\n{why}")
+        error = MaybeSubmitted(f"{self.error}\n{why}; {_check_first(self.token, self.printed)}")
         if why == "interrupted":
             error.exit_status = INTERRUPTED
         return error
