@@ -43,7 +43,6 @@ _ELEMENT = re.compile(rf"(?!-){_LITERAL}(?:\[[^][]*\]{_LITERAL})*")
 _PARTS = re.compile(r"\[([^]]*)\]")
 _RANGE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})(?:-([0-9]{{1,{MAX_DIGITS}}}))?")
 _MOST = f"{MAX_HOSTS:,} (4 x Slurm's largest cluster)"
-_TAILS = [f"{number:03d}" for number in range(1000)]
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?")
 _COUNTS = "tasks-per-node list"
 
@@ -134,21 +133,11 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _names(prefix: str, ranges: list[_Range], suffix: str) -> list[str]:
-    """Return every host of one bracket. Build them in blocks of a thousand, which takes half the time."""
+    """Return every host of one bracket."""
     names: list[str] = []
     for digits, low, high in ranges:
-        if low == high:
-            names.append(prefix + digits + suffix)
-            continue
-        width = len(digits)
-        short = width <= 3  # else 0007 is "0" + "007", like 1007
-        if short:
-            template = f"{prefix}%0{width}d{suffix}"
-            names += [template % number for number in range(low, min(high, 999) + 1)]
-        for thousand in range(max(low // 1000, int(short)), high // 1000 + 1):
-            head = f"{prefix}{thousand:0{max(width - 3, 0)}d}"
-            tails = _TAILS[max(low - thousand * 1000, 0) : high - thousand * 1000 + 1]
-            names += [f"{head}{tail}{suffix}" for tail in tails] if suffix else [head + tail for tail in tails]
+        template = f"{prefix}%0{len(digits)}d{suffix}"
+        names += [template % number for number in range(low, high + 1)]
     return names
 
 
