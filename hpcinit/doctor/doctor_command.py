@@ -28,7 +28,6 @@ from hpcinit.config.request import Request
 from hpcinit.doctor import link_diagnosis, login_checks, node_diagnosis
 from hpcinit.engine import from_record
 from hpcinit.observe import find_runs, state
-from hpcinit.observe.poll import Polls
 from hpcinit.records import check_results, job_record, node_records, rank_report, run_folder, spec
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.records.node_records import NodeFailure
@@ -38,7 +37,6 @@ from hpcinit.why import why_command
 
 # The defaults of the doctor's job. A short job waits less in the queue. A failure is a result, so there is no restart.
 JOB_DEFAULTS = {"time_min": "15", "restart.max_restarts": "0"}
-POLL_S = 0.5
 MOST_ROWS = 64
 COLUMNS = ("rank", "host", "device", "uuid", "driver", "NUMA", "cores", "stage")
 STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
@@ -77,7 +75,10 @@ def main(argv: Sequence[str]) -> int:
     status, path = _submit(request, argv)
     if path is None:
         return status
-    return wait(path) or _of_run(path, options, here)
+    if status == INTERRUPTED:
+        console.note(f"see its results later with:  hpcinit doctor --run {shlex.quote(str(path))}")
+        return status
+    return _of_run(path, options, here)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,42 +125,21 @@ def _hint(found: Sequence[Check], path: Path) -> list[str]:
 
 
 def job_overrides(given: Sequence[str]) -> list[str]:
-    """Return the overrides of the doctor's job: the defaults, the user's overrides, and job=doctor."""
+    """Return the overrides of the doctor's job: the defaults, the user's overrides, wait=true and job=doctor."""
     keys = {override.lstrip("+").partition("=")[0] for override in given}
-    return [*(f"{key}={value}" for key, value in JOB_DEFAULTS.items() if key not in keys), *given, "job=doctor"]
+    defaults = [f"{key}={value}" for key, value in JOB_DEFAULTS.items() if key not in keys]
+    return [*defaults, *given, "wait=true", "job=doctor"]
 
 
 def _submit(request: Request, argv: Sequence[str]) -> tuple[int, Path | None]:
-    """Submit the job as `hpcinit submit` does. Return the exit status, and the run folder or None.
+    """Submit the job and wait for it, as `hpcinit submit wait=true` does. Return the exit status, and the run folder.
 
-    The submission's output goes to stderr. With -q it is discarded.
+    If there is no job, the folder is None. The output goes to stderr. With -q it is discarded.
     """
     runs: dict[int, Path] = {}
     with contextlib.redirect_stdout(io.StringIO() if console.quiet() else sys.stderr):
         status = submit_command.submit_all([request], ["hpcinit", "doctor", *argv], runs)
     return status, runs.get(request.number)
-
-
-def wait(path: Path) -> int:
-    """Wait until the run in the folder `path` has ended. Return 0, or 130 after Ctrl-C."""
-    colors = console.color_system()
-    out = Console(stderr=True, quiet=console.quiet(), highlight=False, soft_wrap=True, color_system=colors)
-    poll, shown, started = Polls([path]), "", time.monotonic()
-    try:
-        with out.status("") as line:
-            while not poll.ask():
-                now = f"{poll.first.name} {poll.first.reason}".strip()
-                if now != shown and not out.is_terminal:
-                    out.print(f"[{time.monotonic() - started:.0f} s] {now}", markup=False)
-                shown = now
-                line.update(f"{now}  {time.monotonic() - started:.0f} s")
-                time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        run = shlex.quote(str(path))
-        console.note(f"stopped waiting; the job is still running. See its results with:  hpcinit doctor --run {run}")
-        console.note(f"cancel it with:  hpcinit cancel {run}")
-        return INTERRUPTED
-    return 0
 
 
 def checks_of_run(path: Path) -> tuple[list[Check], list[Report]]:
@@ -225,36 +205,17 @@ def _show(
 
 
 def show_table(checks: Sequence[Check], quiet: bool) -> None:
-    """Print the checks: as a table with colors in a terminal, otherwise as plain lines.
+    """Print a line for each check.
 
     quiet: print only checks that are not ok.
     """
-    shown = [check for check in checks if not quiet or check.status != OK]
     out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
-    if out.is_terminal and shown:
-        out.print(_table(shown), soft_wrap=False)
-    else:
-        for check in shown:
-            out.print(_line(check), markup=False)
-    out.print(check_results.count_statuses(checks), markup=False)
-
-
-def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
     for check in checks:
-        detail = Text(check.detail)
-        if check.advice and check.status != OK:
-            detail.append(f"\n-> {check.advice}", style=STYLES[check.status])
-        table.add_row(Text(check.status, STYLES[check.status]), Text(check.about), detail)
-    return table
-
-
-def _line(check: Check) -> str:
-    advice = f" -> {check.advice}" if check.advice and check.status != OK else ""
-    return f"{check.status:8} {check.about}: {check.detail}{advice}"
+        if not quiet or check.status != OK:
+            advice = f" -> {check.advice}" if check.advice and check.status != OK else ""
+            text = Text.assemble((f"{check.status:8}", STYLES[check.status]), f" {check.about}: {check.detail}{advice}")
+            out.print(text)
+    out.print(check_results.count_statuses(checks), markup=False)
 
 
 def show_ranks(reports: Sequence[Report]) -> None:

@@ -1,4 +1,4 @@
-"""Checks the login node: versions, Slurm, config, folders, clocks and environment."""
+"""Checks the login node: versions, Slurm, config, folders and clocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from hpcinit.config.resources import ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.deepspeed import deepspeed_versions
 from hpcinit.doctor import clock_skew
-from hpcinit.records import node_records, secret_names
+from hpcinit.records import node_records
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.slurm import scontrol, slurm_client
-from hpcinit.submit import job_environment
 
 # Folders: do they exist, are they writable, have they free space, and is the file server's clock right?
 
@@ -234,7 +233,7 @@ def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, 
         yield from slurm_checks(config, env)
     yield from _config_check(config, document)
     yield from folder_checks(config, env)
-    yield from _environment_checks(config, env)
+    yield from _shell_check(config, env)
 
 
 def version_checks(config: Config | None) -> Iterator[Check]:
@@ -309,22 +308,9 @@ def _config_check(config: Config, document: Mapping[str, Any]) -> Iterator[Check
     yield Check("config", OK, f"cluster {config.cluster.name}, {shape}: no problem")
 
 
-def _environment_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield checks of this shell's variables that hpcinit does not pass to jobs."""
-    _, dropped = job_environment.job_environment(env, config)
+def _shell_check(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
+    """Yield a warning if this shell runs inside a job."""
     inside = env.get("SLURM_JOB_ID")
     if inside and config.engine.uses_slurm:
         advice = "nothing to do if you meant that; otherwise submit from a login shell"
         yield Check("this shell", WARNING, f"it runs inside job {inside}", advice)
-    if dropped.foreign:
-        names = ", ".join(dropped.foreign)
-        advice = f"if you want their effect in the job: {' '.join(dropped.instead)}" if dropped.instead else ""
-        yield Check("environment", WARNING if dropped.instead else OK, f"not passed to jobs: {names}", advice)
-    else:
-        yield Check("environment", OK, "no variables of another job")
-    for name in dropped.secrets:
-        advice = f"write it to a file with mode 0600 and add '+secrets.{name}=FILE'; "
-        advice += secret_names.unless(name)
-        yield Check("secrets", WARNING, f"{name} looks like a secret, so it is not passed to jobs", advice)
-    for name, place in config.secrets.items():
-        yield Check("secrets", OK, f"the job reads {name} from {place}")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hpcinit.base.errors import INTERRUPTED
 from hpcinit.doctor import doctor_command
 from hpcinit.records.check_results import FAIL, OK, Check
 from tests import json_documents
@@ -154,28 +153,12 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
     assert done.returncode == 2 and "--remember needs results from nodes" in done.stderr
 
 
-def test_ctrl_c_while_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After Ctrl-C the job continues, and a line shows how to see its results."""
-
-    class Interrupted:
-        def __init__(self, _: list[Path]) -> None:
-            pass
-
-        def ask(self) -> bool:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor_command, "Polls", Interrupted)
-    assert doctor_command.wait(tmp_path) == INTERRUPTED
-    assert f"hpcinit doctor --run {tmp_path}" in capsys.readouterr().err
-
-
 def test_defaults_of_the_job() -> None:
     """The job is not restarted, and its time limit is 15 minutes unless the command line has another."""
     assert doctor_command.job_overrides(["nodes=2", "time_min=30"]) == [
         "restart.max_restarts=0",
         "nodes=2",
         "time_min=30",
+        "wait=true",
         "job=doctor",
     ]
