@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from hpcinit.base import quoting
+from hpcinit.base import quoting, safe_files
 from hpcinit.base.errors import Failure, RequestError
 from hpcinit.base.text import counted
 from hpcinit.discover import live_site
@@ -211,9 +207,7 @@ def _threads(kind: Kind) -> str:
 
 BEGIN, END = "# >>> hpcinit discover", "# <<< hpcinit discover"
 EXPLAINED = "# `hpcinit discover` rewrites this part. To set a value yourself, move its line out of this part.\n"
-PART = re.compile(
-    rf"^{BEGIN} (?P<crc>[0-9a-f]{{8}})[^\n]*\n(?P<body>.*?)^{END}[^\n]*(?:\n|\Z)", re.MULTILINE | re.DOTALL
-)
+PART = re.compile(rf"^{BEGIN}[^\n]*\n(?P<body>.*?)^{END}[^\n]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
 NOT_REPORTED = """\
 
 # Slurm does not report these keys. Add those that you need, as in:
@@ -232,13 +226,11 @@ class Document:
     before: the user's text before discover's part.
     body: discover's part.
     after: the user's text after discover's part.
-    edited: whether the user has changed discover's part.
     """
 
     before: str = ""
     body: str = ""
     after: str = ""
-    edited: bool = False
 
     @property
     def own(self) -> dict[str, Any]:
@@ -264,8 +256,7 @@ def parse_document(text: str) -> Document:
         )
     document = Document(text)
     if found:
-        body = found["body"]
-        document = Document(text[: found.start()], body, text[found.end() :], found["crc"] != _crc(body))
+        document = Document(text[: found.start()], found["body"], text[found.end() :])
     _ = document.all
     return document
 
@@ -287,7 +278,7 @@ def render_document(document: Document, facts: Sequence[Entry], heading: str) ->
     own = document.own
     body = EXPLAINED + "".join(_line(entry, own) for entry in facts)
     before = document.before + "\n" * (bool(document.before) and not document.before.endswith("\n"))
-    text = f"{before}{BEGIN} {_crc(body)}: {heading}\n{body}{END}\n{document.after}"
+    text = f"{before}{BEGIN}: {heading}\n{body}{END}\n{document.after}"
     try:
         meant = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -333,10 +324,6 @@ def _flat(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {key: value}
     return {name: leaf for inner, each in value.items() for name, leaf in _flat(f"{key}.{inner}", each).items()}
-
-
-def _crc(body: str) -> str:
-    return f"{zlib.crc32(body.encode()):08x}"
 
 
 def _mapping(text: str, where: str) -> dict[str, Any]:
@@ -387,27 +374,11 @@ def write_cluster_file(path: Path, text: str) -> None:
     Raise Failure if it can't be written.
     """
     target = path.resolve()
-    part = ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(part).chmod(_mode(target))
-        Path(part).replace(target)
+        before = target.stat().st_mode & 0o777 if target.exists() else None
+        safe_files.write_atomically(target, text, 0o666 if before is None else before)
+        if before is not None:
+            target.chmod(before)  # the umask may have removed bits
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror}; the old file was not changed") from None
-    finally:
-        with suppress(OSError):
-            if part:
-                Path(part).unlink()
-
-
-def _mode(target: Path) -> int:
-    if target.exists():
-        return target.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

@@ -141,11 +141,9 @@ def _update(path: Path, before: Document, seen: Site, force: bool) -> int:
     lines = cluster_file.document_difference(before, _facts(before, seen))
     if lines:
         print(f"{path} would change:", *(f"  {line}" for line in lines), sep="\n")
-    elif before.body and not before.edited:
+    elif before.body:
         print(f"{path}: nothing has changed")
         return 0
-    if before.edited:
-        console.note("discover's part of the file was edited manually; those changes will be lost")
     if not force and not _agreed(path):
         return 1
     return _write(path, after, seen)

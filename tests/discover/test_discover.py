@@ -181,7 +181,6 @@ def test_a_file_is_not_changed_unasked(hpcinit: Run, slurm: MiniSlurm, described
         in done.stderr
     )
     assert "  -max_array_size: 7\n  +max_array_size: 1001\n" in done.stdout
-    assert "was edited manually; those changes will be lost" in done.stderr
 
 
 def test_force_keeps_what_is_the_users(hpcinit: Run, slurm: MiniSlurm, described: Path) -> None:
