@@ -39,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
         if options.diff:
             return _diff(path, text, seen)
         if text is None:
-            _note_shadowed_file(name, options.output)
             status = _write(path, _render(_new(seen, name), seen), seen)
         else:
             status = _update(path, cluster_file.parse_document(text), seen, options.force)
@@ -68,17 +67,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _default(name: str, wanted: bool, new: bool) -> None:
-    """Make the cluster the user's default if --default was given, or if the user agrees in a terminal."""
+    """With --default, make the cluster the user's default. Otherwise, show how to do that after a first discovery."""
     chosen, source = folders.default_cluster()
     if not wanted:
-        if not new or chosen or console.quiet():
-            return
-        if not sys.stdin.isatty() or not sys.stdout.isatty():
+        if new and not chosen and not console.quiet():
             print(f"make it the default with:  export {folders.CLUSTER_VARIABLE}={name}")
-            return
-        print(f"use cluster={name} whenever `hpcinit submit` gets no cluster=...? [y/N] ", end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            return
+        return
     path = folders.write_default_cluster(name)
     console.note(f"{path}: the default cluster is {name}")
     if source and source != str(path) and chosen != name:
@@ -126,13 +120,6 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
     else:
         print(f"{path}: nothing has changed")
     return 1 if lines else 0
-
-
-def _note_shadowed_file(name: str, output: Path | None) -> None:
-    """Print a note if cluster=NAME selected a different file before the new file was written."""
-    other = folders.find(f"cluster/{name}")
-    if output is None and Path(other).is_file():
-        console.note(f"in this folder, cluster={name} now selects the new file instead of {other}")
 
 
 def _update(path: Path, before: Document, seen: Site, force: bool) -> int:

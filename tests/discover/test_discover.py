@@ -118,20 +118,6 @@ def test_print_and_json_write_nothing(hpcinit: Run, slurm: MiniSlurm, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_shadowed_file_is_reported(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
-    """If cluster=NAME was another file until now, a note names it; with --output elsewhere there is no note."""
-    other = tmp_path / "home/.config/hpcinit/cluster/y.yaml"
-    other.parent.mkdir(parents=True)
-    other.write_text("name: y\n")
-    elsewhere = hpcinit("discover", "--name", "y", "--output", "z/y.yaml", env=slurm.env)
-    assert (elsewhere.returncode, elsewhere.stderr) == (0, "")
-    done = hpcinit("discover", "--name", "y", env=slurm.env)
-    assert done.returncode == 0
-    assert done.stderr == (
-        "in this folder, cluster=y now selects the new file instead of home/.config/hpcinit/cluster/y.yaml\n"
-    )
-
-
 def test_output_names_another_place(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> None:
     """--output names the file; its folder is created, and the cluster has the file's name."""
     done = hpcinit("discover", "--output", "new/site.yaml", env=slurm.env)
