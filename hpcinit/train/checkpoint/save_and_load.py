@@ -21,9 +21,7 @@ from hpcinit.records import wrappers
 from hpcinit.records.layout import Layout
 from hpcinit.records.startup_timeout import CHECKPOINT_S
 from hpcinit.train.checkpoint import background_save, checkpoint_folder, native_checkpoint, random_state
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
 from hpcinit.train.checkpoint import owner as owners
-from hpcinit.train.checkpoint import random_state as of_data
 from hpcinit.train.checkpoint.background_save import BackgroundSaves
 from hpcinit.train.checkpoint.checkpoint_folder import Description, Unfinished
 from hpcinit.train.checkpoint.staged_files import StagedFiles
@@ -63,7 +61,7 @@ def save(
     *,
     layout: Layout,
     seed: int,
-    loader: of_data.Stateful | None = None,
+    loader: random_state.Stateful | None = None,
     extra: Any = None,
     samples: int | None = None,
     keep: int | None = None,
@@ -87,7 +85,7 @@ def save(
     Raises RequestError if something cannot be saved or if another job is now using the folder. Raises CheckpointError
     if writing fails. In both cases, existing checkpoints are unchanged.
     """
-    of_data.check_loader(loader)
+    random_state.check_loader(loader)
     if keep is not None and keep < 1:
         raise RequestError(f"keep is {keep}, expected 1 or more, or None to keep all")
     wrapped.refuse_offloaded("save()")
@@ -95,93 +93,116 @@ def save(
         raise RequestError(
             "save() during gradient accumulation would lose gradients; call it after step() returned True"
         )
-    of_steps.name(step)  # raises RequestError for a negative step
+    checkpoint_folder.name(step)  # raises RequestError for a negative step
     described = _describe(wrapped, step, wrapped.batch.total * step if samples is None else samples, layout, seed)
-    wait = wait or wrapped.checkpoint_format != wrappers.TORCH_FORMAT  # DeepSpeed writes its files itself
-    saves = None if wait else background_save.of_this_process()
+    background = not wait and wrapped.checkpoint_format == wrappers.TORCH_FORMAT  # DeepSpeed writes its files itself
+    saves = background_save.of_this_process() if background else None
     with native_checkpoint.patient(timeout):
         background_save.finish(timeout / 2)
-        return _save(wrapped, folder, described, layout, loader, extra, job, timeout, keep, saves)
+        return _Save(wrapped, folder, step, described, layout, loader, extra, job, timeout / 2, keep, saves).run()
 
 
-def _save(
-    wrapped: Wrapped,
-    folder: Path,
-    described: dict[str, Any],
-    layout: Layout,
-    loader: of_data.Stateful | None,
-    extra: Any,
-    job: str,
-    timeout: timedelta,
-    keep: int | None,
-    saves: BackgroundSaves | None,
-) -> Path:
-    step, timeout_s = described["step"], timeout.total_seconds()
-    unfinished: Unfinished | None = None
+@dataclass(frozen=True)
+class _Save:
+    """A call of save().
 
-    def begin() -> Unfinished | None:
+    described: the fields of the Description that are known before the files are written.
+    patience: how long to wait for the removal of older checkpoints.
+    saves: this rank's background saves, or None to return when the checkpoint is complete.
+    """
+
+    wrapped: Wrapped
+    folder: Path
+    step: int
+    described: dict[str, Any]
+    layout: Layout
+    loader: random_state.Stateful | None
+    extra: Any
+    job: str
+    patience: timedelta
+    keep: int | None
+    saves: BackgroundSaves | None
+
+    def run(self) -> Path:
+        """Save, and return the checkpoint's folder. Raise the same errors as save()."""
+        unfinished: Unfinished | None = None
+        final = self.folder / checkpoint_folder.name(self.step)
         try:
-            return of_steps.begin(folder, step, owners.of_this_process(job), removals_s=timeout_s / 2)
+            unfinished = native_checkpoint.on_rank_0(self._begin)
+            if unfinished is None or (self.saves is not None and self._hand_over(unfinished, self.saves)):
+                return final
+            path, rank, written = unfinished.path, dist.get_rank(), self._write(unfinished.path)
+            parts = native_checkpoint.everywhere(lambda: checkpoint_folder.files_of(path, written, rank))
+            files = {name: file for part in parts for name, file in part.items()}
+            description = Description(**self.described, files=files, save=unfinished.save, owner=unfinished.owner)
+            native_checkpoint.on_rank_0(partial(checkpoint_folder.publish, unfinished, description))
+        except CheckpointError as error:
+            winner = owners.taken_by(self.folder, unfinished.owner) if unfinished else None
+            left = checkpoint_folder.what_is_left(self.folder)
+            _clear(unfinished)
+            text = f"cannot save step {self.step} in {self.folder}: {error}; {left}"
+            if unfinished and winner:  # the new owner may have removed the unfinished step; a restart would not help
+                lost = owners.lost(self.folder, unfinished.owner, winner)
+                raise RequestError(f"{text}; {lost}", quoted=error.quoted) from error
+            raise CheckpointError(text, quoted=error.quoted) from error
+        except RequestError:
+            _clear(unfinished)
+            raise
+        if self.keep is not None and dist.get_rank() == 0:
+            checkpoint_folder.remove_later(partial(checkpoint_folder.prune, self.folder, self.keep))
+        return final
+
+    def _begin(self) -> Unfinished | None:
+        """Create the folder of the unfinished checkpoint. If the disk is full during a background save, return None."""
+        try:
+            owner = owners.of_this_process(self.job)
+            return checkpoint_folder.begin(self.folder, self.step, owner, self.patience.total_seconds())
         except OSError as error:
-            if saves is None or error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            if self.saves is None or error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
-            left = of_steps.what_is_left(folder)  # a full disk is a warning here as it is in a writer
-            say(f"warning: cannot save step {step} in {folder}: {error}; {left}; training continues")
+            left = checkpoint_folder.what_is_left(self.folder)
+            # The writer process, too, only warns of a full disk.
+            say(f"warning: cannot save step {self.step} in {self.folder}: {error}; {left}; training continues")
             return None
 
-    def publish() -> Path:
-        assert unfinished is not None
-        return of_steps.publish(
-            unfinished, Description(**described, files=files, save=unfinished.save, owner=unfinished.owner)
-        )
+    def _hand_over(self, unfinished: Unfinished, saves: BackgroundSaves) -> bool:
+        """Copy the state into memory and let the writer processes save it. Return False if this fails on any rank."""
+        problem = saves.start()
+        names = self._write(unfinished.path, saves.staged)
+        problems = native_checkpoint.everywhere(lambda: problem or saves.staged.problem())
+        if problem := next(filter(None, problems), ""):
+            saves.staged.free()
+            if dist.get_rank() == 0:
+                say(f"step {self.step} is saved as with wait=True: {problem}")
+            return False
+        saves.hand_over(unfinished, self.described, names, dist.get_rank(), self.keep)
+        return True
 
-    try:
-        unfinished = native_checkpoint.on_rank_0(begin)
-        if unfinished is None:
-            return folder / of_steps.name(step)
-        path = unfinished.path
-        if saves is not None and _start_saving(wrapped, unfinished, described, layout, loader, extra, saves, keep):
-            return folder / of_steps.name(step)
-        rank, written = dist.get_rank(), _write(wrapped, path, layout, loader, extra)
-        told = native_checkpoint.everywhere(lambda: of_steps.files_of(path, written, rank))
-        files = {name: file for each in told for name, file in each.items()}
-        final = native_checkpoint.on_rank_0(publish)
-    except CheckpointError as error:
-        winner = owners.taken_by(folder, unfinished.owner) if unfinished else None
-        text = _undone(folder, unfinished, step, error)
-        if unfinished and winner:  # the new owner may have removed the unfinished step; a restart would not help
-            lost = owners.lost(folder, unfinished.owner, winner)
-            raise RequestError(f"{text}; {lost}", quoted=error.quoted) from error
-        raise CheckpointError(text, quoted=error.quoted) from error
-    except RequestError:
-        _clear(unfinished)
-        raise
-    if keep is not None and dist.get_rank() == 0:
-        checkpoint_folder.remove_later(partial(of_steps.prune, folder, keep))
-    return final
+    def _write(self, folder: Path, staged: StagedFiles | None = None) -> list[str]:
+        """Write this rank's files into `folder` or `staged`, and return their names.
 
+        Write the program's own values first, because they are small, and saving them is most likely to fail.
+        """
+        rank = dist.get_rank()
 
-def _start_saving(
-    wrapped: Wrapped,
-    unfinished: Unfinished,
-    described: dict[str, Any],
-    layout: Layout,
-    loader: of_data.Stateful | None,
-    extra: Any,
-    saves: BackgroundSaves,
-    keep: int | None,
-) -> bool:
-    """Copy the state into memory, and make the writer processes save it. Return False if this fails on any rank."""
-    problem = saves.start()
-    names = _write(wrapped, unfinished.path, layout, loader, extra, saves.staged)
-    problems = native_checkpoint.everywhere(lambda: problem or saves.staged.problem())
-    if problem := next(filter(None, problems), ""):
-        saves.staged.free()
-        if dist.get_rank() == 0:
-            say(f"step {described['step']} is saved as with wait=True: {problem}")
-        return False
-    saves.hand_over(unfinished, described, names, dist.get_rank(), keep)
-    return True
+        def write(name: str, content: bytes) -> None:
+            if staged is None:
+                checkpoint_folder.write(folder / name, content)
+            else:
+                staged.write(name, content)
+
+        def of_program() -> list[str]:
+            files = random_state.save_random_state(rank, write)
+            files += random_state.save_loader_state(self.loader, self.layout, rank, write)
+            if rank == 0:
+                scaler = {} if self.wrapped.scaler is None else self.wrapped.scaler.state_dict()
+                own = {"extra": self.extra, "scaler": scaler}
+                files += random_state.save_plain(own, random_state.EXTRA, write, "extra")
+            return files
+
+        written = native_checkpoint.everywhere(of_program)[rank]
+        # Collective: if it fails on one rank, all raise CheckpointError.
+        return written + self.wrapped.save_files(folder, staged)
 
 
 def load(
@@ -189,7 +210,7 @@ def load(
     folder: Path,
     *,
     layout: Layout,
-    loader: of_data.Stateful | None = None,
+    loader: random_state.Stateful | None = None,
     seed_by: str = "same",
     timeout: timedelta = TIMEOUT,
     job: str = "",
@@ -210,7 +231,7 @@ def load(
 
     Raises RequestError if the checkpoint does not match the model, and CheckpointError if it cannot be read.
     """
-    of_data.check_loader(loader)
+    random_state.check_loader(loader)
     wrapped.refuse_offloaded("load()")
     with native_checkpoint.patient(timeout):
         background_save.finish(timeout / 2)
@@ -229,40 +250,39 @@ def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Descripti
     say_once = cache(say)
 
     def newest() -> tuple[Path, Description] | None:
-        return of_steps.newest(folder, say_once)
+        return checkpoint_folder.newest(folder, say_once)
 
     def first() -> tuple[Path, Description] | None:
-        checkpoint_folder.wait_for_removals(
-            timeout.total_seconds() / 2
-        )  # a folder that is being removed must not be found
+        # A folder that is being removed must not be found.
+        checkpoint_folder.wait_for_removals(timeout.total_seconds() / 2)
         owner = owners.of_this_process(job)
         with suppress(OSError):  # the folder may be missing, or read-only for this job
             owners.claim_after_restart(folder, owner)
             if os.access(folder, os.W_OK):
-                of_steps.sweep(folder, owner)
+                checkpoint_folder.sweep(folder, owner)
         return newest()
 
     found = native_checkpoint.on_rank_0(first)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     while found is not None:
-        wrong = next(filter(None, native_checkpoint.everywhere(partial(of_steps.damage, *found, rank, ranks))), None)
+        problems = native_checkpoint.everywhere(partial(checkpoint_folder.damage, *found, rank, ranks))
+        wrong = next(filter(None, problems), None)
         if wrong is None:
             break
-        of_steps.remember_damage(*found, wrong)
+        checkpoint_folder.remember_damage(*found, wrong)
         found = native_checkpoint.on_rank_0(newest)  # prints that it skips the damaged step
     return found
 
 
 def _of_program(
-    wrapped: Wrapped, loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description, seed_by: str
+    wrapped: Wrapped, loader: random_state.Stateful | None, layout: Layout, path: Path, saved: Description, seed_by: str
 ) -> Loaded:
-    own = of_data.load_plain(path / of_data.EXTRA)
+    own = random_state.load_plain(path / random_state.EXTRA)
     if wrapped.scaler is not None and own["scaler"]:
         wrapped.scaler.load_state_dict(own["scaler"])
     placed = _place(loader, layout, path, saved)
-    drawn = random_state.load_random_state(
-        path, saved, layout, seed_by
-    )  # last, because the calls above may draw random numbers
+    # Last, because the calls above may draw random numbers.
+    drawn = random_state.load_random_state(path, saved, layout, seed_by)
     return Loaded(saved.step, saved.samples, own["extra"], placed, drawn)
 
 
@@ -283,49 +303,11 @@ def _describe(wrapped: Wrapped, step: int, samples: int, layout: Layout, seed: i
     }
 
 
-def _write(
-    wrapped: Wrapped,
-    folder: Path,
-    layout: Layout,
-    loader: of_data.Stateful | None,
-    extra: Any,
-    staged: StagedFiles | None = None,
-) -> list[str]:
-    """Write this rank's files into `folder` or `staged`, and return their names.
-
-    Write the program's own values first, because they are small, and saving them is most likely to fail.
-    """
-    rank = dist.get_rank()
-
-    def write(name: str, content: bytes) -> None:
-        if staged is None:
-            of_steps.write(folder / name, content)
-        else:
-            staged.write(name, content)
-
-    def of_program() -> list[str]:
-        files = random_state.save_random_state(rank, write) + of_data.save_loader_state(loader, layout, rank, write)
-        if rank == 0:
-            own = {"extra": extra, "scaler": {} if wrapped.scaler is None else wrapped.scaler.state_dict()}
-            files += of_data.save_plain(own, of_data.EXTRA, write, "extra")
-        return files
-
-    written = native_checkpoint.everywhere(of_program)[rank]
-    # Collective: if it fails on one rank, all raise CheckpointError.
-    return written + wrapped.save_files(folder, staged)
-
-
-def _undone(folder: Path, unfinished: Unfinished | None, step: int, error: CheckpointError) -> str:
-    left = of_steps.what_is_left(folder)
-    _clear(unfinished)
-    return f"cannot save step {step} in {folder}: {error}; {left}"
-
-
 def _clear(unfinished: Unfinished | None) -> None:
     if unfinished is not None:
         native_checkpoint.gather_answers(None, None)  # wait until no rank is writing
         if dist.get_rank() == 0:
-            of_steps.discard(unfinished.path)
+            checkpoint_folder.discard(unfinished.path)
 
 
 def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
@@ -337,11 +319,11 @@ def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
         )
 
 
-def _place(loader: of_data.Stateful | None, layout: Layout, path: Path, saved: Description) -> bool:
+def _place(loader: random_state.Stateful | None, layout: Layout, path: Path, saved: Description) -> bool:
     """Restore the loader's position and return True. If that is impossible, return False; rank 0 prints the reason."""
-    there = of_data.is_in(saved.files)
+    there = random_state.is_in(saved.files)
     if loader is not None and there and saved.data_parallel == layout.data_parallel:
-        of_data.load_loader_state(loader, layout, dist.get_rank(), path)
+        random_state.load_loader_state(loader, layout, dist.get_rank(), path)
         return True
     if dist.get_rank() == 0 and (loader is not None or there):
         if loader is None:
