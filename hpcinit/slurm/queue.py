@@ -324,12 +324,12 @@ def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job
             start = "" if start in ("Unknown", "None") else start
             status = _exit_status(state, code)
             job_id = job_id.removesuffix(LEADER)
-            its = Job(job_id, state, "sacct", _with_name(reason), status, start, seconds(elapsed))
+            its = Job(job_id, state, "sacct", _with_user_name(reason), status, start, seconds(elapsed))
             found.append(its._replace(command=line, comment=line))
     return found
 
 
-def _with_name(reason: Sequence[str]) -> str:
+def _with_user_name(reason: Sequence[str]) -> str:
     """Replace the user's number in sacct's text after the state: return 'by ada' for ['by', '1000'].
 
     If the user is unknown, return 'by user 1000'.

@@ -34,10 +34,10 @@ def save(engine: Any, folder: Path) -> list[str]:
 
     If one rank fails, raise CheckpointError on every rank.
     """
-    with _noted(engine) as noted:
+    with _recorded(engine) as recorder:
         engine.save_checkpoint(str(folder), tag=NATIVE, save_latest=False)
-    native_checkpoint.gather_answers(None, noted.error)
-    return [path.relative_to(folder).as_posix() for path in noted.written if path.exists()]
+    native_checkpoint.gather_answers(None, recorder.error)
+    return [path.relative_to(folder).as_posix() for path in recorder.written if path.exists()]
 
 
 def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
@@ -75,7 +75,7 @@ def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> b
     return bool(stage) or saved.layout["tp"] != tp  # in stage 0 every rank has the whole state
 
 
-class _Noted:
+class _FileRecorder:
     """A replacement of DeepSpeed's checkpoint engine that syncs each file and stores errors instead of raising them.
 
     If a rank raised within save_checkpoint, the other ranks would wait in DeepSpeed's barrier.
@@ -106,18 +106,18 @@ class _Noted:
 
 
 @contextmanager
-def _noted(engine: Any) -> Iterator[_Noted]:
-    inner, noted = engine.checkpoint_engine, _Noted(engine.checkpoint_engine)
+def _recorded(engine: Any) -> Iterator[_FileRecorder]:
+    inner, recorder = engine.checkpoint_engine, _FileRecorder(engine.checkpoint_engine)
     if inner.is_decoupled():
         raise RequestError(
             "deepspeed.ds_config has a checkpoint writer that works in the background, but a checkpoint is complete "
             "only when all files are on the disk: remove 'checkpoint': {'writer': ...}"
         )
     copy = engine._copy_recovery_script  # rank 0 copies zero_to_fp32.py
-    engine.checkpoint_engine = noted
-    engine._copy_recovery_script = lambda path: noted.keep(lambda: copy(path))
+    engine.checkpoint_engine = recorder
+    engine._copy_recovery_script = lambda path: recorder.keep(lambda: copy(path))
     try:
-        yield noted
+        yield recorder
     finally:
         engine.checkpoint_engine = inner
         del engine._copy_recovery_script
@@ -154,10 +154,10 @@ def _converter(path: Path, saved: Description) -> Iterator[bool]:
     say(f"{path.name} was saved by {saved_by}: converting it once, to load it on {loaded_by}")
     with tempfile.TemporaryDirectory(prefix=".universal-", dir=path) as temporary:
         log, made = Path(temporary, "log"), Path(temporary, UNIVERSAL)
-        words = ["--input_folder", str(path / NATIVE), "--output_folder", str(made), "--inject_missing_state"]
+        arguments = ["--input_folder", str(path / NATIVE), "--output_folder", str(made), "--inject_missing_state"]
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words],
+                [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments],
                 env=os.environ | {"DS_ACCELERATOR": "cpu"},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,

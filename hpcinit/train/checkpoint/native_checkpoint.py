@@ -68,12 +68,11 @@ def everywhere(work: Callable[[], T]) -> list[T]:
     If ranks fail, raise an error with the message of the first failing rank: RequestError if every failing rank raised
     that, else CheckpointError.
     """
-    mine: tuple[T | None, BaseException | None] = (None, None)
     try:
-        mine = (work(), None)
+        result, problem = work(), None
     except Exception as error:
-        mine = (None, error)
-    return gather_answers(*mine)
+        result, problem = None, error
+    return gather_answers(result, problem)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
@@ -86,22 +85,20 @@ def gather_answers(value: T | None, error: BaseException | None) -> list[T]:
 
     Raise the same errors as everywhere().
     """
-    said = (
-        None
-        if error is None
-        else (socket.gethostname(), exception_text(error), isinstance(error, RequestError), quoted(error))
-    )
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (value, said), agreement_group())
-    failed = [(rank, *said) for rank, (_, said) in enumerate(told) if said]
+    mine = None
+    if error is not None:
+        mine = socket.gethostname(), exception_text(error), isinstance(error, RequestError), quoted(error)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (value, mine), agreement_group())
+    failed = [(rank, *failure) for rank, (_, failure) in enumerate(answers) if failure]
     if failed:
-        rank, host, text, asked, theirs = failed[0]
-        if asked:
-            raise RequestError(text, quoted=theirs) from error
+        rank, host, text, is_request_error, message_of_other = failed[0]
+        if is_request_error:
+            raise RequestError(text, quoted=message_of_other) from error
         others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         message = f"rank {rank} on {host}{others}: {text}"
-        raise CheckpointError(message, rank_at_fault=rank, host_at_fault=host, quoted=theirs) from error
-    return [value for value, _ in told]
+        raise CheckpointError(message, rank_at_fault=rank, host_at_fault=host, quoted=message_of_other) from error
+    return [value for value, _ in answers]
 
 
 def exception_text(error: BaseException) -> str:
@@ -137,7 +134,7 @@ def save_native(
     try:
         state_dict_saver.save(_state(model, optimizer), storage_writer=writer, process_group=agreement_group())
     except CheckpointException as error:
-        raise _told(error) from error
+        raise _first_failure(error) from error
     finally:
         torch.serialization.set_crc32_options(checksums)
     if in_memory is not None:
@@ -177,9 +174,9 @@ def load_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> 
     try:
         state_dict_loader.load(state, storage_reader=FileSystemReader(folder / FOLDER), process_group=agreement_group())
     except CheckpointException as error:
-        told = _told(error)
-        message = f"{folder} does not match this model and optimizer: {told}"
-        raise CheckpointError(message, quoted=told.quoted) from error
+        cause = _first_failure(error)
+        message = f"{folder} does not match this model and optimizer: {cause}"
+        raise CheckpointError(message, quoted=cause.quoted) from error
     set_state_dict(
         model,
         optimizer or [],
@@ -194,7 +191,7 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return {"model": of_model, "optimizer": of_optimizer} if optimizer else {"model": of_model}
 
 
-def _told(error: CheckpointException) -> CheckpointError:
+def _first_failure(error: CheckpointException) -> CheckpointError:
     """Return an error with the message of the first failed rank, without the stacks of all ranks."""
     rank, (cause, _) = min(error.failures.items())
     first = str(cause).strip().partition(chr(10))[0]

@@ -221,7 +221,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
         for note in notes + warned:
             say(note)
     ops.prepare(config, device.type)
-    with _autotp_in_words(model, layout):
+    with _autotp_errors_explained(model, layout):
         if (size := deepspeed_versions.tp_to_divide(config, starting.deepspeed_version())) > 1:
             deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # no other type works
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -251,7 +251,7 @@ def _deepcompile(engine: Any) -> None:
 
 
 @contextmanager
-def _autotp_in_words(model: nn.Module, layout: Layout) -> Iterator[None]:
+def _autotp_errors_explained(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Turn AutoTP's assertion into a RequestError.
 
     AutoTP identifies the layers to divide by the model's class and printed form, and fails with an assertion if it
