@@ -70,8 +70,8 @@ class Undisturbed:
 class Resumed:
     """An attempt compared with the undisturbed run.
 
-    from_step: after how many steps the loaded state was saved, or None if this is unknown.
-    by_weights: the same number, found from the weights alone.
+    from_step: the number of steps in the loaded checkpoint, or None if it is unknown.
+    by_weights: the same number, but found only from the weights.
     differs: the first step whose loss or weights differ, or None if all are equal.
     largest: the largest difference between two losses of the same step.
     compared: whether there was anything to compare.
@@ -85,7 +85,7 @@ class Resumed:
 
     @property
     def state_step(self) -> int | None:
-        """Return after how many steps the loaded weights were saved, or if that is unknown, `from_step`."""
+        """Return the number of steps in the loaded weights. If it is unknown, return `from_step`."""
         return self.from_step if self.by_weights is None else self.by_weights
 
 
@@ -164,10 +164,10 @@ def other_variables(
 ) -> dict[str, tuple[float, float]]:
     """Return the program's variables that a resume did not restore, each with its value and the right one.
 
-    In both undisturbed runs, they have the right value. They are wrong in two steps, because a program may set a
-    variable late.
+    A variable counts if both undisturbed runs agree about it, and if it is wrong in two steps. A program may set it
+    late.
 
-    steps: two resumed steps, compared with step `number` and the next.
+    steps: two resumed steps, to be compared with the steps `number` and `number` + 1.
     """
     found = []
     for step, own in enumerate(steps[:2], number):
@@ -221,7 +221,7 @@ def values(record: Record, name: str) -> Mapping[int, float]:
 
 
 def _from_step(first: Record, record: Record) -> int | None:
-    """Return after how many steps the loaded state was saved, judged by the first step that the attempt reported.
+    """Return the number of steps in the loaded checkpoint, judged by the first step that the attempt reported.
 
     first: the results of the undisturbed run.
     record: the results of the resumed attempt.
@@ -263,10 +263,7 @@ def _same_weights(alone: Undisturbed, record: Record, from_step: int) -> bool:
 
 
 def _by_weights(alone: Undisturbed, record: Record) -> int | None:
-    """Return after how many steps the loaded weights were saved, or None if this is unknown.
-
-    To find this number, compare the weights with those of each step of the undisturbed run.
-    """
+    """Return the step of the undisturbed run that has the loaded weights, or None if this is unknown."""
     own = at(record, 0, 0)
     if own is None or not alone.first.steps or not alone.deterministic:
         return None

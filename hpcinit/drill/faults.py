@@ -119,13 +119,12 @@ class Faults:
 
 
 class Frozen:
-    """Copies the files of an undisturbed attempt, in the state in which a kill of all processes would leave them.
+    """Copies the files of an undisturbed attempt, as a kill of all processes would leave them.
 
     The ranks are stopped while the files are copied.
 
     at: after how many steps to make the first copy.
-    cut: the saves of which to copy unfinished states. After the first save that has such states, the others are
-    ignored.
+    cut: the saves to copy while they are unfinished. The copies stop after the first save that was seen unfinished.
     """
 
     def __init__(self, attempt: Attempt, at: int, cut: Sequence[Save]) -> None:
@@ -152,8 +151,8 @@ class Frozen:
     def _save(self, save: Save, watch: SaveWatch) -> None:
         """Copy the unfinished states of a save.
 
-        Each rank waits before it opens or renames a file, and a copy is made. For files that are written without
-        Python, let the ranks run for a millisecond at a time until the save is complete.
+        Before a rank opens or renames a file, it waits for a copy. Other programs announce nothing, so the ranks also
+        run for only a millisecond at a time until the save is complete.
         """
         earlier, states = watch.saves(), list[State]()
         known: set[object] = set()
@@ -222,10 +221,10 @@ class State:
 
 
 def _chosen(states: Sequence[State], save: Save, now: Path) -> list[State]:
-    """Return at most MOST_STATES states to restart from: two in which one file is torn, the first, and the last.
+    """Return at most MOST_STATES states to restart from.
 
-    A torn file has only its first half. These are the largest files, first those with their final names, then temporary
-    files.
+    In two of them, one large file is torn: it has only its first half. Files with their final names are torn before
+    temporary files. The other two are the first and the last state.
 
     now: the folder as it is after the save.
     """

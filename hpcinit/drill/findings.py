@@ -85,7 +85,7 @@ class Finding:
         return ADVICE[self.cause]
 
 
-def of_interruption(alone: Undisturbed, cut: Interruption, stops: bool = False) -> Iterator[Finding]:
+def interruption_findings(alone: Undisturbed, cut: Interruption, stops: bool = False) -> Iterator[Finding]:
     """Yield a finding if the interrupted attempt ignored SIGTERM.
 
     stops: whether the program stopped after an earlier SIGTERM. It may now finish its last epoch first.
@@ -100,23 +100,27 @@ def of_interruption(alone: Undisturbed, cut: Interruption, stops: bool = False) 
             )
 
 
-def of_resume(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> list[Finding]:
+def resume_findings(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> list[Finding]:
     """Return the findings about a resume.
 
     alone: the undisturbed run.
     cut: the attempt that the fault ended.
     record, found: the results of the next attempt, and their comparison with the undisturbed run.
     """
-    findings = [*_of_end(cut, record), *_of_place(alone, cut, record, found), *_of_start(alone, cut, record, found)]
+    findings = [
+        *_error_findings(cut, record),
+        *_place_findings(alone, cut, record, found),
+        *_start_findings(alone, cut, record, found),
+    ]
     if not findings or findings[0].cause == WRONG_FILE:
-        findings += [_with_variables(one, alone, record, found) for one in _of_state(alone, record, found)]
+        findings += [_with_variables(one, alone, record, found) for one in _state_findings(alone, record, found)]
     if not findings:
-        findings += _of_length(alone, cut, record, found)
+        findings += _length_findings(alone, cut, record, found)
     if not findings and found.differs is not None:
         text = f"losses or weights differ from step {found.differs + 1} on, by up to {found.largest:.3g}"
         findings = [_with_variables(Finding(UNKNOWN, text), alone, record, found)]
     if cut.fault in (faults.WHILE_SAVING, faults.FULL_DISK) and findings and not _skipped(cut, record, found):
-        return [_of_unfinished(cut, findings[0])]
+        return [_unfinished_save_finding(cut, findings[0])]
     return findings
 
 
@@ -142,7 +146,7 @@ def _with_variables(finding: Finding, alone: Undisturbed, record: Record, found:
     return replace(finding, text="; ".join([finding.text, *shown]))
 
 
-def _of_end(cut: Interruption, record: Record) -> Iterator[Finding]:
+def _error_findings(cut: Interruption, record: Record) -> Iterator[Finding]:
     if record.status:
         error = record.error or f"exit status {record.status}"
         failed_rank = error.removeprefix("rank ").partition(":")[0]
@@ -158,7 +162,7 @@ def _is_missing(error: str) -> bool:
     return "No such file" in error or "not found" in error.lower()
 
 
-def _of_place(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+def _place_findings(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
     if found.from_step != 0 or record.status:
         return
     elsewhere = _elsewhere(cut.record) or _elsewhere(alone.first)
@@ -176,7 +180,7 @@ def _elsewhere(record: Record) -> dict[str, int]:
     return found | {str(one["path"]): int(str(one["bytes"])) for one in record.outside if one.get("bytes")}
 
 
-def _of_length(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+def _length_findings(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
     """Yield a finding if the attempt ended without an error after too many or too few steps."""
     if record.status != 0 or cut.fault == faults.FEWER_RANKS or alone.first.done != alone.second.done:
         return
@@ -188,7 +192,7 @@ def _of_length(alone: Undisturbed, cut: Interruption, record: Record, found: Res
         yield Finding(EPOCH, f"the program made {counted(made, 'step')} in total, instead of {total}")
 
 
-def _of_start(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
+def _start_findings(alone: Undisturbed, cut: Interruption, record: Record, found: Resumed) -> Iterator[Finding]:
     """Yield a finding if the attempt started at a wrong step."""
     if record.status or found.from_step is None or not cut.saves:
         return
@@ -237,7 +241,7 @@ def _newer(saves: Sequence[Save], read: Sequence[str], from_step: int) -> Save |
     return found[-1] if found and largest not in found[-1].files else None
 
 
-def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
+def _state_findings(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Finding]:
     """If losses or weights differ, yield a finding about the part of the state that was not restored."""
     from_step = found.state_step
     if found.differs is None or from_step is None:
@@ -257,17 +261,19 @@ def _of_state(alone: Undisturbed, record: Record, found: Resumed) -> Iterator[Fi
     if lost:
         yield Finding(WEIGHTS, f"the weights are not those after step {from_step}")
         return
-    causes = [*_of_optimizer(alone, record, both, from_step)]
+    causes = [*_optimizer_findings(alone, record, both, from_step)]
     if not causes and found.by_weights in (
         None,
         found.from_step,
     ):  # otherwise the program numbers its steps differently
-        causes += _of_reported_rate(alone, record)
-    causes = causes or _of_averages(alone, record.steps, from_step)
+        causes += _reported_rate_findings(alone, record)
+    causes = causes or _average_findings(alone, record.steps, from_step)
     # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer. Those of a loss
     # depend on the averaged weights of a teacher.
     causes += [
-        one for one in _of_data(alone, record, both, from_step, found) if not (causes and one.text.endswith(NO_STEP))
+        one
+        for one in _data_findings(alone, record, both, from_step, found)
+        if not (causes and one.text.endswith(NO_STEP))
     ]
     # A program may compute the learning rate from the epoch.
     if causes and causes[0].cause == SCHEDULER and _starts_with_other_data(alone, both, from_step):
@@ -302,7 +308,7 @@ def _one_rank_saved(alone: Undisturbed) -> bool:
     return len(first) > 1 and not all(close(one, first[0]) for one in first)
 
 
-def _of_optimizer(
+def _optimizer_findings(
     alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int
 ) -> Iterator[Finding]:
     for rank, (own, expected) in enumerate(both):
@@ -325,7 +331,7 @@ def _of_optimizer(
         return
 
 
-def _of_averages(alone: Undisturbed, resumed: Sequence[Sequence[Step]], from_step: int) -> list[Finding]:
+def _average_findings(alone: Undisturbed, resumed: Sequence[Sequence[Step]], from_step: int) -> list[Finding]:
     """Return a finding about averaged weights that differ at a step with equal weights.
 
     resumed: the steps of each rank from `from_step` on.
@@ -343,7 +349,7 @@ def _of_averages(alone: Undisturbed, resumed: Sequence[Sequence[Step]], from_ste
     return []
 
 
-def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:
+def _reported_rate_findings(alone: Undisturbed, record: Record) -> list[Finding]:
     """Return a finding if a rate that the program reports differs from the undisturbed run's at that step."""
     own, expected = values(record, "lr"), values(alone.first, "lr")
     step = next((step for step in own if step in expected and not close(own[step], expected[step], 1e-3)), None)
@@ -355,10 +361,9 @@ def _of_reported_rate(alone: Undisturbed, record: Record) -> list[Finding]:
 
 
 def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -> tuple[int, float, float] | None:
-    """Return the first step with a wrong learning rate, that rate, and the right rate. Return None if all are right.
+    """Return the first step with a wrong learning rate, that rate, and the right rate, or None if all are right.
 
-    The first wrong rate can be later than the attempt's first step. The loaded optimizer state has the right rate until
-    the scheduler sets a wrong one.
+    A wrong rate may appear some steps after the resume, when the scheduler sets it.
     """
     for number, own in enumerate(record.steps[rank]):
         expected = at(alone.first, rank, from_step + number)
@@ -368,7 +373,7 @@ def _first_rate(alone: Undisturbed, record: Record, rank: int, from_step: int) -
     return None
 
 
-def _of_data(
+def _data_findings(
     alone: Undisturbed, record: Record, both: Sequence[tuple[Step, Step]], from_step: int, found: Resumed
 ) -> Iterator[Finding]:
     own_epochs, epochs = values(record, "epoch"), values(alone.first, "epoch")
@@ -428,9 +433,7 @@ def _of_data(
 
 
 def _too_long(steps: Sequence[Step], from_step: int, length: int) -> str:
-    """Return a text if the attempt started inside an epoch, and its first pass over the data has too many steps.
-
-    Otherwise, return ''.
+    """Return a message if the attempt resumed inside an epoch and then read more steps than were left of it, else ''.
 
     length: the number of steps per epoch, or 0 if it is unknown.
     """
@@ -448,9 +451,9 @@ def _starts_with_other_data(alone: Undisturbed, both: Sequence[tuple[Step, Step]
 
 
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list[str]:
-    """Return the random generators that have a different state than at the same step of the undisturbed runs.
+    """Return the names of the random generators whose state differs from that of the undisturbed runs.
 
-    Compare only seeded generators that training uses: those whose state both undisturbed runs changed in the same way.
+    Compare only seeded generators that training uses. Both undisturbed runs change these in the same way.
 
     own: what the rank recorded at its first step.
     number: the same step in the undisturbed runs.
@@ -464,7 +467,7 @@ def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list
 
 
 def _restarted(alone: Undisturbed, rank: int, start: Step, from_step: int, own: Step, earlier: int) -> bool:
-    """Return whether a random state that the data order depends on is that of an earlier step.
+    """Return whether the random states that decide the data order are those of an earlier step.
 
     start: what the rank recorded at its first step after the resume.
     own: what it recorded at the step with the wrong batch, which the undisturbed run read at the step `earlier`.
@@ -478,9 +481,9 @@ def _restarted(alone: Undisturbed, rank: int, start: Step, from_step: int, own: 
 
 
 def _seeded_by_epoch(alone: Undisturbed, rank: int, names: Sequence[str], number: int) -> bool:
-    """Return whether the program created one of these generators after its first step, as with a seed of each epoch.
+    """Return whether the program created one of these generators during training, for example with a seed per epoch.
 
-    names: random generators, as _other_random() returns them. After other data, the others may differ, too.
+    names: the generators whose state differs, from _other_random().
     number: a step of the undisturbed run.
     """
     start, one = at(alone.first, rank, 0), at(alone.first, rank, number)
@@ -507,7 +510,7 @@ def _epoch_length(alone: Undisturbed) -> int:
     return 0
 
 
-def _of_unfinished(cut: Interruption, seen: Finding) -> Finding:
+def _unfinished_save_finding(cut: Interruption, seen: Finding) -> Finding:
     """Return the finding for a resume that failed after an interrupted save.
 
     seen: the finding about the failed resume.

@@ -234,9 +234,9 @@ class Drill:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
-        """Return `cut` without interrupted saves, which are smaller than the same save of the undisturbed run.
+        """Return `cut` with complete saves only: those that are as large as in the undisturbed run.
 
-        Omit files that are no complete training state, too.
+        Saves of less than a training state, such as weights only, are omitted too.
         """
         files = {save.steps: save.files for save in self.saves}
         known = kinds(name for save in self.saves for name in save.files)
@@ -273,7 +273,10 @@ class Drill:
                 found = replace(found, differs=None, compared=False)
             part.from_step.append(found.from_step)
             part.lost_s += max(0, cut.at - (found.from_step or 0)) * alone.step_s + record.begin_s
-            new = [*findings.of_interruption(alone, cut, self.stops), *findings.of_resume(alone, cut, record, found)]
+            new = [
+                *findings.interruption_findings(alone, cut, self.stops),
+                *findings.resume_findings(alone, cut, record, found),
+            ]
             self.stops = self.stops or (cut.signal == "caught" and cut.done < alone.first.done and not cut.ran_on)
             part.findings += [one for one in new if one.cause not in {other.cause for other in part.findings}]
             part.text = part.text or _text(cut, found)

@@ -157,10 +157,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _touch(paths: Iterable[tuple[Path, Path]], atime_ns: int | None = None) -> None:
-    """Give files the times of others. Their change times, which cannot be set, get the same order.
+    """Copy the times of files to other files. Change times cannot be set, so the files get new ones in the same order.
 
-    paths: files with those that get their times.
-    atime_ns: the access time to set; None: that of the other file.
+    paths: pairs of a file and the file that gets its times.
+    atime_ns: the access time to set. None: copy it, too.
     """
     found = []
     for path, target in paths:

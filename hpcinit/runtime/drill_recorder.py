@@ -221,11 +221,11 @@ def _record_steps(torch: Any, path: Path) -> None:
 
 
 class _Optimizers:
-    """The optimizers of the program, and the one whose steps count: each step of a program must count once.
+    """The optimizers of the program. Only the steps of one of them count, so that each training step counts once.
 
-    In each attempt it is the one that made the first step of the drill, although another one may step first. A program
-    may create a new one for its next phase, such as the next fold of a cross-validation. It replaces the counted one
-    if it makes two steps without a step of that one between them.
+    All attempts count the optimizer that made the first step of the drill. A program may create another optimizer for
+    its next phase, such as the next fold of a cross-validation. That one replaces the counted optimizer when it makes
+    two steps in a row.
 
     path: the file of this rank's steps.
     known: all optimizers, in the order in which the program created them.
@@ -362,9 +362,10 @@ class _Generators:
             self.next += 1
 
     def states(self, passes: int) -> dict[str, int]:
-        """Return a name for each state, with the number of the generator.
+        """Return the number of each generator, by a name that is made from its state.
 
-        Look for new generators after 1, 2, 4, 8, ... steps, and at each new pass over the data, then not in attributes.
+        The search for new generators is slow. It runs after 1, 2, 4, 8, ... steps, and at each new pass over the data,
+        but then without the attributes of objects.
         """
         self.steps += 1
         is_power = not self.steps & (self.steps - 1)
