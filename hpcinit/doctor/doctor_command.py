@@ -17,12 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hpcinit.base import console, json_output
 from hpcinit.base.errors import INTERRUPTED, ConfigError, RequestError
-from hpcinit.base.text import counted
 from hpcinit.config import compose, overrides
 from hpcinit.config.request import Request
 from hpcinit.doctor import link_diagnosis, login_checks, node_diagnosis
@@ -37,8 +35,6 @@ from hpcinit.why import why_command
 
 # The defaults of the doctor's job. A short job waits less in the queue. A failure is a result, so there is no restart.
 JOB_DEFAULTS = {"time_min": "15", "restart.max_restarts": "0"}
-MOST_ROWS = 64
-COLUMNS = ("rank", "host", "device", "uuid", "driver", "NUMA", "cores", "stage")
 STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 
 
@@ -187,8 +183,8 @@ def _show(
     """Print the checks, and the reports if the doctor's job ran. With --json, print both as one object."""
     if not options.json:
         if not options.quiet:
-            show_ranks(reports)
-        show_table(checks, options.quiet)
+            show_all_reduce(reports)
+        show_checks(checks, options.quiet)
         return
     record = {} if path is None else job_record.submission(path)
     sizes = [one for report in reports for one in report.all_reduce]
@@ -204,7 +200,7 @@ def _show(
     print(json_output.line("doctor", fields))
 
 
-def show_table(checks: Sequence[Check], quiet: bool) -> None:
+def show_checks(checks: Sequence[Check], quiet: bool) -> None:
     """Print a line for each check.
 
     quiet: print only checks that are not ok.
@@ -218,31 +214,11 @@ def show_table(checks: Sequence[Check], quiet: bool) -> None:
     out.print(check_results.count_statuses(checks), markup=False)
 
 
-def show_ranks(reports: Sequence[Report]) -> None:
-    """Print each rank's host and device, and how fast the all-reduce was for each size."""
-    if not reports:
-        return
-    out = Console(highlight=False, soft_wrap=True, color_system=console.color_system())
-    rows = [_rank(report) for report in reports[:MOST_ROWS]]
-    used = [number for number, name in enumerate(COLUMNS) if any(row[number] for row in rows)]
-    ranks = Table(box=None, pad_edge=False, header_style="bold")
-    for number in used:
-        ranks.add_column(COLUMNS[number], no_wrap=True)
-    for row in rows:
-        ranks.add_row(*(Text(row[number]) for number in used))
-    out.print(ranks)
-    if len(reports) > MOST_ROWS:
-        out.print(f"and {counted(len(reports) - MOST_ROWS, 'more rank')}: --json shows all", markup=False)
+def show_all_reduce(reports: Sequence[Report]) -> None:
+    """Print how fast the all-reduce was for each size."""
     for one in (one for report in reports for one in report.all_reduce):
         speed = f"{_size(one.size):>9}  {one.seconds * 1e3:10.3f} ms  {one.bus_gb_s:8.3g} GB/s bus bandwidth"
-        out.print(f"all-reduce {speed}", markup=False)
-
-
-def _rank(report: Report) -> Sequence[str]:
-    device = report.device
-    name = device.get("name") or device.get("device", "")
-    identity = device.get("uuid") or device.get("pci", "")
-    return (str(report.rank), report.host, name, identity, report.driver, report.numa, str(report.cpus), report.stage)
+        print(f"all-reduce {speed}")
 
 
 def _size(size: int) -> str:
