@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,6 @@ class Wrapped(abc.ABC):
         self,
         include: Collection[states.State] | None = None,
         *,
-        device: Literal["cpu"] = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
@@ -140,11 +139,10 @@ class Wrapped(abc.ABC):
                 only optim_states, ZeRO can move all. Stage 3 needs deepspeed.optimizer=adamw for optim_states and
                 hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a message
                 reports that.
-            device: 'cpu' is the only choice.
             pin_memory: move to pinned memory, which is faster to copy.
             non_blocking: return before the copies are done.
         """
-        chosen = states.checked(include, device)
+        chosen = states.checked(include)
         if self.optimizer is None:
             raise RequestError(
                 "offload_states() needs an optimizer, because DeepSpeed and torch move the optimizer's states: pass "
