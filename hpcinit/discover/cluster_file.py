@@ -167,15 +167,13 @@ def _marks(each: Partition) -> str:
 
 
 def _nodes(each: Partition) -> Iterator[str]:
-    """Yield a line for each kind of node, and a line for nodes that are down or drained."""
+    """Yield a line for each kind of node."""
     if len(each.kinds) > 1:
         yield f"{len(each.kinds)} kinds of nodes:"
     for kind, count in each.kinds[:MOST_KINDS]:
         yield f"{count} x {_described(kind)}"
     if len(each.kinds) > MOST_KINDS:
         yield f"... and {counted(len(each.kinds) - MOST_KINDS, 'more kind')}"
-    if each.away:
-        yield f"{each.away} of {counted(each.nodes, 'node')} were down or drained at that time"
 
 
 def _described(kind: Kind) -> str:

@@ -76,8 +76,6 @@ def _run(command: list[str], env: Mapping[str, str]) -> str:
 
 # The site, from the output.
 
-# Parts of a node's State ('IDLE+DRAIN', 'DOWN*') that mean that it runs no jobs now. Its partition still counts it.
-AWAY = {"DOWN", "DRAIN", "FAIL", "FAILING", "NOT_RESPONDING", "INVAL", "FUTURE", "UNKNOWN", "ERROR"}
 MIB_PER_GB = 1024
 
 
@@ -100,7 +98,6 @@ class Kind(NamedTuple):
 class Partition:
     """A partition, as Slurm describes it.
 
-    away: how many nodes run no jobs now, for example because they are down or drained.
     kinds: the kinds of nodes, each with the number of its nodes; the most common kind is first.
     refused: why this user can't submit to the partition, or ''.
     """
@@ -110,7 +107,6 @@ class Partition:
     hidden: bool
     state: str
     nodes: int
-    away: int
     kinds: tuple[tuple[Kind, int], ...]
     time_min: int | None
     default_time_min: int | None
@@ -241,7 +237,6 @@ def _partition(
         hidden=record.get("Hidden") == "YES",
         state=record.get("State", ""),
         nodes=number(record.get("TotalNodes")) or len(own),
-        away=sum(1 for node in own if _away(node.get("State", ""))),
         kinds=kinds,
         time_min=minutes(record.get("MaxTime")),
         default_time_min=minutes(record.get("DefaultTime")),
@@ -263,10 +258,6 @@ def _default_memory(*sources: Mapping[str, str]) -> str:
     """
     found = ((key, each.get(key)) for each in sources for key in ("DefMemPerCPU", "DefMemPerNode"))
     return next((f"{key}={value} MB" for key, value in found if number(value)), "")
-
-
-def _away(state: str) -> bool:
-    return state.endswith("*") or bool(AWAY & set(state.rstrip("*~#!%$@^-").split("+")))
 
 
 def _kinds(nodes: Iterable[Mapping[str, str]]) -> tuple[tuple[Kind, int], ...]:
