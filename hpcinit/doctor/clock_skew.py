@@ -19,7 +19,7 @@ _AS_OF = re.compile(r"^Configuration data as of (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)
 class ClockSkew(NamedTuple):
     """The difference between another machine's clock and this machine's.
 
-    seconds: the least difference that explains the measured times. Positive if the other clock is ahead, negative if it
+    seconds: the smallest difference that the measured times allow. Positive if the other clock is ahead, negative if it
         is behind, and 0 if the clocks may agree.
     """
 

@@ -439,7 +439,7 @@ def _too_long(steps: Sequence[Step], from_step: int, length: int) -> str:
     """
     made = next((number for number, step in enumerate(steps) if step.passes != steps[0].passes), len(steps))
     left = length - from_step % length if length and steps[0].passes else made
-    return f"the first epoch has {made} more steps instead of {left}, as if none had been read" if made > left else ""
+    return f"the program read {made} batches of its first epoch, but only {left} were left" if made > left else ""
 
 
 def _starts_with_other_data(alone: Undisturbed, both: Sequence[tuple[Step, Step]], from_step: int) -> bool:

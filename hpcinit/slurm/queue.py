@@ -168,9 +168,10 @@ class QueueQuery:
 
 
 def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> SlurmReply:
-    """Ask Slurm for the states of jobs, with at most three commands. sacct may reply even if the controller is down.
+    """Return the states of jobs, from at most three commands: squeue, sacct and scontrol.
 
-    Together the commands take at most PATIENCE, or PATIENCE_KNOWN if the end of every job is already recorded.
+    sacct may reply even if the controller is down. Together the commands take at most PATIENCE, or PATIENCE_KNOWN if
+    the end of every job is already recorded.
 
     early: a squeue that has already been started.
     """

@@ -27,7 +27,7 @@ from typing import Any
 from hpcinit.base import signals
 from hpcinit.base.console import say
 from hpcinit.runtime.process_state import state
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import checkpoint_folder
 from hpcinit.train.checkpoint.checkpoint_folder import Unfinished
 from hpcinit.train.checkpoint.staged_files import StagedFiles
 
@@ -120,8 +120,8 @@ class BackgroundSaves:
         if answer == DONE:
             self._longest_s = max(self._longest_s, time.monotonic() - self._began)
         elif not answer:
-            of_steps.abandon(unfinished.path)
-            status, left = self._process.wait(), of_steps.what_is_left(unfinished.path.parent)
+            checkpoint_folder.abandon(unfinished.path)
+            status, left = self._process.wait(), checkpoint_folder.what_is_left(unfinished.path.parent)
             say(
                 f"warning: the process that wrote step {step} for rank {rank} on {os.uname().nodename} has ended with "
                 f"status {status} (-9: killed, for example because the node has no memory left); {left}; training "

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from hpcinit.base.console import say
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.base.text import counted
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
-from hpcinit.train.checkpoint import native_checkpoint
+from hpcinit.train.checkpoint import checkpoint_folder, native_checkpoint
 from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 NATIVE, UNIVERSAL = "deepspeed", "universal"
@@ -99,7 +98,7 @@ class _FileRecorder:
         try:
             work()
             for path in paths:
-                of_steps.sync(path)
+                checkpoint_folder.sync(path)
             self.written += paths
         except Exception as error:
             self.error = self.error or error
@@ -177,7 +176,7 @@ def _converter(path: Path, saved: Description) -> Iterator[bool]:
             )
         for inner, _, names in os.walk(made):
             for name in [".", *names]:
-                of_steps.sync(Path(inner, name))
+                checkpoint_folder.sync(Path(inner, name))
         if not (path / UNIVERSAL).is_dir():
             made.rename(path / UNIVERSAL)
     yield True

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from hpcinit.base.errors import CheckpointError, RequestError
 from hpcinit.base.versions import installed
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
-from hpcinit.train.checkpoint import native_checkpoint
+from hpcinit.train.checkpoint import checkpoint_folder, native_checkpoint
 from hpcinit.train.checkpoint import owner as owners
 from hpcinit.train.wrap.wrapped import Wrapped
 
@@ -91,10 +90,10 @@ def begin(folder: Path, job: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     owner = owners.of_this_process(job)
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
-        of_steps.remove_later(partial(of_steps.remove_if_ended, path, owner))
+        checkpoint_folder.remove_later(partial(checkpoint_folder.remove_if_ended, path, owner))
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     temporary.mkdir()
-    owners.write(temporary / of_steps.OWNER, owner)
+    owners.write(temporary / checkpoint_folder.OWNER, owner)
     return temporary
 
 
@@ -112,7 +111,7 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.is_dir():
         raise RequestError(f"cannot export to {folder}: it is not a folder")
     try:
-        ours = {MARKER, of_steps.OWNER, *json.loads((folder / MARKER).read_text())["files"]}
+        ours = {MARKER, checkpoint_folder.OWNER, *json.loads((folder / MARKER).read_text())["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         ours = set()
     found = sorted(set(_files(folder)) - ours)
@@ -191,12 +190,12 @@ def _write(
     if tokenizer is not None:
         tokenizer.save_pretrained(str(temporary))
     versions = {name: found for name in ("torch", "transformers", "peft") if (found := installed(name))}
-    files = {name: size for name, size in _files(temporary).items() if name != of_steps.OWNER}
+    files = {name: size for name, size in _files(temporary).items() if name != checkpoint_folder.OWNER}
     document = {"dtype": _name(dtype), "versions": versions, "files": files}
     (temporary / MARKER).write_text(json.dumps(document, indent=1) + "\n")
     for inner, _, names in os.walk(temporary):
         for each in [*names, "."]:
-            of_steps.sync(Path(inner, each))
+            checkpoint_folder.sync(Path(inner, each))
     _publish(temporary, folder)
 
 
@@ -230,14 +229,14 @@ def _name(dtype: torch.dtype) -> str:
 def _publish(temporary: Path, folder: Path) -> None:
     """Rename the written folder to its final name. It replaces an older export."""
     _refuse_foreign(folder)
-    older = of_steps.set_aside(folder) if folder.exists() else None
+    older = checkpoint_folder.set_aside(folder) if folder.exists() else None
     try:
         temporary.rename(folder)
     except OSError:
         if older is not None:
             older.rename(folder)
         raise
-    (folder / of_steps.OWNER).unlink()  # not before: a temporary folder without it could never be removed
-    of_steps.sync(folder.parent)
+    (folder / checkpoint_folder.OWNER).unlink()  # not before: a temporary folder without it could never be removed
+    checkpoint_folder.sync(folder.parent)
     if older is not None:
-        of_steps.discard(older)
+        checkpoint_folder.discard(older)

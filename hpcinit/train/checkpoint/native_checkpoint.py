@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from hpcinit.base.errors import CheckpointError, HpcinitError, RequestError
 from hpcinit.runtime import process_group
 from hpcinit.runtime.process_state import state
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import checkpoint_folder
 from hpcinit.train.checkpoint.staged_files import StagedFiles
 
 # Either all ranks continue, or all of them raise: a rank that continued alone would wait for the others.
@@ -140,7 +140,7 @@ def save_native(
     if in_memory is not None:
         return in_memory.names
     mine = [f"{FOLDER}/__{dist.get_rank()}_*"]
-    return of_steps.matching(folder, *mine, *([f"{FOLDER}/.metadata"] if dist.get_rank() == 0 else []))
+    return checkpoint_folder.matching(folder, *mine, *([f"{FOLDER}/.metadata"] if dist.get_rank() == 0 else []))
 
 
 class _InMemory(FileSystem):

@@ -67,6 +67,8 @@ def save_plain(value: Any, relative: str, write: Write, called: str) -> list[str
     """Write one of the program's values to a file, and return the file's relative path.
 
     Raise RequestError if the file could not be read back, OSError if it cannot be written.
+
+    called: the name of the value in the error message.
     """
     stream = io.BytesIO()
     try:

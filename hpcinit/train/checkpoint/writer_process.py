@@ -19,7 +19,7 @@ from hpcinit.base import processes, safe_files
 from hpcinit.base.console import say
 from hpcinit.base.errors import HpcinitError
 from hpcinit.runtime.process_state import state
-from hpcinit.train.checkpoint import checkpoint_folder as of_steps
+from hpcinit.train.checkpoint import checkpoint_folder
 from hpcinit.train.checkpoint.background_save import DONE, FAILED
 from hpcinit.train.checkpoint.checkpoint_folder import BUFFER, Description, File, Unfinished
 from hpcinit.train.checkpoint.owner import Owner
@@ -39,37 +39,37 @@ def main(channel_descriptor: int, rank_pid: int) -> None:
     processes.die_with_parent(rank_pid)
     with socket.socket(fileno=channel_descriptor) as channel:
         while True:
-            request, files, _, _ = socket.recv_fds(channel, REQUEST_BYTES, MOST_FILES)
-            if not request:
+            message, files, _, _ = socket.recv_fds(channel, REQUEST_BYTES, MOST_FILES)
+            if not message:
                 return
-            channel.send(DONE if save(json.loads(request), files) else FAILED)
+            channel.send(DONE if save(json.loads(message), files) else FAILED)
 
 
-def save(asked: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
+def save(request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
     """Save this rank's part of a checkpoint. On rank 0, also publish the checkpoint when all parts are complete.
 
     Return whether that worked. If not, print a warning.
     """
-    path, rank, step = Path(asked["path"]), asked["rank"], asked["described"]["step"]
+    path, rank, step = Path(request["path"]), request["rank"], request["described"]["step"]
     try:
-        for (name, size), descriptor in zip(asked["files"], descriptors, strict=True):
+        for (name, size), descriptor in zip(request["files"], descriptors, strict=True):
             _copy(descriptor, size, path, path / name)
-        mine = of_steps.files_of(path, [name for name, _ in asked["files"]], rank)
+        mine = checkpoint_folder.files_of(path, [name for name, _ in request["files"]], rank)
         if rank:
             text = json.dumps({name: asdict(file) for name, file in mine.items()})
             safe_files.write_atomically(path / WRITTEN.format(rank=rank), text)
         else:
-            _publish(asked, path, mine)
+            _publish(request, path, mine)
     except Exception as error:
         text = str(error) if isinstance(error, HpcinitError) else f"{type(error).__name__}: {error}"
-        gone, left = not path.exists(), of_steps.what_is_left(path.parent)
-        of_steps.abandon(path)
+        gone, left = not path.exists(), checkpoint_folder.what_is_left(path.parent)
+        checkpoint_folder.abandon(path)
         if gone:
             text = "a part was not written, or another job has removed the unfinished step"
         if rank == 0 or not gone:  # else the rank that failed has printed the reason
             where = f"rank {rank} on {os.uname().nodename}"
             say(f"warning: cannot save step {step} in {path.parent}: {where}: {text}; {left}; training continues")
-        of_steps.wait_for_removals(REMOVAL_S)  # the next save needs the space
+        checkpoint_folder.wait_for_removals(REMOVAL_S)  # the next save needs the space
         return False
     finally:
         for descriptor in descriptors:
@@ -77,17 +77,17 @@ def save(asked: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
     return True
 
 
-def _publish(asked: Mapping[str, Any], path: Path, mine: Mapping[str, File]) -> None:
-    owner = Owner(**asked["owner"])
-    # What the rank knows: it owned the folder, and must not take it back; and what load() found damaged.
+def _publish(request: Mapping[str, Any], path: Path, mine: Mapping[str, File]) -> None:
+    owner = Owner(**request["owner"])
+    # Copy what the rank has found: that it owned the folder, so it must not take it back, and damaged checkpoints.
     state.claimed.add((path.parent, owner.token))
-    state.damaged.update({(Path(damaged), save): wrong for damaged, save, wrong in asked["damaged"]})
-    files = {**mine, **_of_other_ranks(path, asked["described"]["world_size"])}
-    description = Description(**asked["described"], files=files, save=asked["save"], owner=owner)
-    of_steps.publish(Unfinished(path, asked["save"], owner), description)
-    if asked["keep"] is not None:
-        of_steps.remove_later(partial(of_steps.prune, path.parent, asked["keep"]))
-        of_steps.wait_for_removals(REMOVAL_S)  # the next save needs the space
+    state.damaged.update({(Path(damaged), save): wrong for damaged, save, wrong in request["damaged"]})
+    files = {**mine, **_of_other_ranks(path, request["described"]["world_size"])}
+    description = Description(**request["described"], files=files, save=request["save"], owner=owner)
+    checkpoint_folder.publish(Unfinished(path, request["save"], owner), description)
+    if request["keep"] is not None:
+        checkpoint_folder.remove_later(partial(checkpoint_folder.prune, path.parent, request["keep"]))
+        checkpoint_folder.wait_for_removals(REMOVAL_S)  # the next save needs the space
 
 
 def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
