@@ -106,7 +106,7 @@ def save(
 class _Save:
     """A call of save().
 
-    described: the fields of the Description that are known before the files are written.
+    described: the fields of the Description that do not depend on the written files.
     patience: how long to wait for the removal of older checkpoints.
     saves: this rank's background saves, or None to return when the checkpoint is complete.
     """
