@@ -146,7 +146,7 @@ def _place(begin: float, every: Sequence[Allocation]) -> Allocation | None:
 
 
 def _uses_init(report: Report) -> bool:
-    return any(timeline.LAST in rank.events for rank in report.attempt.ranks)
+    return any("imported" in rank.events for rank in report.attempt.ranks)
 
 
 def _start(run: Path, report: Report, begin: float, end: float, one: Allocation, reports: Sequence[Report]) -> Start:

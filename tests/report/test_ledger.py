@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hpcinit.base.errors import RequestError
-from hpcinit.records import training_spans
+from hpcinit.records import timeline, training_spans
 from hpcinit.records.save_interval import best_interval_s
 from hpcinit.records.training_spans import SpanRecord
 from hpcinit.report import advice, ledger, pictures, read_job, read_run, report_command
@@ -106,6 +106,18 @@ def test_a_hang_and_a_start_that_failed(tmp_path: Path) -> None:
         and rows[ledger.KEPT].at == 0
         and abs(sum(row.at for row in rows.values()) - 300) < 0.01
     )
+
+
+def test_a_start_that_failed_in_init_has_no_unknown_time(tmp_path: Path) -> None:
+    """One rank has called init(), so the program does, and the others were importing when the job ended."""
+    run = synthetic.run(tmp_path / "run", 1, 2, absent=1)
+    writer = timeline.Writer(timeline.path(run, "43.0.0", "n0001"))
+    about = {"job": "43.0.0", "launcher": "slurm", "world_size": 2, "nodes": 1, "local_rank": 1}
+    writer.write(1, {**about, "allocated": START, "started": START + 1, "interpreter": START + 2, "met": START + 3})
+    writer.close()
+    (run / "exit.json").write_text(json.dumps({"job": "43", "restart": 0, "ended": START + 100, "exit_status": 2}))
+    (one,) = read_run.read(run, {})
+    assert one.rows[ledger.UNKNOWN].at == 0 and one.rows[ledger.IMPORTS].at > 45 and one.rows[ledger.INIT].at > 40
 
 
 def test_the_record_of_a_long_run_is_small() -> None:
