@@ -44,6 +44,7 @@ STEPS = [
     re.compile(r"(?i)\b(?:batch|ba)[ =:#]*(\d+)(?:\s*/\s*(\d+))?"),
 ]
 BAR = re.compile(r"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d\d)<")
+RATE = re.compile(r"([\d.]+)(s/it|it/s)")  # at the end of a bar, which shows the larger one
 EPOCH = re.compile(r"(?i)\bepoch[ =:]*\[?(\d+)")
 EACH = [
     (re.compile(r"(?i)(?:elapsed )?time per iteration \(ms\)\s*[:=]\s*([\d.]+)"), 1e-3),
@@ -353,6 +354,8 @@ def _step(line: str, form: _Form, at: float | None, resolution_s: float) -> Even
             step, total = step + int(epoch[1]) * int(bar[2]), 0
     each = form.each[0].search(line) if form.each else None
     each_s = form.each[1] * float(each[1]) if form.each and each and _number(each[1]) else 0.0
+    if bar_s >= 0 and (rate := RATE.search(line)) and _number(rate[1]) and float(rate[1]):
+        each_s = float(rate[1]) if rate[2] == "s/it" else 1 / float(rate[1])
     late_s = 0.0 if at is None else resolution_s
     return Event(at, "step", step, each_s=each_s, total=total, bar_s=bar_s, form=form.number, late_s=late_s)
 

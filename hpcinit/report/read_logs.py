@@ -50,10 +50,10 @@ class Piece:
     loose: bool = False
     paced: bool = True
 
-    @property
+    @cached_property
     def logged(self) -> bool:
-        """Return whether this start has a log, and not only checkpoints."""
-        return bool(self.events)
+        """Return whether a log shows steps of this start, and not only checkpoints do."""
+        return any(one.kind == "step" for one in self.events)
 
     @property
     def around(self) -> tuple[str, ...]:

@@ -354,6 +354,28 @@ def test_checkpoints_limit_the_times_of_steps_without_a_clock(tmp_path: Path) ->
     assert all(inside(start.rows[ledger.KEPT], seconds) for seconds in (95, 115)), start.rows
 
 
+def test_a_progress_bar_shows_the_pace_of_steps_beside_slow_saves(tmp_path: Path) -> None:
+    """The bar shows 5 steps per second, and after a save 2 s per step. What is left between two steps is the save."""
+    folder = tmp_path / "out"
+    bar, at, lines = "  1%|1 | {}/100 [00:{:02d}<01:00, {}]\r", 0.0, []
+    for step in range(1, 101):
+        slow = step > 1 and step % 25 == 1  # a save of 5 s before this step
+        at += 5.2 if slow else 0.2
+        lines.append(bar.format(step, int(at), "2.00s/it" if slow else "5.01it/s"))
+        if step % 25 == 0 and step < 100:
+            (folder / f"checkpoint-{step}").mkdir(parents=True)
+            saved = folder / f"checkpoint-{step}" / "model.safetensors"
+            saved.write_text("x")
+            os.utime(saved, (START + 20 + at + 5, START + 20 + at + 5))
+    log = tmp_path / "slurm-77.out"
+    log.write_text("".join(lines))
+    os.utime(log, (START + 20 + at, START + 20 + at))
+    job = Allocation("77", 0, START, START + 20 + at, state="COMPLETED")
+    saves = sorted(folder.glob("*/*"))
+    rows = read_job._ledger("77", [job], [log], saves, tmp_path).rows
+    assert rows[ledger.SAVE].high > 10 and rows[ledger.KEPT].low < 25, rows
+
+
 def test_a_requeue_a_few_seconds_later_takes_no_lines_of_the_attempt_before(tmp_path: Path) -> None:
     """Each line of a log belongs to one attempt, although Slurm started the next one after 4 s."""
     later = [(at + 334, text) for at, text in STEPS]
