@@ -158,7 +158,7 @@ def stat(pid: int | str, proc: Path = PROC) -> list[str]:
 class Process:
     """Identifies a process, so that another process can later find out whether it has ended.
 
-    boot: the id of the kernel's boot, or '' if it is unknown.
+    boot: the boot id of the kernel, or '' if it is unknown.
     namespace: the pid namespace, or '' if it is unknown.
     started: when the process started, in clock ticks since the boot, or '' if it is unknown.
 

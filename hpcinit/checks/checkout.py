@@ -35,10 +35,8 @@ def checkout_root(workdir: Path) -> Path:
     if done.returncode:
         problem = _git_error(done)
         if "not a git repository" in problem:
-            problem = f"{workdir} is not in a git repository"
-        raise RequestError(
-            f"snapshot=git: {problem}; create one with git init, or run from the folder itself with snapshot=none"
-        )
+            problem = f"{workdir} is not in a git repository; create one with git init"
+        raise RequestError(f"snapshot=git: {problem}; or set snapshot=none to run the files in place")
     return Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
 
 

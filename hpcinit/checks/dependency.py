@@ -116,7 +116,7 @@ def dependency_option(config: Config) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each condition that names no job or can never be fulfilled."""
+    """Yield a message for each condition whose job does not exist, or that can never be satisfied."""
     yield from _resolved(config)[1]
 
 

@@ -62,7 +62,7 @@ class SiteContainer:
 
 @dataclass
 class Cluster:
-    """The settings of a cluster. Their values are in conf/cluster/NAME.yaml; nothing in Python depends on a cluster."""
+    """The settings of a cluster. Their values are in conf/cluster/NAME.yaml. No Python code depends on one cluster."""
 
     name: str = key("name of the cluster in messages", MISSING, filled="a name")
     untested: bool = key("this file was never used at its site; each submission warns about it", False)

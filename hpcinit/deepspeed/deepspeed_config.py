@@ -124,7 +124,7 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp
     if ranks % chosen.hpz:  # DeepSpeed rounds the number of groups down, and the last ranks would be in no group
-        raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of the {ranks} ranks")
+        raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of {ranks}, the number of ranks")
     config = {
         **_triple(batch, counted),
         **_precision(precision),

@@ -32,7 +32,11 @@ STEP = ["-m", "hpcinit.engine.local_step"]
 
 @dataclass
 class Save:
-    """The files that changed after `steps` steps. files: the size of each file when the save was complete."""
+    """One save of the program: the files that it changed.
+
+    steps: how many steps the program had made.
+    files: the size of each file when the save was complete.
+    """
 
     steps: int
     files: dict[str, int] = field(default_factory=dict)

@@ -40,8 +40,9 @@ _SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")
 
 @dataclass(frozen=True)
 class Point:
-    """A reported step. step: a number that increases from step to step.
+    """A step that the program reported.
 
+    step: its number, which increases.
     at: the byte at which its line ends in the log.
     time: when `run.progress()` was called, in seconds since 1970; 0 for a line of the log.
     """

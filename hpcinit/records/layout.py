@@ -119,12 +119,9 @@ class Layout:
         """
         world_size = math.prod(self.degrees().values())
         if self._open() or not 0 <= rank < world_size:
-            have = (
-                f"parallel.{self._open()[0]} is -1, use over(world_size)"
-                if self._open()
-                else counted(world_size, "rank")
-            )
-            raise RequestError(f"rank {rank} is not in {self}: {have}")
+            if self._open():
+                raise RequestError(f"parallel.{self._open()[0]} is -1, expected a number: call over(world_size) first")
+            raise RequestError(f"rank {rank} does not exist: {self} has {counted(world_size, 'rank')}")
         found = {}
         for name, degree in reversed(self.degrees().items()):
             rank, found[name] = divmod(rank, degree)

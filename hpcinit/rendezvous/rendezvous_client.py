@@ -447,7 +447,7 @@ class RendezvousClient(RendezvousEndpoint):
             if not self._warned:
                 self._warned = True
                 at = self._world.master_addr
-                say(f"warning: ignoring an unreadable message of rank 0 on {at}: {error}; {protocol.SAME_VERSION}")
+                say(f"warning: ignoring an unreadable message from rank 0 on {at}: {error}; {protocol.SAME_VERSION}")
 
     def _not_found(self, seen: Mapping[str, str]) -> str:
         """Return the message to print if rank 0 is not found before the deadline.

@@ -302,8 +302,8 @@ class Connections:
         if not self._reported_out_of_files:
             self._reported_out_of_files = True
             say(
-                "rank 0 cannot accept more connections: too many open files; rank 0 needs two per rank: raise "
-                "the hard limit (ulimit -Hn) on its node"
+                "rank 0 cannot accept more connections, because it has too many open files. It needs two for each "
+                "rank: raise the hard limit (ulimit -Hn) on its node"
             )
         time.sleep(0.05)  # select() would report the waiting connection again immediately
 

@@ -223,7 +223,7 @@ def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
 
 
 def _cut(start: Start, step: int, within: int) -> Start:
-    """Return the start of the ranks, with its training steps after `step` counted as repeated.
+    """Return `start`, with the time of its training steps after `step` in the row REPEATED.
 
     within: by how many steps `step` may be wrong.
     """

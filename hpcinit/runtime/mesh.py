@@ -116,7 +116,7 @@ class Mesh(DeviceMesh):
             return self
         used = [each for name in names if name in NAMES for each in _members(self, name)]
         if used != [name for name in self.mesh_dim_names or () if name in used]:
-            raise KeyError(f"mesh dimensions {names}, expected names in the order of {self.mesh_dim_names}, each once")
+            raise KeyError(f"mesh dimensions {names}, expected each at most once, in the order {self.mesh_dim_names}")
         found = DeviceMesh._concatenate([self._one(name) for name in names])  # as fully_shard does, see mesh_part
         found._mesh_dim_names, found._root_mesh = names, self
         return found

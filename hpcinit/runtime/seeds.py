@@ -45,7 +45,7 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
 
 
 def at_step(seed: int, step: int) -> int:
-    """Return a seed, 0 to 2**63 - 1, to seed generators again at this step. Each step gets a different seed."""
+    """Return a seed for the generators at this step, 0 to 2**63 - 1. Each step gets a different one."""
     return _mixed(f"{seed}/step", step)
 
 

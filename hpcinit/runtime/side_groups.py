@@ -96,7 +96,7 @@ def _check(name: str, rank: int, world_size: int, port: int, peers: str, labels:
     if not 0 <= rank < world_size:
         raise RequestError(f"side group {name!r}: rank is {rank}, expected 0 to {world_size - 1}")
     if not 0 < port < 65_536:
-        raise RequestError(f"side group {name!r}: port is {port}, expected 1 to 65535, free on rank 0's node")
+        raise RequestError(f"side group {name!r}: port is {port}, expected a free port on rank 0's node, 1 to 65535")
     if labels & set(c10d._world.pg_names.values()):
         raise RequestError(
             f"side group {name!r} already exists in this process: destroy it first, or choose another name"

@@ -137,8 +137,8 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
         key = override.lstrip("+").partition("=")[0]
         if keys.is_group(key):
             raise RequestError(
-                f"{override} selects a config file, but the config of a run is already composed; set single keys, as "
-                f"in {key}.NAME=VALUE, or submit a new run with hpcinit submit"
+                f"{override} selects a config file, but a run keeps its config files; set keys, such as "
+                f"{key}.NAME=VALUE, or submit a new run with hpcinit submit"
             )
     own, others = _split_keys(document)
     # The arguments after -- never went through Hydra and may contain anything, even `${`.

@@ -143,7 +143,7 @@ def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: S
 
 
 def _cores_of_tasks(config: Config) -> list[str]:
-    """If one task per node starts all ranks of the node, return lines that let it use the cores of all of them."""
+    """Return the lines with which the only task of a node can use the cores of all ranks that it starts."""
     if STARTS[config.launch.kind].task_per_rank or not config.engine.uses_slurm or not cpus_per_rank(config):
         return []
     why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."

@@ -285,7 +285,7 @@ def _shape(prefix: str) -> str:
 
 
 def _unpacked(line: str) -> Iterator[str]:
-    """Yield the line. For a JSON object of a log framework or container, yield the lines of the texts in it instead."""
+    """Yield the line. If it is a JSON record of a logging library or container, yield the lines of its texts."""
     document = None
     if (rest := _TIME.sub("", line, count=1)).startswith('{"'):
         with contextlib.suppress(ValueError, RecursionError):

@@ -82,10 +82,10 @@ class Reader:
         self.count = 0
 
     def read(self) -> tuple[dict[Any, Any], list[Any], int]:
-        """Return the dict, the last items of its list `key`, and the number of earlier items.
+        """Return the dict, the last items of its list self.key, and how many items the list had before them.
 
-        In the dict, the list is empty. Raise ValueError if the pickle is not such a dict, and Incomplete if it is cut
-        off.
+        The list in the returned dict is empty. Raise ValueError if the pickle is not such a dict, and Incomplete if it
+        is cut off.
         """
         document = self._run(0)
         if not isinstance(document, dict):

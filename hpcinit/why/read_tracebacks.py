@@ -244,7 +244,7 @@ def _reported(before: str) -> int:
 
 
 def _plain(text: str) -> str:
-    """Return a line without the margin of an exception group or the box of rich."""
+    """Return a line without the margin of an exception group, or the box that rich draws around a traceback."""
     if box := _BOX.match(text):
         frame = _BOX_FRAME.match(box[1])
         return f'  File "{frame[1]}", line {frame[2]}, in {frame[3]}' if frame else f"    {box[1]}"

@@ -142,7 +142,7 @@ def check_master_addr(world: World) -> None:
         return
     where = f"resolves to {', '.join(found)}" if found else "does not resolve"
     raise BringUpError(
-        f"MASTER_ADDR is {name}, which {where}: not an address of {socket.gethostname()}, where rank 0 runs. Set it to "
-        f"{world.host or socket.gethostname()} or another address of that node, or unset it: hpcinit finds rank 0 "
-        f"without it (comm.ports={ports.FROM_ENV} requests your own MASTER_ADDR and MASTER_PORT)"
+        f"MASTER_ADDR is {name}, which {where}, not an address of {socket.gethostname()}, where rank 0 runs. Set it "
+        f"to {world.host or socket.gethostname()} or another address of that node, or unset it: hpcinit finds rank 0 "
+        f"without it (it uses your MASTER_ADDR and MASTER_PORT because of comm.ports={ports.FROM_ENV})"
     )

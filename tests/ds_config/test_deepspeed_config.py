@@ -269,7 +269,7 @@ def test_layouts_that_deepspeed_cannot_count() -> None:
     config, notes = build(Options(), BATCH, tp, BF16)
     assert config["tensor_parallel"] == {"autotp_size": 2}
     assert notes[0].endswith("train_batch_size 48 = global batch 24 x tp 2")
-    with pytest.raises(RequestError, match=r"deepspeed.hpz is 3, expected a divisor of the 8 ranks"):
+    with pytest.raises(RequestError, match=r"deepspeed.hpz is 3, expected a divisor of 8, the number of ranks"):
         build(Options(zero_stage=3, hpz=3), BATCH, tp, BF16)
     with pytest.raises(RequestError, match=r"precision.param is 'int8', expected one of: fp32"):
         build(Options(), BATCH, DP4, Precision("int8", "fp32"))

@@ -48,13 +48,15 @@ def test_data_rank_depends_on_both_data_parallel_dimensions(layout: Layout) -> N
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_that_does_not_exist(rank: int) -> None:
     """A rank outside the layout is refused with the number of ranks."""
-    with pytest.raises(RequestError, match=f"rank {rank} is not in .*: 4 ranks"):
+    with pytest.raises(RequestError, match=f"rank {rank} does not exist: .* has 4 ranks"):
         Layout(dp_replicate=2, tp=2).coordinate(rank)
 
 
 def test_an_open_degree_is_refused() -> None:
     """Without the world size a layout with a -1 has no coordinates."""
-    with pytest.raises(RequestError, match=r"parallel.dp_replicate is -1, use over\(world_size\)"):
+    with pytest.raises(
+        RequestError, match=r"parallel.dp_replicate is -1, expected a number: call over\(world_size\) first"
+    ):
         Layout(tp=2).data_rank(0)
 
 

@@ -51,7 +51,7 @@ REFUSALS = {
     "wrapped(layout=Layout(dp_replicate=2, ep=2))": "parallel.ep is 2, but run.wrap supports no pipeline or expert",
     "wrapped(training=Training('none'))": "parallel.wrap is none with 2 ranks: their gradients would not be combined",
     "wrapped(training=Training('fsdp'))": "parallel.wrap is fsdp with dp_replicate 2 and dp_shard 1",
-    "wrapped(training=Training('deepspeed'), tp_plan={})": "with deepspeed, AutoTP divides the model automatically",
+    "wrapped(training=Training('deepspeed'), tp_plan={})": "with deepspeed, AutoTP shards the model automatically",
     "wrapped(layout=tp)": "parallel.tp is 2, but run.wrap got no tp_plan",
     "wrapped(layout=tp, tp_plan={'0.*.up': ColwiseParallel()})": "tp_plan names '0.*.up', but no module matches; modules",
     "wrapped(training=Training(precision=Precision('fp16')))": "precision.param=fp16 does not work on a CPU",

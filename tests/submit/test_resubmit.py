@@ -86,7 +86,7 @@ def test_another_program(hpcinit: Run, tmp_path: Path) -> None:
         (["nope-0001"], "no run 'nope-0001': no run folder or job has this name"),
         (
             ["x-0001", "cluster=mini"],
-            "cluster=mini selects a config file, but the config of a run is already composed",
+            "cluster=mini selects a config file, but a run keeps its config files",
         ),
         (["x-0001", "nodes=abc"], "nodes=abc: expected a whole number"),
         (["x-0001", "nodess=2"], "nodess"),

@@ -247,7 +247,7 @@ def test_run_folders_are_not_copied(hpcinit: Run, checkout: Path) -> None:
         (
             "rm -rf .git",
             [],
-            "snapshot=git: {here} is not in a git repository; create one with git init, or run from",
+            "snapshot=git: {here} is not in a git repository; create one with git init; or set",
         ),
         (
             "echo x.py > .gitignore; touch x.py",

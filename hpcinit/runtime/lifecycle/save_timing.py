@@ -84,11 +84,14 @@ class SaveTiming:
         chosen = min(max(best, self._least_s), self._most_s)
         if self._world.rank == 0 and not self._told:
             self._told = True
-            within = "" if chosen == best else f"; {best / 60:.3g} min would lose the least, but your bounds exclude it"
+            within = (
+                "" if chosen == best else f". The best would be {best / 60:.3g} min, which is outside of your limits"
+            )
             say(
-                f"run.should_save(): a save every {chosen / 60:.3g} min. A save blocks {self._cost_s:.2g} s, and a "
-                f"failure is expected every {between_s / 3600:.3g} h on {counted(self._world.nodes, 'node')} "
-                f"({counted(self._failures, 'failure')} of this run so far){within}"
+                f"run.should_save(): a save every {chosen / 60:.3g} min. Training waits {self._cost_s:.2g} s for a "
+                f"save, and a failure is expected every {between_s / 3600:.3g} h on "
+                f"{counted(self._world.nodes, 'node')} ({counted(self._failures, 'failure')} in this run so far)"
+                + within
             )
         return chosen
 

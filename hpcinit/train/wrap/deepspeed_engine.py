@@ -183,7 +183,7 @@ class DeepSpeed(Strategy):
     def check(self, inputs: Inputs) -> None:
         if inputs.tp_plan is not None:
             raise RequestError(
-                "tp_plan needs parallel.wrap=ddp or fsdp; with deepspeed, AutoTP divides the model automatically"
+                "tp_plan needs parallel.wrap=ddp or fsdp; with deepspeed, AutoTP shards the model automatically"
             )
 
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:

@@ -1,4 +1,4 @@
-"""Wraps a model with torch's own means: DDP, FSDP2 and tensor parallelism, torch's optimizers and gradient clipping."""
+"""Wraps a model with torch alone: DDP, FSDP2 and tensor parallelism, torch's optimizers and gradient clipping."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class DDP(Strategy):
     def check(self, inputs: Inputs) -> None:
         if inputs.layout.tp > 1 and not inputs.tp_plan:
             raise RequestError(
-                f"parallel.tp is {inputs.layout.tp}, but run.wrap got no tp_plan, which lists the layers to divide: "
+                f"parallel.tp is {inputs.layout.tp}, but run.wrap got no tp_plan, which lists the layers to shard: "
                 "pass tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or use parallel.tp=1"
             )
 
