@@ -32,6 +32,7 @@ SECONDARY = re.compile(
             r"SignalException: Process \d+ got signal: 15",  # torchrun's agent
             r"Horovod has been shut down",
             r"successfully reached monitoredBarrier, but received errors",
+            r"EngineDeadError|vLLM server can't be reached",  # vLLM, in another process
             r"NVRM: Xid .*: 45, ",  # the driver removes a process after another error
         )
     )
@@ -221,6 +222,9 @@ KINDS = (
      "the program could not download: compute nodes often have no access to the Internet; download before the job"),
     Message(failure_kinds.UNKNOWN, r"RendezvousClosedError|has no attribute 'is_failed'",
      "the agent left because another one had closed the rendezvous: after a failure, or at the end of the training"),
+    Message(failure_kinds.START_UP, r"RendezvousTimeoutError",
+     "fewer agents than --nnodes joined in time: look for the node on which torchrun did not start, and in its output "
+     "for the reason"),
     Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error"
      r"|client socket has timed out|connectFullMesh failed|Name or service not known|name resolution",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "

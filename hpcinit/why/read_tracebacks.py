@@ -19,6 +19,7 @@ HEADER = "Traceback (most recent call last)"
 CUT = "the log ends inside this traceback"
 MOST_DETAILS = 8  # further lines of one message
 HANDLED_AFTER = 2  # lines of a rank that trains, after an error that was handled
+HANDLED_BY_ALL_AFTER = 10  # lines of any rank that trains, after an error that another rank handled
 _MARGIN = re.compile(r"^\s*(?:\+-[+-]*|[|+])(?: (?=\S)|(?= ))")  # of an exception group
 _BOX = re.compile(r"^│ ?(.*?)\s*│?$")  # of rich
 _BOX_FRAME = re.compile(r"^\s*(\S+):(\d+) in (.+)$")
@@ -105,7 +106,7 @@ def read(lines: Sequence[Line]) -> list[Error]:
     streams: dict[str, list[tuple[int, Line]]] = {}
     for number, line in enumerate(lines):
         streams.setdefault(line.stream, []).append((number, line))
-    found = [error for stream in streams.values() for error in _of_process(stream, len(lines))]
+    found = _handled_together([one for own in streams.values() for one in _of_process(own, len(lines))], lines)
     warnings = [match for line in lines if (match := _NCCL_WARNING.search(line.text)) and _is_cause(match["text"])]
     if warnings:
         reasons = "; ".join(dict.fromkeys(match["text"] for match in warnings[:MOST_DETAILS]))
@@ -113,6 +114,25 @@ def read(lines: Sequence[Line]) -> list[Error]:
         if all(causes.is_secondary_text(error.text, error.traceback) for error in found):
             found.append(Error(NO_RANK, f"NCCL WARN {reasons}", "", len(lines), host=warnings[0]["host"] or ""))
     return sorted(found, key=lambda one: one.number)
+
+
+def _handled_together(found: Sequence[Error], lines: Sequence[Line]) -> list[Error]:
+    """Mark an error as handled, too, if another rank handled the same error and training continued for long after it.
+
+    Often only rank 0 prints steps: when ranks search for a batch size, all of them run out of memory.
+    """
+    same = {_without_numbers(one.text) for one in found if one.handled and one.rank != NO_RANK}
+    trains = [number for number, line in enumerate(lines) if TRAINS.search(line.text)] if same else []
+    return [
+        replace(one, handled=True)
+        if _without_numbers(one.text) in same and sum(number > one.number for number in trains) >= HANDLED_BY_ALL_AFTER
+        else one
+        for one in found
+    ]
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "", text)
 
 
 def is_exception(text: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from hpcinit.report import ledger
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
-from tests.submit.test_restart import finish, log, state
+from tests.submit.test_restart import begin_now, finish, log, state
 from tests.submit.test_restart_training import rank_on
 from tests.submitting import folder_of, job_id_of, submit
 from tests.waiting import until
@@ -50,7 +50,7 @@ def test_a_preemption_and_a_killed_rank(hpcinit: Run, tmp_path: Path) -> None:
         until(lambda: step() >= 20, 120)
         slurm.run("sbatch", "-N2", "--exclusive", "--partition=high", "--wrap=sleep 1")
         until(lambda: state(slurm, job) == "PENDING")
-        until(lambda: step() >= 40, 240)
+        until(lambda: begin_now(slurm, job) or step() >= 40, 240)
         os.kill(rank_on(slurm, "n2", folder), signal.SIGKILL)
         assert finish(slurm, job, 300) == "COMPLETED", log(folder)
         sacct = ("sacct", "-X", "-D", "-n", "-P", f"-j{job}", "--format=ElapsedRaw,Start")

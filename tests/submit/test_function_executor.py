@@ -17,6 +17,7 @@ from hpcinit import api
 from hpcinit.base.errors import ConfigError, RequestError
 from tests import conftest, waiting
 from tests.minislurm import MiniSlurm
+from tests.submit.test_restart import begin_now, state
 
 until = partial(waiting.until, timeout_s=120)
 RANKS = {"nodes": 2, "tasks_per_node": 2, "timeout_min": 5}
@@ -119,9 +120,9 @@ def test_a_crash_and_a_cancellation(mini: MiniSlurm, monkeypatch: pytest.MonkeyP
     assert waits.submission().args == (1,)
     assert "#SBATCH --signal=USR1@90\n" in waits.paths.submission_file.read_text()
     waits.cancel()
-    for job, state in ((crashed, "FAILED"), (waits, "CANCELLED")):
+    for job, expected in ((crashed, "FAILED"), (waits, "CANCELLED")):
         until(lambda job=job: job.done(force_check=True))  # type: ignore[misc]
-        assert job.state == state
+        assert job.state == expected
         job._results_timeout_s = 0
         assert f"hpcinit why {job.paths.folder}" in str(job.exception())
 
@@ -151,6 +152,8 @@ def test_a_checkpointable_callable_is_requeued(mini: MiniSlurm, folder: Path, mo
     job = executor().submit(Counter(), str(folder / "started"))
     until((folder / "started").exists)
     job._interrupt()
+    until(lambda: state(mini, job.job_id) == "PENDING")
+    until(lambda: begin_now(mini, job.job_id) or state(mini, job.job_id) != "PENDING")
     assert job.result() == 2 and "Requeued job" in str(job.stdout())
 
 

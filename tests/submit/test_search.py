@@ -113,7 +113,11 @@ def test_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
     ("env", "said"),
     [
         ({"FAILS": "1"}, "failed with exit status 3. Read its logs:  hpcinit logs "),
-        ({"SILENT": "1"}, "completed without a result: expected run.result(value) in the program, or "),
+        pytest.param(
+            {"SILENT": "1"},
+            "completed without a result: expected run.result(value) in the program, or ",
+            marks=pytest.mark.more,
+        ),
     ],
 )
 def test_a_trial_without_a_result(hpcinit: Run, tmp_path: Path, env: dict[str, str], said: str) -> None:
