@@ -152,7 +152,7 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["parallel=zero3", "deepspeed.offload_optimizer=disk"], "deepspeed.offload_optimizer is 'disk', expected one of: none, cpu, nvme"),
         (["deepspeed.optimizer=sgd"], "deepspeed.optimizer is 'sgd', expected one of: none, adamw"),
         (["parallel=zero2", "deepspeed.offload_param=cpu"], "deepspeed.offload_param is cpu with deepspeed.zero_stage 2, but DeepSpeed supports that only in stage 3"),
-        (["parallel=zero3", "nodes=4", "deepspeed.hpz=3"], "deepspeed.hpz is 3, expected a divisor of the 4 ranks"),
+        (["parallel=zero3", "nodes=4", "deepspeed.hpz=3"], "deepspeed.hpz is 3, expected a divisor of 4, the number of ranks"),
         (["parallel=zero1", "nodes=8", "batch.global=63"], "batch.global 63 is not a multiple"),
         (["cluster=mini", "parallel=tp", "parallel.tp=8", "model.heads=12"], "model.heads 12 is not a multiple of tp 8: parallel.tp=6 or parallel.tp=12"),
         (["cluster=mini", "parallel=ulysses", "parallel.cp=4", "parallel.tp=2", "model.heads=12"], "model.heads 12 / tp 2 = 6 is not a multiple of cp 4, and Ulysses divides the heads: parallel.cp=3 or parallel.cp=6, or parallel.cp_kind=ring"),

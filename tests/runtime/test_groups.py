@@ -178,7 +178,7 @@ def test_a_silent_server_times_out() -> None:
     ("wrong", "said"),
     [
         ({"rank": 2}, "rank is 2, expected 0 to 1"),
-        ({"port": 0}, "port is 0, expected 1 to 65535"),
+        ({"port": 0}, "port is 0, expected a free port on rank 0's node"),
         ({"peers": "sglang"}, "peers is 'sglang', expected hpcinit, torch or vllm"),
     ],
 )
