@@ -255,8 +255,8 @@ class WarmRestarts:
                 gone, node = "the fork server of the first node is gone", -1
                 if "lost" in order and self._spec.launch.spares:
                     # The other ranks may use a spare node by now, and any exit status but 0 would end their step.
-                    self._ends_round, node, self._cut_off = self._round, FIRST, True
-                    gone = ""
+                    self._ends_round, self._cut_off = self._round, True
+                    gone, node = "", FIRST
                     say(f"{self._host} cannot reach the first node: its ranks end, and a spare node may replace it")
                 self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._decider is not None and "gone" in order:

@@ -352,10 +352,11 @@ def _step(line: str, form: _Form, at: float | None, resolution_s: float) -> Even
         epoch = EPOCH.search(line)
         if int(bar[1]) == step and epoch:  # a bar of each epoch
             step, total = step + int(epoch[1]) * int(bar[2]), 0
-    each = form.each[0].search(line) if form.each else None
-    each_s = form.each[1] * float(each[1]) if form.each and each and _number(each[1]) else 0.0
+    each_s = 0.0
     if bar_s >= 0 and (rate := RATE.search(line)) and _number(rate[1]) and float(rate[1]):
         each_s = float(rate[1]) if rate[2] == "s/it" else 1 / float(rate[1])
+    elif form.each and (each := form.each[0].search(line)) and _number(each[1]):
+        each_s = form.each[1] * float(each[1])
     late_s = 0.0 if at is None else resolution_s
     return Event(at, "step", step, each_s=each_s, total=total, bar_s=bar_s, form=form.number, late_s=late_s)
 

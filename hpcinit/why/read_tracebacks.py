@@ -123,10 +123,11 @@ def _handled_together(found: Sequence[Error], lines: Sequence[Line]) -> list[Err
     """
     same = {_without_numbers(one.text) for one in found if one.handled and one.rank != NO_RANK}
     trains = [number for number, line in enumerate(lines) if TRAINS.search(line.text)] if same else []
+    if len(trains) < HANDLED_BY_ALL_AFTER:
+        return [*found]
+    until = trains[-HANDLED_BY_ALL_AFTER]
     return [
-        replace(one, handled=True)
-        if _without_numbers(one.text) in same and sum(number > one.number for number in trains) >= HANDLED_BY_ALL_AFTER
-        else one
+        replace(one, handled=one.handled or (one.number < until and _without_numbers(one.text) in same))
         for one in found
     ]
 

@@ -312,7 +312,7 @@ def remove_if_ended(path: Path, mine: Owner) -> None:
 
 @cache
 def _report(path: Path, owner: str) -> None:
-    say(f"{owner} may still write an unfinished checkpoint. If that job has ended: rm -r {shlex.quote(str(path))}")
+    say(f"{owner} may still write this unfinished folder. If that job has ended: rm -r {shlex.quote(str(path))}")
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:
