@@ -63,7 +63,7 @@ help:
 	@echo "make chaos         faults during training runs, and a table of the results, docs/development/chaos.md (root)"
 	@echo "make soak          a training run on 4 nodes x 2 ranks with a random fault every EVERY_S=300 seconds, for MINUTES=90, then the same without a fault (root)"
 	@echo "make gpu           the GPU tests, on a machine with a GPU, with a report in build/gpu (PYTHON=python3 PART=1; CPU=1 tests the suite itself)"
-	@echo "make corpus        the answers of hpcinit why to about 600 labeled logs, dumps and run folders, in a table (CORPUS='--list wrong')"
+	@echo "make corpus        the answers of hpcinit why to over 700 labeled logs, dumps and run folders, in a table (CORPUS='--list wrong')"
 	@echo "make cluster       start a real 4-node Slurm on this machine (root); make cluster-down ends it"
 	@echo "make bench         submit latency and start-up compared with other tools, tables and plots in build/; three hours (root)"
 	@echo "make release-check  build the sdist and the wheel, check them, and install both with each supported Python"

@@ -100,7 +100,9 @@ class Run:
         watched = poll.Polls([self.path])
         while not watched.ask():
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"{self.name} is {watched.first.name} after {timeout_s:g} s; it continues")
+                raise TimeoutError(
+                    f"{self.name} has not ended after {timeout_s:g} s (state: {watched.first.name}); the run continues"
+                )
             time.sleep(POLL_S)
         return watched.first.name
 
@@ -112,7 +114,7 @@ class Run:
         python_arguments.check_rank(rank)
         known = logs.ranks(self.path)
         if known and rank not in known:
-            raise RequestError(f"{self.name} has no log of rank {rank}, expected one of: {', '.join(map(str, known))}")
+            raise RequestError(f"{self.name} has no log of rank {rank}; ranks with a log: {', '.join(map(str, known))}")
         return logs.of_rank(self.path, rank).read_text(errors="replace") if known else ""
 
     def why(self) -> dict[str, Any]:
@@ -126,8 +128,7 @@ class Run:
     def cancel(self, save: bool = False) -> None:
         """Cancel the run.
 
-        save: if True, do not stop the run at once. `run.should_stop()` then returns a reason in the program, so that
-            the program can save and exit.
+        save: if True, ask the program to save and exit: `run.should_stop()` then returns a reason.
         """
         _documents("cancel", *["--save"] * save, str(self.path))
 
@@ -154,16 +155,17 @@ def submit(*overrides: str, program: Sequence[str | os.PathLike[str]] = (), **ke
     keys: top-level config keys and groups, such as nodes=8 or cluster="x". A value can be None, a bool, a number, a
         string, a list or a dict.
 
-    Raise RequestError if arguments have a wrong type, with a message that lists all of them, or if the same request is
-    already queued. Raise ConfigError with all problems of the config, SubmitError if no job was created, and
-    MaybeSubmitted if there might be a job.
+    Raise RequestError if an argument has a wrong type, or if the same request is already queued. Raise ConfigError with
+    all problems of the config. Raise SubmitError if no job was created, and MaybeSubmitted if there might be a job.
 
-    KeyboardInterrupt is raised only after the submission has ended. If a job was created, the argument of the exception
-    names the run.
+    After Ctrl-C, wait until the submission has ended, and raise KeyboardInterrupt. If a job was created, the message of
+    the exception names the run.
     """
     submitted = _submit(overrides, program, keys, multirun=False)
     if len(submitted) != 1:
-        raise RequestError(f"the overrides made {len(submitted)} jobs, expected 1: use api.sweep for several")
+        raise RequestError(
+            f"the overrides describe {len(submitted)} jobs, but api.submit submits only one: use api.sweep"
+        )
     return submitted[0]
 
 
@@ -202,7 +204,8 @@ def _submit(
     words = [*overrides, *(f"{key}={python_arguments.override_value(value)}" for key, value in keys.items())]
     for key in ("wait", "dry_run"):
         if f"{key}=true" in [word.lower() for word in words]:
-            raise RequestError(f"{key}=true is for the terminal: {'use Run.wait()' if key == 'wait' else 'remove it'}")
+            advice = "use Run.wait()" if key == "wait" else "remove it"
+            raise RequestError(f"api.submit and api.sweep do not accept {key}=true: {advice}")
     given = ["--", *(os.fspath(word) for word in program)] if program else []
     documents, notes = _run(["submit", "--json", *["--multirun"] * multirun, *words, *given])
     return [Run(Path(one["run"]).absolute(), notes, one.get("combination", "")) for one in documents]

@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError("DeepSpeed is not installed in this environment: install hpcinit[deepspeed]")
     if not given.ops and not given.ds_config and not given.overrides:
         raise RequestError(
-            "nothing to build: give the overrides of the run (parallel=zero3_offload deepspeed.optimizer=adamw), "
-            "--ds-config FILE, or --ops cpu_adam,..."
+            "no ops to build: name them with --ops cpu_adam,..., or pass --ds-config FILE or the overrides of the "
+            "run (parallel=zero3_offload deepspeed.optimizer=adamw)"
         )
     import torch  # noqa: PLC0415 - not for --help
 
@@ -46,12 +46,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "hpcinit build-ops",
         description="Compile DeepSpeed's ops once, for this Python, torch, DeepSpeed and processor. "
-        "Run it on the type of node that trains: ops for a GPU need one.",
+        "Run it on a node of the type that the job uses: to compile ops for a GPU, the node needs a GPU.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="build the ops for a run with these keys")
     parser.add_argument("--ops", type=lambda text: text.split(","), help="build these ops: cpu_adam,fused_adam,...")
     parser.add_argument("--ds-config", type=Path, help="build the ops that this JSON file needs")
-    parser.add_argument("--into", help="another folder; set TORCH_EXTENSIONS_DIR so that jobs use it")
+    parser.add_argument("--into", help="build into this folder; jobs use it if TORCH_EXTENSIONS_DIR is set to it")
     return console.add_verbosity_options(parser)
 
 
@@ -76,5 +76,5 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise RequestError(f"{path} contains a {type(found).__name__}, expected a JSON object: a ds_config")
+        raise RequestError(f"{path} contains a {type(found).__name__}, expected a ds_config, which is a JSON object")
     return found

@@ -1,6 +1,6 @@
 """`python -m hpcinit.elastic SPEC`: runs torch's elastic agent of this node, which starts the node's ranks.
 
-With launch=torchrun, Slurm starts it as one task per node. The reasons are in docs/decisions/, "torchrun's agents".
+With launch=torchrun, Slurm runs this command once per node. See "torchrun's agents" in docs/decisions/.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ from hpcinit.world import World, launchers
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or not argv[0].endswith(".json"):
-        raise RequestError(
-            f"expected a run folder's {run_folder.SPEC} and nothing else: python -m hpcinit.elastic SPEC"
-        )
+        raise RequestError(f"expected one argument, a run folder's {run_folder.SPEC}: python -m hpcinit.elastic SPEC")
     if importlib.util.find_spec("torch") is None:
         raise RequestError(
             f"launch=torchrun needs torch, but {sys.executable} on {os.uname().nodename} does not have it"
         )
     from hpcinit.launch.torchrun import agent_signals  # noqa: PLC0415 - needs torch, so only after the check
 
-    SignalMonitor()  # continues a stopped agent; it dies with this process
+    SignalMonitor()  # resumes the agent after a SIGSTOP; the monitor dies with this process
     signals = agent_signals.Signals()  # before torch starts threads, because they inherit the blocked signals
     path = Path(argv[0]).absolute()
     spec = enter(argv[0])
@@ -57,9 +55,8 @@ def _check_agent_count(spec: Spec, agents: World, path: Path) -> None:
     if agents.world_size != spec.nodes or agents.local_world_size != 1:
         script = path.parent / run_folder.SCRIPT
         raise RequestError(
-            f"{path} is for {counted(spec.nodes, 'node')}, but {agents.launcher} started "
-            f"{counted(agents.world_size, 'agent')} on {counted(agents.nodes, 'node')}; expected one on "
-            f"each: submit {script}, which starts them"
+            f"{agents.launcher} started {counted(agents.world_size, 'agent')} on {counted(agents.nodes, 'node')}, "
+            f"expected {counted(spec.nodes, 'agent')}, one per node: submit {script}, which starts them correctly"
         )
 
 

@@ -44,11 +44,11 @@ def main(argv: Sequence[str]) -> int:
         slurm_step.fork_node(os.environ, spec.nodes, spec.ranks_per_node, spec.launch.spares),
         Path(os.environ[run_folder.ENV_FOLDER]),
     )
-    if spec.stop.signal:  # keep it pending until there are ranks to receive it
+    if spec.stop.signal:  # keep the signal pending until there are ranks to receive it
         signals.block([signal.Signals[f"SIG{spec.stop.signal}"]])
     check = node_check.start(spec, os.environ)
     monitor = SignalMonitor()
-    # As in hpcinit.run, before torch is imported.
+    # Set the safeguards' variables before torch is imported, as hpcinit.run does.
     protected = safeguards.apply(os.environ, folder, slurm_step.identity(os.environ))
     cpus = _cpus_of_ranks(spec)
     if cpus is not None:  # OpenMP and BLAS count CPUs at import, and should count those of one rank

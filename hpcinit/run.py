@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
         raise RequestError("the current folder was deleted: start this in a folder that exists") from None
     if argv[0].startswith("-") and argv[0] != "-m":
         raise RequestError(
-            f"{argv[0]}: no such option, expected one of: SPEC (the {run_folder.SPEC} of a run folder, alone), "
-            "script.py args..., -m module args..., command args..."
+            f"{argv[0]}: no such option, expected the path of a run folder's {run_folder.SPEC}, or a program: "
+            "script.py args..., -m module args... or command args..."
         )
     spec = enter(argv[0]) if argv[0].endswith(".json") and len(argv) == 1 else None
     return become_rank(argv, spec, check=node_check.start(spec, os.environ) if spec else None)
@@ -80,14 +80,14 @@ def become_rank(
         stack_signal.install(world.rank)
     if what.kind != "command" and world.launcher != "single":
         processes.set_title(f"rank {world.rank}/{world.world_size} {Path(what.target).name}")
-    # Set them before the program imports torch, which reads some of them only once. A single process is not a job.
+    # Set the safeguards' variables before torch is imported, which reads some only once. A single process needs none.
     if world.launcher != "single":
         protected = safeguards.apply(os.environ, folder, world.job) or protected
         if world.local_rank == 0:
             extension_locks.report_abandoned(os.environ, say)
     if world.rank == 0 and (lines := [line for line in (safeguards.describe(os.environ, protected), imported) if line]):
         startup_settings.record(folder, world.job, lines)
-    if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # logs are appended to
+    if (restart := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":  # a restart appends to the logs
         say(f"restart {restart} of job {world.job.partition('.')[0]} starts")
     elif world.rank == 0 and protected and folder:
         say(f"set {len(protected)} environment variables, listed in {run_folder.STARTUP} of the run folder")
@@ -108,7 +108,7 @@ def _world_size_warnings(spec: Spec | None, world: World, argv: Sequence[str]) -
         script = shlex.quote(str(Path(argv[0]).absolute().parent / run_folder.SCRIPT))
         yield (
             f"{world.launcher} started {counted(world.world_size, 'rank')}, but {argv[0]} is for "
-            f"{shape(spec.parts)} = {spec.world_size}: its layout, timeouts and seed are not used; "
+            f"{shape(spec.parts)} = {spec.world_size}, so the layout, timeouts and seed of the file are not used; "
             f"to start all ranks: {script}"
         )
 

@@ -15,6 +15,8 @@ def asked(name: str) -> list[str]:
     """Return the keys with which a request for this cluster has no problems."""
     found = [f"cluster={name}", "nodes=2", "account=proj01", "qos=normal"]
     needs = re.search(r"^needs: \[(.*)\]", (folder() / f"cluster/{name}.yaml").read_text(), re.MULTILINE)
+    if needs and "nccl_plugin" in needs[1]:
+        found.append("+cluster.srun.environment=plugin.toml")
     return [*found, "cluster.modules=[plugin]"] if needs and "modules" in needs[1] else found
 
 

@@ -59,7 +59,7 @@ def test_a_run_from_start_to_result(capfd: pytest.CaptureFixture[str], folder: P
     failing = api.submit(cluster="local", program=["train.py", "low"])
     with pytest.raises(Failure, match=r"train-0002 is FAILED, expected COMPLETED: .*ValueError: could not convert"):
         failing.result()  # which waits
-    with pytest.raises(RequestError, match="no log of rank 7, expected one of: 0, 1"):
+    with pytest.raises(RequestError, match="no log of rank 7; ranks with a log: 0, 1"):
         run.logs(7)
 
 
@@ -102,12 +102,12 @@ def test_all_wrong_types_at_once(folder: Path) -> None:
     parts = [
         ("argument 1 is {'nodes': 8} (dict), expected an override as text", "the keyword nodes=8"),
         (
-            "argument 2 is print, which the ranks, other processes, cannot call (save it in a script), expected an",
+            "argument 2 is print, a function of this process, which the ranks cannot call (put it in a script), expected an",
             "nodes=8",
         ),
         ("program[1] is 3 (int), expected text", "program=['train.py', '--lr', '1e-3']"),
         (
-            "program[2] is max, which the ranks, other processes, cannot call (save it in a script), expected text",
+            "program[2] is max, a function of this process, which the ranks cannot call (put it in a script), expected text",
             "program=['train.py', '--lr', '1e-3']",
         ),
         ("program[3] is b'x' (bytes), expected text", "program=['train.py', '--lr', '1e-3']"),
@@ -124,7 +124,7 @@ def test_all_wrong_types_at_once(folder: Path) -> None:
     [
         (
             lambda: 3,
-            r"program is .*<lambda>, which the ranks, other processes, cannot call \(save it in a script\), expected a list: ",
+            r"program is .*<lambda>, a function of this process, which the ranks cannot call \(put it in a script\), expected",
         ),
         (dict, r"program is dict, .*expected a list: "),
         (7, r"program is 7 \(int\), expected a list: program=\['train.py', '--lr', '1e-3'\]"),
@@ -235,9 +235,9 @@ def test_four_nodes(mini: MiniSlurm) -> None:
     with pytest.raises(RequestError, match="again=true"):
         api.submit(**SMALL, program=["sleep", "600"])
     until(lambda: waiting_run.state == "RUNNING")
-    with pytest.raises(TimeoutError, match=r"sleep-0001 is RUNNING after 0 s"):
+    with pytest.raises(TimeoutError, match=r"sleep-0001 has not ended after 0 s \(state: RUNNING\)"):
         waiting_run.result(timeout_s=0)
-    with pytest.raises(TimeoutError, match=r"sleep-0001 is RUNNING after 0\.5 s"):
+    with pytest.raises(TimeoutError, match=r"sleep-0001 has not ended after 0\.5 s"):
         waiting_run.wait(timeout_s=0.5)
     waiting_run.cancel()
     assert waiting_run.wait(timeout_s=60) == "CANCELLED" and waiting_run.why()["kind"] == "cancelled"

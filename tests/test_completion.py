@@ -140,7 +140,7 @@ def test_candidates(folder: Path, line: str, answer: str) -> None:
     [
         (["install=csh"], "no completion for the shell 'csh', expected one of: bash, zsh, fish"),
         (["install"], "no completion for the shell '', expected one of: bash, zsh, fish"),
-        ([], "--shell-completion: expected install=SHELL, with SHELL one of: bash, zsh, fish"),
+        ([], "--shell-completion: expected install=SHELL, where SHELL is one of: bash, zsh, fish"),
     ],
 )
 def test_an_unknown_shell(folder: Path, words: list[str], message: str) -> None:

@@ -106,7 +106,7 @@ def test_an_import_that_fails_before_the_fork(hpcinit: Run, slurm: MiniSlurm, tm
         "import os\nif os.environ['SLURM_NODEID'] == '1': raise OSError('no libcudart')\n"
     )
     status, logs = start(hpcinit, slurm, tmp_path, "", *FORKED, "launch.preload=[heavy]")
-    error = "importing heavy, from launch.preload, failed: OSError: no libcudart"
+    error = "cannot import heavy, which launch.preload lists: OSError: no libcudart"
     assert status != 0 and f"hpcinit: error: {error}" in logs[2]
     for log in logs[:2]:
         assert "rank 2 on n2 (pid " in log and error in log
@@ -135,7 +135,7 @@ def test_a_node_that_loses_its_network(hpcinit: Run, slurm: MiniSlurm, tmp_path:
         slurm.wait_idle()
     for log in logs[:3]:
         assert "rank 3 on n4 (pid " in log and "s ago but got no further" in log
-    assert "rank 0 on n1 no longer answers rank 3 on n4" in logs[3]
+    assert "rank 0 on n1 does not respond any more to rank 3 on n4" in logs[3]
 
 
 @pytest.mark.parametrize("silent", [True, pytest.param(False, marks=pytest.mark.more)])
@@ -198,7 +198,7 @@ def test_a_node_that_cannot_resolve_its_own_name(
     two = FORKED if rank == 0 else []
     status, logs = start(hpcinit, slurm, tmp_path, "", *two, *with_hosts(tmp_path, rank, change))
     assert status == 0 and all(f"up {number}" in log for number, log in enumerate(logs)), "\n".join(logs)
-    assert message in logs[rank] and "where no other node reaches it: GLOO_SOCKET_IFNAME is set to eth0" in logs[rank]
+    assert message in logs[rank] and "where no other node reaches it: hpcinit set GLOO_SOCKET_IFNAME=eth0" in logs[rank]
 
 
 @pytest.mark.more
@@ -211,7 +211,7 @@ def test_a_wrong_host_template(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -
         assert line.startswith(
             f"hpcinit: n1-ib0 (which cluster.host_template '{{host}}-ib0' makes of n1) does not resolve on n{number}: "
         )
-        assert line.endswith("; n1 is used unchanged: fix cluster.host_template, or remove it")
+        assert line.endswith("; hpcinit uses n1 instead: fix cluster.host_template, or remove it")
 
 
 @pytest.mark.more
@@ -219,7 +219,9 @@ def test_a_missing_interface(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -> 
     """The error names the interface, the key and the interfaces of the node."""
     status, logs = start(hpcinit, slurm, tmp_path, "", "cluster.interface=eth9", LATER)
     assert status != 0
-    reason = "Unable to find address for: eth9; GLOO_SOCKET_IFNAME=eth9 (cluster.interface), and this node has lo, eth0"
+    reason = (
+        "Unable to find address for: eth9; check GLOO_SOCKET_IFNAME=eth9 (cluster.interface): this node has lo, eth0"
+    )
     assert any(reason in log for log in logs), "\n".join(logs)
 
 

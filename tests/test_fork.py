@@ -86,7 +86,7 @@ def test_kill_9_of_a_forked_rank(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path)
     log = (folder_of(done) / "logs/job.log").read_text()
     # srun reports the highest status of all tasks: its own SIGTERM to the other node may be higher.
     assert done.returncode in (137, 143), done.stdout + done.stderr
-    assert "hpcinit: error: n2: rank 3: Killed\n" in log and "hpcinit: rank 2 on n2 ends too\n" in log
+    assert "hpcinit: error: n2: rank 3: Killed\n" in log and "hpcinit: stopping rank 2 on n2 too, b" in log
     assert "srun: error: n2: task 1: Killed" in log
     assert "rank 3 on n2 was killed by a signal (Killed) first (step " in done.stdout + done.stderr
     (attempt,) = timeline.read(folder_of(done))

@@ -114,7 +114,10 @@ def train(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.more
 @pytest.mark.slurm
 def test_a_sweep_of_six_two_at_a_time(mini: MiniSlurm, folder: Path) -> None:
-    """Six jobs of two nodes become one array; the failing one fails the multirun, and the others keep their results."""
+    """Six jobs of two nodes become one array; the failing one fails the multirun, and the others keep their results.
+
+    docs/python.md and docs/reference/hydra-launcher.md show this command.
+    """
     words = ["hydra.launcher.nodes=2", "hydra.launcher.at_once=2", "hydra.sweep.dir=out", "+lr=1,2,3,4,5,6"]
     done = train(*MINI, *words)
     runs = api.runs()
@@ -288,6 +291,7 @@ def test_the_plugin_is_cheap() -> None:
     assert not [name for name in loaded if re.match(r"(hpcinit|torch)(\.|$)", name)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("task_launcher_cfg, extra_flags", [({}, ["-m", *LOCAL])])
 class TestHydrasIntegrationSuite(IntegrationTestSuite):
     """Hydra's own tests of launchers that run a program."""

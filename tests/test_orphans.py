@@ -59,7 +59,13 @@ def parent(pid: int) -> int:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("end", ["scancel", "kill -9 of the batch script", "kill -9 of a rank"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "kill -9 of a rank",
+        *(pytest.param(end, marks=pytest.mark.more) for end in ("scancel", "kill -9 of the batch script")),
+    ],
+)
 def test_no_process_and_port_is_left(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path, end: str) -> None:
     """All ranks, their children and rank 0's port are gone from both nodes, even if a rank ignores SIGTERM."""
     slurm, nodes = idle_slurm, ("n1", "n2")

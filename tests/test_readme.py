@@ -25,6 +25,7 @@ ELSEWHERE = {
     "make test",  # .ci/run
     "make gpu",  # tests/test_gpu_suite.py, as far as possible without a GPU
     "make docs",  # tests/docs/test_site.py: mkdocs build --strict
+    "hpcinit drill -- train.py",  # tests/drill/test_drill.py
     "make cluster",  # test_minislurm.py: `python -m tests.minislurm up`
 }
 MENTIONED = {"hpcinit why", "hpcinit status", "hpcinit plan", "sbatch --test-only"}  # not whole commands

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests import other_user
+from tests.minislurm import MiniSlurm
+from tests.skip_or_fail import skip_or_fail
 
 PAGE = (Path(__file__).parent.parent / "docs/uninstall.md").read_text()
 PLACES = re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE)
@@ -18,35 +23,47 @@ def left(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_the_commands_remove_what_hpcinit_wrote(tmp_path: Path) -> None:
-    """The first command removes a run. The second one lists all that is left, except the user's files and the numbers
-    of the runs, which another command removes.
+def test_one_command_removes_what_hpcinit_wrote() -> None:
+    """The first command removes all that hpcinit wrote for a user, except the numbers of runs and the user's own files.
 
-    The second command only lists here: it would also remove caches of other tests in /tmp. tests/observe/test_clean_outside.py
-    has the removal.
+    It runs as another user, because it also removes that user's folder in /tmp.
     """
-    for name in ("tmp", "work"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "work/train.py").write_text("print()\n")
+    if os.geteuid():
+        skip_or_fail("only root can run a command as another user")
+    with other_user.without_entry(51_300 + os.getpid() % 1000) as user:
+        (user.home / "train.py").write_text("print()\n")
+        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": "/tmp"}
+
+        def shell(line: str) -> str:
+            done = user.run("sh", "-c", line, env=env)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            return done.stdout
+
+        shell("hpcinit submit cluster=local ranks_per_node=1 wait=true -- train.py")
+        shell("hpcinit nodes --cluster local --add n3 --why slow")
+        on_disk = Path(f"/tmp/hpcinit-{user.uid}")
+        kernels = on_disk / f"kernels-{os.uname().nodename}"
+        kernels.mkdir(exist_ok=True)
+        os.chown(kernels, user.uid, user.gid)
+        assert len(left(user.home)) > 5
+        shell(COMMANDS[0])
+        assert left(user.home) == {user.home / "train.py", user.home / "runs/.train-0001.number"}
+        assert list(on_disk.iterdir()) == []
+        on_disk.rmdir()
+
+
+@pytest.mark.slurm
+def test_the_command_for_the_nodes(idle_slurm: MiniSlurm) -> None:
+    """It prints the folders of each node. Here it only lists: other tests use the same folders."""
+    line = COMMANDS[2].replace("--yes", "--json")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")}
-    env = {name: value for name, value in env.items() if not name.startswith(("XDG_", "SLURM_"))}
+    done = subprocess.run(
+        line, shell=True, env=os.environ | idle_slurm.env | {"PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and line.startswith("srun -N2 "), done.stderr
 
-    def shell(line: str) -> str:
-        done = subprocess.run(
-            line, shell=True, cwd=tmp_path / "work", env=env, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        return done.stdout
 
-    clean, outside, _, _, numbers, pip = COMMANDS
-    shell("hpcinit submit cluster=local ranks_per_node=1 wait=true -- train.py")
-    shell("hpcinit nodes --cluster local --add n3 --why slow")
-    assert (tmp_path / "work/runs/train-0001/job.sh").exists()
-    shell(clean)
-    listed = [Path(json.loads(line)["path"]) for line in shell(outside.replace("--yes", "--json")).splitlines()]
-    elsewhere = {path for path in left(tmp_path) if not any(path.is_relative_to(place) for place in listed)}
-    assert elsewhere <= {tmp_path / "work/train.py", tmp_path / "work/runs/.train-0001.number"}
-    shell(numbers)
-    assert not (left(tmp_path) & elsewhere) - {tmp_path / "work/train.py"}
-    assert pip == "pip uninstall hpcinit" and "./runs/.NAME-0001.number" in PLACES
+def test_the_page_is_complete() -> None:
+    """The commands are in the order in which they work, and the table has the files beside the run folders."""
+    assert [line.partition(" -")[0] for line in COMMANDS] == ["hpcinit clean", "sacct", "srun", "pip uninstall hpcinit"]
+    assert COMMANDS[0] == "hpcinit clean --all --yes" and "./runs/.NAME-0001.number" in PLACES

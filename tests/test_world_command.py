@@ -69,8 +69,8 @@ def test_an_error_is_a_message_and_status_2() -> None:
     done = world(env={"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "hpcinit: error: this process has no rank, but the job has 8 tasks: start the ranks with srun, because sbatch "
-        "and salloc alone start none, or set HPCINIT_STARTED_BY=single for a single process (SLURM_STEP_ID is not set)\n"
+        "hpcinit: error: this process has no rank (SLURM_STEP_ID is not set), but the job has 8 tasks: start the ranks "
+        "with srun, because sbatch and salloc alone start none. For a single process, set HPCINIT_STARTED_BY=single\n"
     )
 
 

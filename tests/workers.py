@@ -32,6 +32,7 @@ DEAR = (
     "tests/runtime/test_checkpoint.py",
     "tests/runtime/test_elastic.py",
     "tests/test_every_command.py",
+    "tests/docs/test_pages_run.py",
     "tests/chaos/test_chain_faults.py",
     "tests/runtime/test_heartbeat.py",
     "tests/chaos/test_many_restarts.py",

@@ -1,14 +1,14 @@
-"""Decides what to do when the ranks of a job have ended, and does it. The batch script runs this module:
+"""Decides what to do after the ranks of a job have ended, and does it. The batch script runs this module:
 
     python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
     python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued
 
 It prints its decision to stdout, as one line for the batch script (submit/lib/after.sh): WHAT STATUS NODES. The exit
-status cannot carry the decision, because a rank may end with any exit status. Messages go to stderr, which is the job's
-log.
+status cannot contain the decision, because a rank may end with any exit status. Messages go to stderr, which is the
+job's log.
 
-It opens as few files as possible: on a slow shared file system each one takes 50 ms, and a preemption may leave only 30
-s.
+This module opens as few files as possible. On a slow shared file system, each file takes 50 ms, and after a preemption,
+the job may have only 30 s left.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ REQUEUED = "requeued"  # wait until Slurm ends the script
 CONTINUE = "continue"  # end with STATUS; the next job of the chain runs
 END = "end"  # end with STATUS; the chain is over
 
-TRIES, PAUSE_S = 6, 10.0  # of scontrol requeue
-SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script later than the ranks
+TRIES, PAUSE_S = 6, 10.0  # number of tries of scontrol requeue, and the pause between them
+SIGTERM_S = 1.0  # a SIGTERM for the job may reach the batch script this much later than the ranks
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Print what the batch script must do next.
 
-    If hpcinit.after itself fails, the batch script restarts nothing. It then exits with srun's status, or with 1 after
-    'restarted'.
+    If this function itself fails, it prints END, so that nothing is restarted. The batch script then exits with srun's
+    status, or with 1 after 'restarted'.
 
     argv: srun's exit status or 'restarted', then KEY=VALUE arguments.
     """
@@ -68,13 +68,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         nodes=int(env.get("SLURM_JOB_NUM_NODES") or 0),
         job_from=int(given.get("job_from") or 0),
         from_=int(given.get("from") or 0),
-        # Slurm has removed lost nodes from the job, even if they work again by now.
+        # Also exclude nodes that failed, even if they work again: Slurm has removed them from the job.
         excluded=tuple(dict.fromkeys([*excluded, *elastic_restarts.lost_nodes(folder, number, attempt)])),
     )
     try:
         print(restarted(job, policy) if what == RESTARTED else ended(job, policy, int(what)))
-    except Exception as error:  # no retry with another Python, because this one may have acted already
-        say(f"error: hpcinit.after failed, so nothing is restarted: {error!r}")
+    except Exception as error:  # exit with 0, so that the batch script does not repeat this with another Python
+        say(f"error: hpcinit.after failed, so the job does not restart: {error!r}")
         print(END, 1 if what == RESTARTED else what)
     return 0
 
@@ -96,15 +96,14 @@ def ended(job: Job, policy: Policy, status: int) -> str:
             status = status or 1
     continues = decisions.chain_continues(found, status)
     if not status and found.stop == stop_reasons.NOT_RECORDED:
-        say(f"warning: job {job.number} of this chain stopped without recording why; was the disk full?")
+        say(f"warning: job {job.number} of this chain stopped early and recorded no reason. Was the disk full?")
     return f"{CONTINUE if continues else END} {status}"
 
 
 def restarted(job: Job, policy: Policy) -> str:
     """Return 'start', or 'end 1' if a limit forbids this restart.
 
-    Count the restart, unless the previous attempt has counted it. It cannot always: after a preemption or a node
-    failure, Slurm may requeue the job first.
+    Also record the restart, unless the previous attempt has already done so.
     """
     last = _last_restart(job)
     counted = last is not None and (last.job, last.restart) == (job.name, job.attempt)
@@ -117,11 +116,9 @@ def _still_runs(job: Job) -> bool:
 
 
 def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
-    """Return the nodes to avoid, separated by commas, if the ranks can restart in this job without them.
+    """Return the nodes that a restart inside this job must avoid, separated by commas.
 
-    Otherwise, return '', for example if no spare node is left.
-
-    why: the reason why the ranks ended.
+    Return '' if the ranks cannot restart on other nodes, for example because no spare node is left.
     """
     bad = decisions.nodes_at_fault(found, why) if why in decisions.REPLACED else []
     if not bad:
@@ -137,7 +134,7 @@ def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
 
 
 def _set_aside(folder: Path, number: str) -> None:
-    """Move the records of the ranks that have ended to the subfolder `before-JOB`.
+    """Move the old ranks' records into the subfolder `before-JOB`.
 
     number: the job's SLURM_JOB_ID.
     """
@@ -154,7 +151,7 @@ def _last_restart(job: Job) -> Restart | None:
 
 
 def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | None) -> bool:
-    """Record restart number `number` and return whether the limits allow it.
+    """Return whether the limits allow restart `number`. If so, record it.
 
     last: the previous restart, or None.
     """
@@ -174,7 +171,7 @@ def _counted(job: Job, policy: Policy, number: int, why: str, last: Restart | No
 
 
 def _requeued(job: Job, policy: Policy, why: str) -> bool:
-    """Ask Slurm to requeue the job. Return whether Slurm accepted."""
+    """Requeue the job with scontrol. Return whether Slurm accepted."""
     say(f"job {job.name} is requeued ({why}): restart {job.attempt + 1} of at most {policy.max_restarts}")
     for number in range(1, TRIES + 1):
         try:

@@ -1,4 +1,4 @@
-"""Decides what happens after the ranks have ended. The functions are pure: they turn facts into a decision."""
+"""Decides what happens after the ranks have ended. The functions only compute: facts.py collects the facts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPLACED = (run_folder.NODE_FAIL, run_folder.HANG, run_folder.FAILURE)  # reason
 class Policy:
     """What the config allows after a failure.
 
-    on: restart.on, the reasons for which ranks restart.
+    on: the value of restart.on.
     max_restarts: how often the job may be requeued; 0: never.
     without_progress: how many restarts in a row are allowed without progress; None: no limit.
     nodes: how many nodes the ranks need, if the job has spare nodes; otherwise 0.
@@ -38,7 +38,7 @@ class Facts:
     stop: the reason in stopped.json, or ''.
     preempted: whether Slurm preempted the job.
     lost: nodes that are down or do not respond.
-    unusable: nodes on which a check refused to start the ranks, or that the fork servers have lost.
+    unusable: nodes on which the node check failed, or that the fork servers have lost.
     hung: for each hang report, the node at fault, or '' if it is unknown.
     node_failed: whether Slurm printed that a node failed.
     """
@@ -56,10 +56,10 @@ class Facts:
 def own_status(facts: Facts) -> int:
     """Return the exit status of the rank that failed first.
 
-    Instead, return srun's exit status if Slurm ended the ranks or if srun reported no failure.
+    If Slurm ended the ranks, or if srun reported no failure, return srun's exit status instead.
     """
     first = next(iter(facts.failures), None)
-    # During the grace time of a preemption, only the ranks get SIGTERM.
+    # In the grace time of a preemption, Slurm sends SIGTERM only to the ranks.
     if not facts.status or first is None or first.terminated or facts.preempted:
         return facts.status
     return first.status
@@ -83,7 +83,7 @@ def reason(facts: Facts, status: int) -> str:
 def _of_failure(facts: Facts, status: int) -> str:
     if facts.lost or facts.unusable:
         return run_folder.NODE_FAIL
-    # srun returns the highest status of all ranks, and killed ranks have a higher status than ranks that hung.
+    # Check the reports, too: srun returns the highest exit status, and a killed rank's is higher than a hung rank's.
     if status == run_folder.HUNG or facts.hung:
         return run_folder.HANG
     return "" if status == USAGE else run_folder.FAILURE
@@ -98,9 +98,9 @@ def nodes_at_fault(facts: Facts, why: str) -> list[str]:
     """
     if faulty := [*facts.lost, *facts.unusable] or [*filter(None, facts.hung)][:1]:
         return list(dict.fromkeys(faulty))
-    # In a hang, the ranks that wait for others end first, so srun's messages name the wrong node.
+    # In a hang, the ranks that wait for others end first, so srun's messages do not name the node at fault.
     named = [one for one in facts.failures if one.host and "[" not in one.host and why != run_folder.HANG]
-    # A rank that a signal ended is the cause: the others fail because it is gone.
+    # If a signal ended a rank, this rank is the cause. The others fail because this rank has died.
     return [one.host for one in [*(one for one in named if one.by_signal), *named][:1]]
 
 
@@ -130,13 +130,15 @@ def refusal(policy: Policy, number: int, furthest: int | None, idle: int) -> str
 
 
 def chain_continues(facts: Facts, status: int) -> bool:
-    """Return whether the next job of the chain runs after this job has ended with `status`.
+    """Return whether the next job of the chain should run.
 
-    The chain continues in three cases:
+    It should run in three cases:
 
-    - `status` is 143: Slurm or scancel ended the job.
-    - `status` is 0 and there is a stop record. Rank 0 removes that record when the program is done.
-    - A node failed. The ranks on the other nodes then fail too, so `status` is not 0.
+    - Slurm or scancel ended this job: `status` is 143.
+    - The program stopped before it was finished: `status` is 0, and stopped.json exists.
+    - A node failed, and so did this job.
+
+    status: this job's exit status.
     """
     if status == run_folder.ENDED_EARLY:
         return True

@@ -18,12 +18,12 @@ DOWN = ("down", "fail")  # states of a node that is lost; sinfo adds '*' to a no
 
 @dataclass(frozen=True)
 class Job:
-    """This attempt of the job.
+    """The job and its current attempt.
 
     name: the job's id as squeue shows it, '17_1' for an array task.
     number: SLURM_JOB_ID.
-    job_from: the size of the job's log, in bytes, when the attempt started.
-    from_: the size of the job's log, in bytes, when the attempt's ranks started.
+    job_from: the byte of the job's log at which the output of this attempt starts.
+    from_: the byte of the job's log at which the output of the latest ranks starts.
     excluded: nodes that the ranks no longer use.
     """
 
@@ -80,9 +80,9 @@ def _record(name: str) -> dict[str, str]:
 
 
 def _lost(job: Job, record: Mapping[str, str]) -> Iterator[str]:
-    """Yield the nodes that the job has lost: those that are down, and those that Slurm has removed from the job.
+    """Yield the job's nodes that are down, and those that Slurm has removed from the job (--no-kill).
 
-    With --no-kill, Slurm removes a node that fails. The node may work again by now, but not in this job.
+    A removed node may be up again, but this job cannot use it.
     """
     yield from lost_nodes(job.nodelist, job.excluded)
     left = record.get("NodeList", "")
@@ -102,7 +102,7 @@ def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
 
 
 def _unusable(job: Job) -> Iterator[str]:
-    """Yield the nodes that this attempt cannot use: a check refused to start the ranks, or the fork servers lost it."""
+    """Yield the nodes on which this attempt's node check failed, or that its fork servers have lost."""
     start = f"{job.number}.{job.attempt}."
     for path in sorted((job.folder / run_folder.UNUSABLE).glob(f"{start}*")):
         yield path.name.removeprefix(start)

@@ -27,7 +27,7 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def suppressed(what: str) -> Iterator[None]:
-    """Print a warning instead of raising an OSError from the `with` block.
+    """Turn an OSError in the `with` block into a warning.
 
     what: the name of the report that the block writes. There is one warning per report and process.
     """
@@ -61,7 +61,7 @@ class _Writer:
         with self._changed:
             if keep_first and what in self._waiting:
                 return
-            new = what not in self._waiting  # then the thread's pause may be too long
+            new = what not in self._waiting  # a new report may be due before the thread's pause ends
             self._waiting[what] = write
             self._every_s[what] = every_s
             if not every_s and what not in _failing:
@@ -123,12 +123,11 @@ _writer = _Writer()
 
 
 def later(what: str, write: Callable[[], object], *, keep_first: bool = False, every_s: float = 0.0) -> None:
-    """Queue a report and return at once: a thread calls `write` until it succeeds.
+    """Queue a report and return at once. A thread writes it.
 
-    what: the report's name.
-    write: a function that writes the report. After an OSError, it is called again. It replaces a waiting `write` of the
-    same report.
-    keep_first: keep the waiting `write` and ignore the new one.
+    what: the report's name. A new report replaces a waiting one of the same name.
+    write: a function that writes the report. It is called again after an OSError.
+    keep_first: if a report of this name is waiting, ignore the new one.
     every_s: the shortest time between two writes of this report. The latest version is always written.
     """
     _writer.put(what, write, keep_first, every_s)
@@ -140,7 +139,7 @@ def flush(timeout_s: float = FLUSH_S) -> bool:
 
 
 def _in_child() -> None:
-    """Give a forked child a new writer, because fork() does not copy the thread. The parent writes its queue."""
+    """Give a forked child a new writer, because fork() does not copy threads. The parent writes the queued reports."""
     global _writer  # noqa: PLW0603 - a process has one
     _writer = _Writer()
 

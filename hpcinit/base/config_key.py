@@ -26,7 +26,7 @@ def key(
     help: the description in `--help` and in the reference.
     least, above, most: the bounds of a number. A key declared as Optional can always be null.
     choices: the values that are allowed.
-    filled: if given, the value must not be ''. The text describes a valid value in the error message.
+    filled: the expected value, for messages, such as 'a name'. If it is set, the key does not accept ''.
     sbatch: the sbatch option that gets the value unchanged.
     owns: other options of sbatch and srun that hpcinit sets from this key.
     """

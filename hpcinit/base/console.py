@@ -1,7 +1,7 @@
 """Prints notes and warnings of a command to stderr, and implements the options -q and -v.
 
-With -q, a command prints its answer in the shortest form. On stderr, it prints only errors and how the job differs from
-the request. The level is set once per process, because a process runs only one command.
+With -q, a command prints its answer in the shortest form. Of the messages, it prints only errors, and how the job
+differs from the request. The level is set once per process, because a process runs only one command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal, NoReturn
 from hpcinit.base.errors import RequestError
 
 QUIET, PLAIN, VERBOSE = -1, 0, 1
-LONGEST = 200  # characters of a command line that -v shows
+LONGEST = 200  # -v cuts longer command lines to this many characters
 AGAIN_S = 60.0  # without a terminal, the same message is repeated after this time
 _chosen = {"level": PLAIN}
 _began = time.monotonic()
@@ -31,8 +31,8 @@ _began = time.monotonic()
 # they can move the cursor, change the window's title, write to the clipboard, or send input as if the user typed it.
 
 # Group 1: colors and styles (ESC [ 1 ; 31 m), which are harmless. The rest: C0 except tab and line feed, DEL, and C1
-# (0x9b is the same as ESC [); and characters that change the direction of text or end a line, such as U+202E, with
-# which one line can look like another.
+# (0x9b is the same as ESC [); and characters that change the direction of text or end a line, such as U+202E, because
+# they can make one line look like another.
 _CONTROL = re.compile(
     r"(\x1b\[[0-9;:]{0,40}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
 )
@@ -106,7 +106,7 @@ def always(text: str) -> None:
 
 
 def message(text: str) -> None:
-    """Print a note that starts with 'hpcinit:', for terminals to which other programs print too."""
+    """Print a note that starts with 'hpcinit:'. Used where other programs print to the same terminal."""
     note(f"hpcinit: {text}")
 
 
@@ -122,7 +122,7 @@ def in_terminal() -> bool:
 
 @cache
 def note_slow(command: str) -> None:
-    """Print a note that hpcinit waits for `command`. Each command is noted once per process."""
+    """Print that hpcinit is waiting for `command`, but only once per command."""
     message(f"waiting for {command}")
 
 
@@ -180,7 +180,7 @@ def parse_arguments(parser: argparse.ArgumentParser, words: list[str], intermixe
 
 
 def parse_known_arguments(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options in `words`. Return them and the remaining arguments, which are for Hydra, in their order."""
+    """Parse the options in `words`. Return them and the remaining arguments, which are for Hydra."""
     found, rest = parser.parse_known_args(words)
     _set_from_options(found)
     return found, rest

@@ -1,4 +1,4 @@
-"""Every error that hpcinit raises on purpose.
+"""Defines the errors that hpcinit raises on purpose.
 
     HpcinitError
     ├── RequestError         the request is wrong; nothing was started          exit status 2
@@ -126,8 +126,8 @@ class SubmissionInterrupted(KeyboardInterrupt):
 class SubmitError(Failure):
     """The submission failed.
 
-    problem: the message without its last clause.
-    outcome: the last clause, which states whether there is a job.
+    problem: what went wrong.
+    outcome: whether there is a job. The message ends with it.
     """
 
     kind = failure_kinds.SUBMISSION

@@ -29,7 +29,7 @@ NOT_A_NUMBER = "not-a-number"
 FILE = "file"
 NETWORK = "network"
 
-# Used where no rank recorded a cause: from Slurm, an exit status, or the user.
+# Used if no rank recorded a cause, but Slurm, an exit status or a command of the user shows what happened.
 SIGNAL = "signal"
 EARLY_END = "early-end"  # a rank ended with exit status 0 before the others
 MISMATCH = "mismatch"  # the ranks called different collectives
@@ -43,7 +43,7 @@ UNKNOWN = "unknown"
 
 # Nothing failed.
 NONE = "none"
-STOPPED = "stopped"  # on request
+STOPPED = "stopped"  # the user stopped the run
 
 # A consequence of another rank's failure, with the text that `hpcinit why` prints for it.
 SECONDARY = {PEER_LOST: "died during start-up"}

@@ -1,4 +1,4 @@
-"""What `--json` prints: one object per line, with the name of its document and the version of the format.
+"""Formats the output of `--json`: one object per line, with the name of its document and the version of the format.
 
 docs/reference/json.md lists the documents with their fields, and a test compares them with the output of each command.
 """

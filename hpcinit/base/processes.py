@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent dies
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36  # processes whose parent has died become children of this process
 SHORT = 15  # bytes of a process's short name, which top and `ps -o comm` show
-GENERATIONS = 64  # parents of a process that are read
+GENERATIONS = 64  # the most processes that command_lines() reads
 PROC = Path("/proc")
 # Loaded here, because a preexec_fn should import nothing.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -33,8 +33,8 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Make the kernel send a signal to this process when its parent dies. If the parent has already died, exit now.
 
     parent: the parent's process id.
-    number: the signal. SIGTERM may not be enough: a shell that traps it first waits for its command, and a rank first
-        tries to save.
+    number: the signal. SIGTERM may end the process too late: a shell with a trap first waits for its command, and a
+        rank first tries to save.
     """
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
@@ -55,20 +55,23 @@ ENV_PARENT = "HPCINIT_PARENT"  # process id of an agent, in the environment of i
 
 
 def die_with_agent() -> None:
-    """Make the kernel send SIGKILL to this process when its agent (process id in ENV_PARENT) dies for any reason.
+    """Make the kernel send SIGKILL to this process when the agent that started it dies.
 
-    SIGTERM is not enough: with run.should_stop(), a rank would try to save and wait forever for its peers. The variable
-    is removed from the environment, because the children of this process have a different parent.
+    SIGTERM is not enough: a rank that uses run.should_stop() would try to save, and wait forever for its peers.
+
+    ENV_PARENT contains the agent's process id. It is removed from the environment, because it is wrong for the
+    children of this process.
     """
     parent = os.environ.pop(ENV_PARENT, "")
     if parent.isdigit():
         die_with_parent(int(parent))
 
 
-# Open files (RLIMIT_NOFILE) per other rank: gloo connects all ranks of a group. A run has the default group, up to five
-# groups of its mesh, those of should_stop() and save(), and on rank 0 the rendezvous and torch's store.
+# How many files (RLIMIT_NOFILE) a rank may open per other rank. In each of its groups, gloo connects to every other
+# rank. A run has the default group, up to five groups of its mesh, and those of should_stop() and save(). Rank 0 also
+# has the connections of the rendezvous and of torch's store.
 PER_RANK = 10
-BESIDES = 1024  # for the program itself; the usual soft limit
+BESIDES = 1024  # for the program's own files; this is the usual soft limit
 
 
 def raise_open_files_limit(ranks: int) -> None:
@@ -88,11 +91,11 @@ def raise_open_files_limit(ranks: int) -> None:
 
 @contextlib.contextmanager
 def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
-    """Exit with status 1, after a message and all stacks, if the `with` block takes longer than `seconds`.
+    """Limit the time of the `with` block. After `seconds`, print a message and all stacks, and exit with status 1.
 
-    about: returns the message; it must not block for long.
+    about: a function that returns the message. It must not block for long.
 
-    torch's own timeout is not sufficient: with a timeout of 5 s, a client connected to a silent server was still
+    torch's own timeouts are not reliable: with a timeout of 5 s, a client connected to a silent server was still
     waiting after 200 s (torch 2.13).
     """
 
@@ -100,7 +103,7 @@ def watchdog(seconds: float, about: Callable[[], str]) -> Iterator[None]:
         try:
             reason = about()
         except Exception as error:
-            reason = f"the start-up timed out, and its state cannot be read: {error!r}"
+            reason = f"the start-up timed out, and hpcinit cannot find out why: {error!r}"
         end_hard(reason, stacks=True)
 
     timer = threading.Timer(seconds, end)
@@ -219,7 +222,7 @@ def children(pid: int) -> list[int]:
 
 
 def command_lines(pid: int, proc: Path = PROC) -> Iterator[str]:
-    """Yield the command line of process `pid`, then of its parent, and so on. NUL separates the arguments.
+    """Yield the command line of process `pid`, then of its parent, and so on. The arguments are separated by NUL.
 
     Stop after GENERATIONS processes, or at the first one that is not visible.
     """

@@ -1,4 +1,4 @@
-"""Quotes values for shell scripts, so that the shell never runs them, and turns a table into command-line options."""
+"""Quotes values for shell scripts, so that the shell never runs them, and formats command-line options."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def unsafe(text: str) -> str | None:
     script. An unmatched quote is an error.
     """
     for character in text:
-        # Unicode's line ends (NEL, LS, PS) too: programs do not agree on whether they end a line. Surrogates represent
-        # bytes that are not UTF-8, and cannot be written.
+        # Unicode's line ends (NEL, LS, PS) are unsafe too, because only some programs end a line there. Surrogates
+        # represent bytes that are not UTF-8, and cannot be written.
         if ord(character) < 32 or character in "\x7f\x85\u2028\u2029" or "\ud800" <= character <= "\udfff":
             return f"contains the control character {character!r}"
     for quote in "'\"":

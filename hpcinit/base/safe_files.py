@@ -69,12 +69,13 @@ LARGEST = 2**28  # bytes of a file that is read as a whole; a submission.json of
 
 
 def descriptor_of(path: str | Path) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Open a regular file for reading and return its descriptor. Raise OSError if that fails or is unsafe.
 
-    The file must belong to this user, to root, or to the owner of its folder. Raise OSError for any other file and for
-    a link. Only one link is allowed: '../submission.json', which submit creates for a component of a heterogeneous job.
+    The file must belong to this user, to root, or to the owner of its folder. So call this for another user's folder
+    only if this user named the folder on the command line.
 
-    Call this for another user's folder only if this user named the folder on the command line.
+    Links are refused, except a link to the file of the same name in the parent folder. submit creates such links for
+    the components of a heterogeneous job.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -185,7 +186,7 @@ def ownership_problem(
 ) -> str:
     """Return why `path` cannot be trusted and what to type, or '' if it can be trusted.
 
-    found: the result of os.fstat() if another process could replace the file meanwhile, otherwise of os.stat().
+    found: the result of os.stat(), or of os.fstat() for an open file.
     advice: what to do if another user owns it.
     owners: user ids that are trusted in addition to this user and root.
     named: whether the user typed this path; then its group is trusted too.
@@ -208,7 +209,7 @@ def ownership_problem(
         return ""
     shared = f", or chmod +t {shell(str(path))} if others need to create files there" if folder else ""
     return (
-        f"{about()} and {who} can write it, so they could run any program as you; "
+        f"{about()} and {who} can write to it, so they could run any program as you; "
         f"chmod {change} {shell(str(path))}{shared}"
     )
 

@@ -5,7 +5,7 @@ There are four classes, for different kinds of processes:
 - Handlers: a Python handler, which runs between two bytecodes of the main thread.
 - Wakeup: a thread. It works even while the main thread is in C code, as in a collective that waits for a dead peer.
 - Listener: a thread that waits for blocked signals and learns which process sent them.
-- Descriptor: for a process that forks, which should have no thread. wait(timeout_s) returns the next blocked signal.
+- Descriptor: no thread, so that the process can fork safely. wait(timeout_s) returns the next blocked signal.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def collected(numbers: Iterable[int]) -> list[int]:
 def deferred_interrupts() -> Iterator[list[int]]:
     """During the `with` block, collect Ctrl-C, SIGTERM and SIGHUP in the yielded list instead of acting on them.
 
-    Otherwise, an interrupt after sbatch has started and before its job id is recorded would lose the job. Signals that
-    were ignored (by nohup, or by a script's `&`) stay ignored. Outside the main thread, nothing is deferred.
+    Otherwise, an interrupt could end hpcinit after sbatch has created a job, but before its id is recorded. Signals
+    that were ignored (by nohup, or by a script's `&`) stay ignored. Outside the main thread, nothing is deferred.
     """
     received: list[int] = []
     main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers

@@ -25,7 +25,7 @@ LOOK_S = 0.02
 class Child:
     """A child process that leads its own session and process group.
 
-    number: how the supervisor identifies the child.
+    number: identifies the child, for example by its rank.
     code: the exit status after the child is reaped; -9 if SIGKILL ended it.
     """
 
@@ -195,7 +195,7 @@ class Supervisor:
                 child.reap()
 
     def _kill_if_due(self) -> bool:
-        """Send SIGKILL at the time set by kill_in(). Return True if children still run `stuck_s` seconds later."""
+        """Send SIGKILL if it is due. Return True if children still exist `stuck_s` seconds after the SIGKILL."""
         if (deadline := self.deadline()) is None or time.monotonic() < deadline:
             return False
         if self._kill_at is None:

@@ -64,7 +64,7 @@ def _installed(package: str, path: tuple[str, ...]) -> str:
         return found
     import importlib.metadata  # noqa: PLC0415 - 25 ms
 
-    try:  # `setup.py develop` creates a deepspeed.egg-info, whose name has no version
+    try:  # the folder deepspeed.egg-info of `setup.py develop` has no version in its name
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""

@@ -1,4 +1,4 @@
-"""Lists every check of a request before the job is queued, in the order of the messages.
+"""Lists the checks of a request before the job is queued. Their messages are printed in this order.
 
 To add a check, write a function in the file of its subject, and add a line to CHECKS. A check that queries
 Slurm runs during the submission: call it in check_with_slurm() of submit/transaction.py.
@@ -21,6 +21,7 @@ from hpcinit.checks import (
     start_options,
     started_program,
     training,
+    unused_settings,
     values,
 )
 from hpcinit.config.schema import Config
@@ -31,8 +32,8 @@ class RequestCheck:
     """A check of a request, and when it runs.
 
     find: yields one complete message per problem.
-    to_submit: run it only before a submission, because it needs an account, files and so on. `hpcinit plan` skips it.
-    if_valid: run it only if no earlier check has found a problem, because another message would only add noise.
+    to_submit: run it only before a submission. `hpcinit plan` skips it.
+    if_valid: run it only if the earlier checks have found no problem.
     """
 
     find: Callable[[Config], Iterable[str]]
@@ -65,7 +66,7 @@ CHECKS = (
 # Each returns the warnings about a config that has no problems.
 WARNINGS = (
     program_source.may_not_compile,
-    program_source.unused_settings,
+    unused_settings.warnings,
     partition.warnings,
     training.warnings,
 )
@@ -86,7 +87,7 @@ def problems(config: Config, *, to_submit: bool = True) -> list[str]:
 def check(config: Config, document: Mapping[str, Any]) -> None:
     """Raise ConfigError with all problems of a request.
 
-    document: the config as it will be written to config.yaml, with the user's own keys.
+    document: the config as it will be written to config.yaml, including the user's own keys.
     """
     if found := [*problems(config), *secret_files.in_document(document, config.secret_names)]:
         raise ConfigError(*found)

@@ -1,4 +1,4 @@
-"""Finds the files of the git checkout that a job's copy contains with snapshot=git, and why a copy may be impossible.
+"""Plans code snapshots (snapshot=git): finds the files to copy from the git checkout, or why they can't be copied.
 
 hpcinit calls git instead of reading git's files, because only git handles worktrees, sparse checkouts and the user's
 own exclude rules.
@@ -36,7 +36,7 @@ def checkout_root(workdir: Path) -> Path:
         problem = _git_error(done)
         if "not a git repository" in problem:
             problem = f"{workdir} is not in a git repository; create one with git init"
-        raise RequestError(f"snapshot=git: {problem}; or set snapshot=none to run the files in place")
+        raise RequestError(f"snapshot=git: {problem}. To run the files in place, set snapshot=none")
     return Path(os.fsdecode(done.stdout.removesuffix(b"\n")))
 
 
@@ -47,7 +47,7 @@ def checkout_commit(top: Path) -> str | None:
 
 
 def checkout_files(top: Path) -> Iterator[str]:
-    """Yield all tracked files, and all untracked files that git does not ignore, as paths relative to `top`.
+    """Yield the tracked files, and the untracked files that git does not ignore, as paths relative to `top`.
 
     Files in submodules and nested repositories are included. Deleted files are not.
     """
@@ -114,29 +114,33 @@ class SnapshotPlan:
     files: the files, relative to root.
     size: their total size in bytes.
     contents: the files and all their parent folders.
-    before: if root is itself a snapshot, the record of that snapshot.
+    before: the record of the earlier snapshot, if root is itself a run's snapshot.
     """
 
     root: Path
     workdir: Path
     files: tuple[str, ...]
     size: int
-    contents: frozenset[str] = field(repr=False)  # the files and all their parent folders
-    before: Mapping[str, Any] = field(default_factory=dict)  # the record of root, if root is a snapshot itself
+    contents: frozenset[str] = field(repr=False)
+    before: Mapping[str, Any] = field(default_factory=dict)
 
     def place(self, folder: Path, path: Path | None = None) -> Path:
-        """Return where the snapshot in the run folder `folder` has its copy of `path` (default: workdir)."""
+        """Return the path of the copy of `path` in the snapshot, or `path` itself if it is outside the checkout.
+
+        folder: the run folder that contains the snapshot.
+        path: the path to find in the snapshot; by default the working folder.
+        """
         inside = (path or self.workdir).resolve()
         return folder / run_folder.CODE / inside.relative_to(self.root) if inside.is_relative_to(self.root) else inside
 
     def target(self, folder: Path, target: str) -> str:
-        """Return the program that the job runs. An absolute path into the checkout becomes a path in the snapshot."""
+        """Return the program that the job runs. For an absolute path in the checkout, return the path of its copy."""
         return str(self.place(folder, Path(target))) if os.path.isabs(target) else target  # noqa: PTH117
 
     def python_path(self, folder: Path) -> list[str]:
-        """Return the folders in the snapshot from which the job's Python should import.
+        """Return the folders of the snapshot for the job's PYTHONPATH.
 
-        They are copies of the checkout's folders from which this Python imports.
+        These are the snapshot's root, its folder src, and the copies of folders from which this Python imports.
         """
         places = [Path(entry or ".").resolve() for entry in sys.path]
         # An editable install by setuptools adds a finder instead of a path. Its table maps packages to folders.
@@ -161,10 +165,7 @@ def plan_snapshot(config: Config, workdir: Path) -> SnapshotPlan | None:
 
 
 def _taken_before(workdir: Path) -> SnapshotPlan | None:
-    """Return the snapshot that contains the working folder, or None if the working folder is not in a snapshot.
-
-    The working folder is in the snapshot of an earlier run if the user submits that run again.
-    """
+    """Return a plan that copies another run's snapshot, if `workdir` is in one. Otherwise return None."""
     inside = [place for place in (workdir, *workdir.parents) if place.name == run_folder.CODE]
     for code in inside:
         try:
@@ -233,7 +234,7 @@ def _too_large(names: Sequence[str], sizes: Sequence[int], max_mb: float) -> str
     largest = sorted(zip(sizes, names, strict=True), reverse=True)[:LARGEST_SHOWN]
     lines = "\n".join(f"  {size / MB:8.1f} MB  {name!r}" for size, name in largest)
     return (
-        f"snapshot=git: {counted(len(names), 'file')} of {sum(sizes) / MB:.1f} MB, more than "
+        f"snapshot=git: {counted(len(names), 'file')} with {sum(sizes) / MB:.1f} MB in total, expected at most "
         f"snapshot_max_mb={max_mb:g}; the largest:\n{lines}\n"
         "add data files to .gitignore or to snapshot_exclude=[...], or raise snapshot_max_mb"
     )

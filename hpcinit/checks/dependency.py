@@ -100,7 +100,7 @@ def written(config: Config) -> Iterator[str]:
         )
 
 
-NOT_SUBMITTED = "NOT_SUBMITTED"  # the same as in observe.find_runs, which a plain submission does not import
+NOT_SUBMITTED = "NOT_SUBMITTED"  # a copy of the name in observe.find_runs, which a plain submission does not import
 JOB_ID = re.compile(r"\d+(_\d+)?")  # '4242', and '4242_7' of an array
 
 
@@ -116,7 +116,7 @@ def dependency_option(config: Config) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each condition whose job does not exist, or that can never be satisfied."""
+    """Yield a message for each condition whose job does not exist, or that can never be fulfilled."""
     yield from _resolved(config)[1]
 
 
@@ -157,12 +157,14 @@ def has_singleton(config: Config) -> bool:
 
 
 def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
-    """Return what is wrong with `condition`, or ''.
+    """Return a message if waiting for the other job makes no sense, otherwise ''.
 
-    Slurm may not know the other job, and would start this one at once. Or the other job has ended in a way that does
-    not fulfill the condition, and this one would never start.
+    There are two such cases:
 
-    job_id, states: the id of the other job, and its states (several for an array).
+    - Slurm has no record of the other job, and would start this job at once.
+    - The other job has ended in a state that `condition` excludes, and this job would never start.
+
+    job_id, states: the other job's id, and its states (several for an array).
     """
     if any(now.purged for now in states):
         return (
@@ -179,7 +181,7 @@ def _problem(condition: Condition, job_id: str, states: list[State]) -> str:
         return ""
     return (
         f"dependency={condition}: job {wrong[0].job_id} ended as {wrong[0].name}, so this job would never start; "
-        f"submit without it, or use dependency=afterany:{condition.name} to accept any outcome"
+        f"submit without this dependency, or use dependency=afterany:{condition.name} to accept any outcome"
     )
 
 
@@ -212,7 +214,7 @@ def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tu
 
     The result is cached, so that each name is queried only once.
     """
-    from hpcinit.observe import find_runs, state  # noqa: PLC0415 - psutil, only for those who wait for a job
+    from hpcinit.observe import find_runs, state  # noqa: PLC0415 - imports psutil, which a submission without dependencies does not need
 
     if JOB_ID.fullmatch(name):
         return [(name, slurm_engine.of_array(name))]
@@ -222,8 +224,8 @@ def _jobs_named(name: str, runs_dir: str, first: bool, clusters: str) -> list[tu
         raise RequestError(f"{path} runs without Slurm (engine: {record['engine']}), so no Slurm job can wait for it")
     if (other := job_record.clusters(path)) != clusters:
         raise RequestError(
-            f"{path} has cluster.clusters={other or 'null'}, expected {clusters or 'null'}: a job can wait only for "
-            "jobs of the same cluster"
+            f"{path} has cluster.clusters={other or 'null'}, but this job has {clusters or 'null'}: a job can wait "
+            "only for jobs of the same cluster"
         )
     if find_runs.is_sweep(path):
         arrays: dict[str, list[State]] = {}

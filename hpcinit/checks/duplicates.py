@@ -16,8 +16,8 @@ from hpcinit.slurm.queue import Job, QueueQuery
 from hpcinit.slurm.slurm_client import Unreachable
 from hpcinit.slurm.tokens import MARK
 
-# These keys change how a job is submitted, not which job. Any other key makes a different request; runs_dir too,
-# because another place for the results means that the user wants both.
+# Requests that differ only in these keys are the same. If runs_dir differs, they are not: a user who chooses another
+# folder for the results wants both jobs.
 NOT_THE_JOB = ("again", "wait", "dry_run", "validate")
 ENDING = "COMPLETING"  # the job is over, so submitting it again is intended
 
@@ -64,6 +64,6 @@ def refuse_duplicate(queued: QueueQuery, request: str) -> None:
         folder = Path(job.command.removesuffix(f"/{run_folder.SCRIPT}"))
         cancel = f"hpcinit cancel {shlex.quote(str(folder))}"
         raise RequestError(
-            f"this request is already queued as job {job.base_id}: {job.state}, run folder {folder}; to submit it a "
-            f"second time add again=true, to cancel the first: {cancel}"
+            f"this request is already queued as job {job.base_id} ({job.state}, run folder {folder}); to submit it a "
+            f"second time add again=true; to cancel the first: {cancel}"
         )

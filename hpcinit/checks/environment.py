@@ -20,13 +20,13 @@ LEAST_MB = 16  # a run folder is about 20 kB at submission; logs and error recor
 IMAGES = (".sif", ".sqsh", ".simg", ".img")
 INSTEAD = {"image": "container.image", "mounts": "container.mounts", "bind": "container.mounts", "pwd": "job.workdir"}
 BASH_S = 10  # parsing a script takes milliseconds
-# extglob: the user's lines may contain `shopt -s extglob`, which -n does not run, and then !(x) is valid.
+# extglob, because the user's lines may turn it on with shopt and use patterns such as !(x). `bash -n` runs no shopt.
 COMMAND = ("bash", "-O", "extglob", "-n")
 MOST_LOCAL_NODES = 254  # node i is 127.0.0.i
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for settings that contradict each other, for missing paths, and if runs_dir can't be used."""
+    """Yield a message for each contradiction between settings, for each missing path, and for an unusable runs_dir."""
     yield from _consistent(config)
     # On a laptop, a dry run cannot see the cluster's file systems.
     if config.check_paths and shutil.which(config.engine.script_command):
@@ -49,9 +49,11 @@ def _image(config: Config) -> Iterator[str]:
 
 
 def _runs_dir(place: Path) -> Iterator[str]:
-    """Yield a message if a run folder can't be created in `place`. Nothing is created.
+    """Yield a message if `place` cannot be used as runs_dir.
 
-    A used-up quota is found only when the run folder is written.
+    `place` must be a folder, or hpcinit must be able to create it. Its disk must have LEAST_MB free. No other user may
+    be able to replace run folders in it. This check creates nothing. hpcinit reports missing permissions and a used-up
+    quota later, when it creates the run folder.
     """
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
@@ -60,10 +62,10 @@ def _runs_dir(place: Path) -> Iterator[str]:
     if there == place and (problem := safe_files.runs_dir_ownership_problems(place)):
         yield f"runs_dir: {problem}"
     if not os.access(there, os.W_OK | os.X_OK):
-        return  # submit reports it with the system's own reason, such as a read-only file system
+        return  # submit reports the missing permission with the system's reason, such as a read-only file system
     disk = shutil.disk_usage(there)
     free = disk.free // 2**20
-    if disk.total and free < LEAST_MB:  # /proc has no size; a write there is reported separately
+    if disk.total and free < LEAST_MB:  # /proc has no size, and creating the run folder there fails with an error
         yield (
             f"runs_dir is {str(place)!r} with {free} MB free, expected {LEAST_MB} MB or more: free some space or "
             "choose another runs_dir=..."
@@ -75,7 +77,7 @@ def _consistent(config: Config) -> Iterator[str]:
     cluster, image = config.cluster, config.container.image
     if cluster.venv and cluster.conda:
         yield (
-            f"cluster.venv is {cluster.venv!r} and cluster.conda is {cluster.conda!r}, expected one of them: "
+            f"cluster.venv is {cluster.venv!r} and cluster.conda is {cluster.conda!r}, expected only one: set "
             "cluster.venv=null or cluster.conda=null"
         )
     if image and cluster.container.runtime is None:
@@ -121,8 +123,8 @@ def _options(config: Config) -> Iterator[str]:
 def python(config: Config) -> str:
     """Return the Python that the ranks use.
 
-    It is the first that is set: the image's Python, cluster.python, or the environment's. Otherwise, it is the Python
-    that submits the job.
+    With a container image, it is container.python. Otherwise it is the first of these that is set: cluster.python, the
+    Python of the virtual environment, that of the conda environment. If none is set, it is the Python of this process.
     """
     cluster = config.cluster
     if config.container.image:
@@ -175,7 +177,7 @@ def local_machine(config: Config) -> Iterator[str]:
     world_size = nodes * ranks_per_node(config)
     if nodes > MOST_LOCAL_NODES:
         yield f"nodes={nodes}, but cluster=local has at most {MOST_LOCAL_NODES} (addresses 127.0.0.1 to 127.0.0.254)"
-    # Not the free memory: another program may need less when the ranks start, and there is no queue to wait in.
+    # Compare with the total memory: other programs may use less memory when the ranks start than they use now.
     total_gb = psutil.virtual_memory().total / 1e9
     if world_size * mem_gb_per_rank > total_gb:
         yield (

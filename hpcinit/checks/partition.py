@@ -5,6 +5,7 @@ The checks apply to each component of a heterogeneous job.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from hpcinit.base.text import counted
@@ -14,7 +15,7 @@ from hpcinit.config.resources import cpus_per_rank, ranks_per_node
 from hpcinit.config.schema import Config, Partition, Qos
 from hpcinit.engine import SLURM
 
-# The keys that a site can require: what the message calls the value, and the command that lists the user's values.
+# The keys that a site can require. For each: its description in the message, and the command that lists its values.
 # Without an account, sbatch at such a site fails with "Invalid account or account/partition combination specified", or
 # the job fails later with "Job violates accounting/QOS policy".
 REQUIRED = {
@@ -23,6 +24,10 @@ REQUIRED = {
     "partition": ("a partition", "sinfo -s"),
 }
 MODULES = "modules"  # a module with the site's plugin for NCCL
+PLUGIN = "nccl_plugin"  # the plugin, which no module of the site contains; a request without it only gets a warning
+# What may add the plugin: options of sbatch and srun, and variables of the job or of the shell that submits it.
+PLUGIN_OPTIONS = {"uenv", "view", "environment", "container-image", "container-name", "export", "export-file"}
+PLUGIN_VARIABLES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "NCCL_NET_PLUGIN", "UENV_MOUNT_LIST", "UENV_VIEW"}
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -36,7 +41,7 @@ def problems(config: Config) -> Iterator[str]:
         )
     impossible = list(_gpus(config, has))
     yield from impossible
-    if not impossible or config.ranks_per_node is not None:  # otherwise the number of ranks follows from the GPUs
+    if not impossible or config.ranks_per_node is not None:  # if not set, it depends on the number of GPUs
         yield from _cores(config, has)
 
 
@@ -74,12 +79,14 @@ def missing_keys(config: Config) -> Iterator[str]:
             if "NCCL_NET" in cluster.env and not (cluster.modules or cluster.setup or config.container.image):
                 yield (
                     f"cluster.modules is not set, but NCCL on {cluster.name} finds the fast network only with the "
-                    "site's plugin: set modules=[...] in your own cluster file (a comment in the site's file, on "
-                    "docs/clusters.md, names the module), or an image that contains it: container.image=... . To use "
-                    "TCP, which is slow: '~cluster.env.NCCL_NET'"
+                    "site's plugin. Set modules=[...] in your own cluster file; a comment in the site's file names "
+                    "the module (docs/clusters.md). Or set container.image=... to an image with the plugin. To use "
+                    "TCP instead, which is slow, add '~cluster.env.NCCL_NET'"
                 )
+        elif name == PLUGIN:
+            continue  # a warning: see below
         elif name not in REQUIRED:
-            yield f"cluster.needs has {name!r}, expected keys from: {', '.join((*REQUIRED, MODULES))}"
+            yield f"cluster.needs has {name!r}, expected keys from: {', '.join((*REQUIRED, MODULES, PLUGIN))}"
         elif getattr(config, name) is None:
             what, command = REQUIRED[name]
             yield (
@@ -89,13 +96,33 @@ def missing_keys(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """Yield a warning if the cluster file was never tested on its cluster."""
+    """Yield a warning if the cluster file was never tested on its cluster, or if nothing adds NCCL's plugin."""
     cluster = config.cluster
+    if PLUGIN in cluster.needs and "NCCL_NET" in cluster.env and resources.gpus_per_node(config) and _no_plugin(config):
+        yield (
+            f"cluster.env sets NCCL_NET={cluster.env['NCCL_NET']!r}, but this request has no setting that adds NCCL's "
+            "plugin of that name, such as a uenv or a container. Without the plugin, NCCL fails when the ranks start. "
+            "A comment in the site's file shows the settings (docs/clusters.md). To use TCP instead, which is slow: "
+            "'~cluster.env.NCCL_NET'. If the nodes have the plugin: 'cluster.needs=[]'"
+        )
     if cluster.untested:
         yield (
             f"the file of cluster {cluster.name} was made from the site's documentation and never tested there: check "
             f"the script{'' if config.dry_run else ' with dry_run=true'} (cluster.untested=false hides this line)"
         )
+
+
+def _no_plugin(config: Config) -> bool:
+    """Return whether the request contains nothing that could add a plugin of NCCL."""
+    cluster = config.cluster
+    return not (
+        cluster.modules
+        or cluster.conda
+        or config.container.image
+        or any(not line.startswith("ulimit ") for line in cluster.setup)
+        or PLUGIN_OPTIONS & {*cluster.sbatch, *cluster.srun}
+        or PLUGIN_VARIABLES & {*cluster.env, *config.job.env, *(name for name, value in os.environ.items() if value)}
+    )
 
 
 def _where(config: Config) -> str:
@@ -109,7 +136,7 @@ def _gpus(config: Config, has: Partition) -> Iterator[str]:
     cluster, ranks, requested = config.cluster, ranks_per_node(config), resources.requested_gpus(config)
     own = cluster.partitions.get(config.partition or cluster.partition or "")
     listed = own is not None and own.gpus_per_node is not None
-    source = "its gpus_per_node" if listed else "cluster.gpus_per_node"
+    source = "gpus_per_node of the partition" if listed else "cluster.gpus_per_node"
     there = has.gpus_per_node or 0
     if requested is not None:
         yield from _requested_gpus(config, requested, there, source)
@@ -193,7 +220,7 @@ def hetjob_problems(config: Config) -> Iterator[str]:
         ("restart.max_restarts", config.restart.max_restarts or 0, 0),
     ):
         if value != usual:
-            yield f"hetjob is set and {key} is {value}, expected {usual}: heterogeneous jobs do not support it"
+            yield f"hetjob is set and {key} is {value}, expected {usual}: heterogeneous jobs support no other value"
     wrong = [text for at, each in enumerate(config.hetjob) for text in _component(at, dict(each))]
     yield from wrong
     if not wrong:

@@ -1,7 +1,6 @@
 """Reads the source of a Python program before the job is queued, without running it.
 
-The source shows syntax errors, whether the program reads key=value, and whether it calls hpcinit. Without hpcinit, some
-settings have no effect.
+The source shows syntax errors, and whether the program reads key=value.
 
 A script that the ranks' Python cannot compile is refused. If the ranks' Python cannot be started on this machine, there
 is only a warning, because its version may accept the script.
@@ -18,19 +17,16 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 from hpcinit.base.text import expanded
 from hpcinit.checks import environment, python_environment
 from hpcinit.config import job_spec
 from hpcinit.config.schema import Config
-from hpcinit.records import program_use
 
 PYTHON = re.compile(r"python[\d.]*")
 COMPILE_TIMEOUT_S = 5.0  # limit for the child process; a Python on a slow file system must not delay the submission
 WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python whose value is the next argument
-MOST_FILES = 500  # with more modules of the program, there is no warning about unused settings
 # Names in a script that reads arguments such as nodes=2 itself.
 READERS = {"argv", "from_cli", "parse_known_args", "REMAINDER"}
 
@@ -45,7 +41,7 @@ def source(config: Config) -> Path | None:
     if job.module:
         name = _module_file(job.module)
     elif job.command and PYTHON.fullmatch(Path(job.command).name):
-        name = _run_by_python(job.args)
+        name = run_by_python(job.args)
     path = (workdir / (name or "")).absolute()
     return path if path.suffix == ".py" and path.is_file() else None
 
@@ -54,7 +50,7 @@ def _module_file(module: str) -> str:
     return f"{module.replace('.', '/')}.py"
 
 
-def _run_by_python(arguments: Sequence[str]) -> str:
+def run_by_python(arguments: Sequence[str]) -> str:
     """Return the file of the script or module that Python runs with `arguments`. Return '' for -c and stdin."""
     rest = iter(arguments)
     for argument in rest:
@@ -114,9 +110,9 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script's name, its syntax error or '', and whether the ranks' Python certainly finds the same error.
+    """Return the script's name, its syntax error or '', and whether the error is that of the ranks' Python.
 
-    That is uncertain if their Python cannot be started here, because it may have another version.
+    If the ranks' Python cannot be started here, the error is that of this Python, which may have another version.
     """
     path = source(config)
     if path is None:
@@ -138,9 +134,9 @@ def _python(config: Config) -> str:
 
 @cache
 def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
-    """Return why the script cannot be compiled (or ''), and whether that is certain for the version of `python`.
+    """Return the script's syntax error or '', and whether it was checked with the version of `python`.
 
-    `python` is started only if its version might differ from this Python's.
+    If `python` may have another version, it is started. If that fails, this Python checks the script.
     """
     python = str(Path(python).expanduser()) if python else ""
     if python == sys.executable or (python and _is_our_version(python)):
@@ -165,10 +161,10 @@ def _compile(python: str, path: Path, _mtime_ns: int) -> tuple[str, bool]:
 
 
 def _syntax_error(path: str) -> str:
-    """Return why this Python cannot compile the script, as in 'line 3: invalid syntax', or '' if it can.
+    """Return the script's syntax error, such as 'line 3: invalid syntax', or '' if this Python can compile it.
 
-    Raise OSError if the script cannot be read. hpcinit also runs the source of this function alone in another Python 3,
-    where only the modules sys and warnings are imported.
+    Raise OSError if the script cannot be read. Other versions of Python also run the source of this function. It may
+    use only the modules sys and warnings.
     """
     with open(path, "rb") as file:  # noqa: PTH123 - pathlib would be another import
         text = file.read()
@@ -187,59 +183,3 @@ def _is_our_version(python: str) -> bool:
     """Return whether the environment of `python` contains only the Python version of this process."""
     versions = {folder.name for folder in python_environment.prefix_from(Path(python)).glob("lib/python3.*")}
     return versions == {f"python3.{sys.version_info.minor}"} and os.access(python, os.X_OK)
-
-
-def unused_settings(config: Config) -> Iterator[str]:
-    """Yield a warning about the settings that have no effect because the program does not use hpcinit.
-
-    It is not an error, because the program might call hpcinit through an installed package.
-    """
-    path = source(config)
-    workdir = job_spec.workdir(config)
-    if path is None or _may_use_hpcinit(path, workdir):
-        return
-    spec = job_spec.make(config, str(workdir), path.name)
-    settings = [*program_use.of_spec(spec, program_use.NOTHING).no_effect]
-    if "seed" in settings and str(config.seed) in config.job.args:  # -- train.py --seed '${seed}'
-        settings.remove("seed")
-    if settings:
-        yield (
-            f"{path.name} and the modules beside it do not import hpcinit: {', '.join(settings)} will have no effect. "
-            "Call hpcinit.init() and run.wrap() in the program (docs/your-script.md), or omit these settings"
-        )
-
-
-@cache
-def _may_use_hpcinit(script: Path, workdir: Path) -> bool:
-    """Return whether the script, or a module beside it that the script imports, mentions hpcinit.
-
-    Also return True if a file cannot be read.
-    """
-    seen, new = set[Path](), {script}
-    while new and len(seen) <= MOST_FILES:
-        path = new.pop()
-        seen.add(path)
-        try:
-            content = path.read_bytes()
-            if b"hpcinit" in content:
-                return True
-            names = _imported(ast.parse(content))
-        except (OSError, SyntaxError, ValueError):
-            return True
-        for folder in {script.parent, workdir, path.parent}:
-            for name in names:
-                new |= {folder / f"{name}.py", *islice((folder / name).rglob("*.py"), MOST_FILES)} - seen
-        new = {each for each in new if each.is_file()}
-    return bool(new)
-
-
-def _imported(tree: ast.AST) -> set[str]:
-    """Return the top-level names of all imported modules: 'a' for `import a.b` and for `from .a import c`."""
-    found = set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {name.partition(".")[0] for name in names}
-    return found

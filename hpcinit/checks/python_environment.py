@@ -43,7 +43,7 @@ def problems(config: Config, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def ranks_prefix(cluster: Cluster, env: Mapping[str, str]) -> Path | None:
-    """Return the top folder of the ranks' environment, or None if the config names none or its folder is unknown."""
+    """Return the top folder of the ranks' environment. Return None if there is none, or if its folder is unknown."""
     if cluster.python and "/" in cluster.python:
         return prefix_from(expanded(cluster.python))
     if cluster.venv:
@@ -72,7 +72,7 @@ def conda_prefix(environment: str, env: Mapping[str, str]) -> Path | None:
 
 
 def conda_setup(environment: str) -> str:
-    """Return an argument cluster.setup=[...] that activates a conda environment without a conda command on PATH."""
+    """Return a cluster.setup=[...] that activates a conda environment even if no conda command is on PATH."""
     return f'\'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate {environment}"]\''
 
 
@@ -89,9 +89,9 @@ def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
     elif cluster.conda and not cluster.modules and not shutil.which("conda", path=env.get("PATH")):
         prefix = conda_prefix(cluster.conda, env) or f"/path/of/{cluster.conda}"
         yield (
-            f"cluster.conda is {cluster.conda!r}, but there is no command conda on PATH: give the environment's "
-            f"folder, cluster.conda={prefix}, or load conda's module with cluster.modules, or instead of "
-            f"cluster.conda set {conda_setup(cluster.conda)}"
+            f"cluster.conda is {cluster.conda!r}, but there is no command conda on PATH: set cluster.conda to the "
+            f"environment's folder, cluster.conda={prefix}, or load conda's module with cluster.modules, or replace "
+            f"cluster.conda with {conda_setup(cluster.conda)}"
         )
         return
     name = cluster.python
@@ -109,7 +109,7 @@ def _missing(cluster: Cluster, env: Mapping[str, str]) -> Iterator[str]:
 def _no_python(key: str, folder: str, expected: str) -> Iterator[str]:
     python = expanded(folder) / "bin/python"
     if not os.access(python, os.X_OK):
-        yield f"{key} is {folder!r}, expected {expected}: no {python}{elsewhere(python)}"
+        yield f"{key} is {folder!r}, expected {expected}: there is no {python}{elsewhere(python)}"
 
 
 def elsewhere(path: Path) -> str:
@@ -127,9 +127,9 @@ def _own_torch(config: Config, env: Mapping[str, str]) -> Iterator[str]:
     near = (Path(one).absolute() for one in others if one)
     with_torch = next((str(one) for one in near if installed("torch", search_path(one, env))), "/path/of/environment")
     yield (
-        f"the ranks run {sys.executable}, the Python that submits, and torch is not installed there: set "
+        f"the ranks would run {sys.executable}, the Python that runs hpcinit, but torch is not installed there: set "
         f"cluster.venv={with_torch}, or run {sys.executable} -m pip install torch, or set check_paths=false if the job "
-        "gets it from another place"
+        "gets torch from another place"
     )
 
 
@@ -144,7 +144,7 @@ def _packages(config: Config, env: Mapping[str, str], prefix: Path) -> Iterator[
         folders += [Path(one) for one in str(value).split(os.pathsep) if one]
     folders.append(expanded(config.job.workdir or "."))  # `python -m` imports from it too
     missing = []
-    if not cluster.setup:  # which may change PYTHONPATH
+    if not cluster.setup:  # cluster.setup may change PYTHONPATH
         missing += ["hpcinit"] * (not installed("hpcinit", folders))
         # Modules of a site may contain torch.
         missing += ["torch"] * (not cluster.modules and _needs_torch(config) and not installed("torch", folders))

@@ -23,7 +23,10 @@ def slurm_options(config: Config) -> Iterator[str]:
         yield f"cluster.srun is {config.cluster.srun}, but cluster {config.cluster.name} has no srun (engine: local)"
     if name := config.cluster.clusters:
         if not quoting.PLAIN_NAME.fullmatch(name) or name == "all":
-            yield f"cluster.clusters is {name!r}, expected the name of one cluster: all jobs of a run are on one"
+            yield (
+                f"cluster.clusters is {name!r}, expected the name of one cluster: all jobs of a run must be on one "
+                "cluster"
+            )
         if not config.engine.uses_slurm:
             yield f"cluster.clusters is {name!r}, but cluster {config.cluster.name} has no Slurm (engine: local)"
     for table, options in (("sbatch", config.cluster.sbatch), ("srun", config.cluster.srun)):
@@ -62,9 +65,9 @@ def restarts(config: Config) -> Iterator[str]:
 
 
 def launch(config: Config) -> Iterator[str]:
-    """Yield a message for each key of `launch` that does not fit launch.kind."""
+    """Yield a message for each invalid value in `launch`, and for each key that launch.kind does not support."""
     chosen = config.launch
-    start = STARTS.get(chosen.kind, STARTS["srun"])  # another value is reported with the choices
+    start = STARTS.get(chosen.kind, STARTS["srun"])  # values.declared() reports an unknown kind
     for name in chosen.preload:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
             yield f"launch.preload has {name!r}, expected the name of a module, as in transformers or my.models"
@@ -75,9 +78,15 @@ def launch(config: Config) -> Iterator[str]:
         )
     warm = config.restart.warm
     if warm and chosen.kind != "fork":
-        yield f"restart.warm is true, but launch.kind is {chosen.kind}, expected fork: set launch=fork, or remove it"
+        yield (
+            f"restart.warm is true, but launch.kind is {chosen.kind}, expected fork: set launch=fork, or remove "
+            "restart.warm"
+        )
     if warm and not chosen.kill_on_bad_exit:
-        yield "restart.warm is true, but launch.kill_on_bad_exit is false: a rank that fails would not end the others"
+        yield (
+            "restart.warm is true, but launch.kill_on_bad_exit is false, expected true: otherwise the other ranks "
+            "continue after one fails"
+        )
     if warm and chosen.wait_s:
         yield (
             f"restart.warm is true, but launch.wait_s is {chosen.wait_s}, expected 0: otherwise srun could end ranks "
@@ -95,6 +104,6 @@ def launch(config: Config) -> Iterator[str]:
         if value and not re.fullmatch(rf"(?:(?:quiet|verbose|q|v),)?(?:{known})", value):
             names = ", ".join(word.partition(":")[0] for word in known.split("|"))
             yield (
-                f"launch.{key} is {value!r}, expected one of: {names}, null. With launch.kind={chosen.kind} hpcinit "
-                "binds the ranks; for the other values of srun, set launch=srun"
+                f"launch.{key} is {value!r}, expected one of: {names}, null. With launch.kind={chosen.kind}, hpcinit "
+                "binds the ranks itself; for srun's other values, set launch=srun"
             )

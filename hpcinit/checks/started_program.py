@@ -40,12 +40,12 @@ LAUNCHER = re.compile(
     START + rf"(?:(?P<name>srun|torchrun|deepspeed|accelerate\s+launch|{'|'.join(map(re.escape, OF_MPI))})"
     rf"|python[\d.]*\s+(?:-\w\s+)*-m\s+(?P<module>{'|'.join(map(re.escape, MODULES))}))[\"']?(?=\s|$)"
 )
-# With these options a launcher knows about the other nodes, and one launcher per node makes one training run.
+# With these options, the launchers of all nodes start one training run together.
 OF_SEVERAL_NODES = re.compile(r"--(nnodes|num[-_]machines|num[-_]nodes|hostfile|node[-_]rank)\b")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message unless exactly one of script, module and command is set, and a message for each missing file."""
+    """Yield a message for each problem with the program, such as a missing file or a launcher."""
     job = config.job
     given = [name for name in ("script", "module", "command") if getattr(job, name)]
     if len(given) != 1:
@@ -150,7 +150,7 @@ def _fits(config: Config, command: str) -> bool:
 
 
 def _program(*commands: Sequence[str]) -> str:
-    """Return the arguments with which the user can submit the Python script itself, as in '-- train.py --lr 3'.
+    """Return what to type to submit the Python script itself, as in '-- train.py --lr 3'.
 
     commands: command lines; the first one that contains a Python script is used.
     """
@@ -189,7 +189,7 @@ class ScriptLine:
 def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
     """Yield a message if the job runs a batch script, or a shell script that starts ranks itself."""
     job = config.job
-    if not job.check_script or not (source := _source(job.command, list(job.args), workdir)):
+    if not job.check_script or not (source := shell_script(job.command, list(job.args), workdir)):
         return
     name, text = source
     launches = list(launchers(text))
@@ -217,7 +217,7 @@ def _shell_script(config: Config, workdir: Path) -> Iterator[str]:
             f"{name} starts ranks itself, with {found.launcher} in line {found.number}: '{_short(found.text)}'. "
             f"hpcinit already starts the script once per rank, {config.nodes} "
             f"node{'s' * (config.nodes != 1)} x {ranks}, and each copy {effect}. "
-            f"Submit the program itself, as in: {_program(found.words)}. If the job does not run this line: "
+            f"Submit the program itself, as in: {_program(found.words)}. If the job does not run this line, add "
             "job.check_script=false"
         )
         return
@@ -247,7 +247,7 @@ def launchers(text: str) -> Iterator[ScriptLine]:
             yield ScriptLine(number, " ".join(whole.split()), " ".join(launcher.split()))
 
 
-def _source(command: str | None, args: Sequence[str], workdir: Path) -> tuple[str, str] | None:
+def shell_script(command: str | None, args: Sequence[str], workdir: Path) -> tuple[str, str] | None:
     """Return the name and the text of the shell script that the job runs, or None if it runs another program."""
     if not command:
         return None

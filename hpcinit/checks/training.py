@@ -21,7 +21,7 @@ from hpcinit.world import network
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield a message for each problem with the start-up timeout, the host names, or how the ranks divide the model."""
+    """Yield a message for each problem with the host names, the start-up timeout, or the options of a training run."""
     for check in (
         lambda: network.rename_host("node", config.cluster.host_template),
         lambda: job_spec.startup_timeout(config),
@@ -42,7 +42,7 @@ def _world(config: Config) -> Iterator[str]:
     yield from (*wrong, *wrapper.problems(layout), *_model(config, layout), *_deepspeed_version(config))
     if not wrapper.needs_deepspeed:
         yield from _unused(config)
-    elif not wrong:  # the ds_config contains the batch's numbers
+    elif not wrong:  # a ds_config needs valid batch sizes
         yield from _deepspeed(config, layout)[0]
 
 
@@ -52,8 +52,8 @@ def warnings(config: Config) -> Iterator[str]:
     if wrapper.for_many_ranks and layout.pp * layout.ep > 1:
         name = "pp" if layout.pp > 1 else "ep"
         yield (
-            f"parallel.{name} is {getattr(layout, name)}: run.mesh has its groups, but run.wrap does not support it; "
-            "set parallel.wrap=none if the program implements it"
+            f"parallel.{name} is {getattr(layout, name)}, but run.wrap() does not implement it; if the program "
+            "implements it with the groups of run.mesh, set parallel.wrap=none"
         )
     if wrapper.needs_deepspeed:
         yield from _deepspeed(config, layout)[1]
@@ -61,8 +61,8 @@ def warnings(config: Config) -> Iterator[str]:
     if limit_s is not None and 0 < limit_s < after_s:
         yield (
             f"comm.collective_timeout_s is {limit_s:g} and hang.after_s is {after_s:g}: a collective times out before "
-            "the hang is detected, and its error does not name the missing rank; set hang.after_s below "
-            f"{limit_s:g}, or a longer comm.collective_timeout_s"
+            "hpcinit detects the hang, and the error of a timeout does not name the missing rank; set hang.after_s "
+            f"below {limit_s:g}, or increase comm.collective_timeout_s"
         )
 
 

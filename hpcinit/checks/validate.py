@@ -24,7 +24,7 @@ from hpcinit.config.spellings import OWNED
 from hpcinit.slurm import sbatch_errors, slurm_client
 from hpcinit.slurm.sbatch import LOST_CONTROLLER, NOT_SENT
 
-# The config keys of sbatch options, for messages about a refused script. These do not follow from the option's name.
+# The config keys of sbatch options, for messages about a refused script. They replace those that the schema declares.
 KEYS = {
     "gpus-per-node": "gpus_per_node and cluster.gpu_type",
     "gres": "gpus_per_node and cluster.gpu_type",

@@ -72,7 +72,7 @@ def texts(config: Config) -> Iterator[str]:
             if not isinstance(item, str):
                 yield f"{key} has {item!r}, expected a list of strings; quote an item that contains brackets or ': '"
     for key, text in _leaves("", config, str):
-        if key == "name" or key.startswith("deepspeed."):  # these have a stricter check, or are only in spec.json
+        if key == "name" or key.startswith("deepspeed."):  # names() checks the name; deepspeed.* is only in spec.json
             continue
         if key.startswith(("job.args", "job.script", "job.module", "job.command", "cluster.setup")):
             if "\0" in text:

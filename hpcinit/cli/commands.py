@@ -1,4 +1,4 @@
-"""The table of commands: module, purpose and examples, in the order of `hpcinit --help`. The man page uses it too.
+"""Defines the table of commands, from which `hpcinit --help` and the man page are made, in this order.
 
 Each module has a function main(argv), and a function parser() that returns the parser of the command's options. Only
 `run` has no options and no parser().
@@ -28,7 +28,7 @@ EXAMPLES = {
     "hpcinit submit cluster=x nodes=8 -- train.py": "your script on 8 nodes, one rank per GPU",
     "hpcinit why train-0001": "what failed first in that run, and what to do",
 }
-# Of every command.
+# The options of every command.
 OPTIONS = {
     "hpcinit COMMAND --help": "options and examples of the command",
     "--json": "print JSON for programs",
@@ -64,7 +64,7 @@ COMMANDS = {
         "print a plain batch script that runs without hpcinit",
         SUBMIT,
         """
-  hpcinit export train-0001 > job.sbatch     what a run does, with srun alone
+  hpcinit export train-0001 > job.sbatch     a script for this run, without hpcinit
   hpcinit export cluster=x nodes=2 -- train.py --lr 1e-3 > job.sbatch""",
     ),
     "resubmit": Command(
@@ -78,7 +78,7 @@ COMMANDS = {
     ),
     "drill": Command(
         "hpcinit.drill.drill_command",
-        "check that a program resumes, before it matters",
+        "check that a program resumes correctly after an interruption",
         SUBMIT,
         """
   hpcinit drill -- train.py                  interrupt it in six ways, on this machine
@@ -122,7 +122,7 @@ COMMANDS = {
         """
   hpcinit cancel train-0001
   hpcinit cancel 4242               by its job id
-  hpcinit cancel --save train-0001  lets the program save first, by run.should_stop()""",
+  hpcinit cancel --save train-0001  lets the program save first, if it calls run.should_stop()""",
     ),
     "clean": Command(
         "hpcinit.observe.clean",
@@ -132,7 +132,8 @@ COMMANDS = {
   hpcinit clean                     list the finished runs in ./runs, ask, and remove them
   hpcinit clean --older-than 30 --state FAILED,CANCELLED
   hpcinit clean train-0001 --yes    without a confirmation
-  hpcinit clean --outside           the same for what hpcinit wrote outside of run folders""",
+  hpcinit clean --outside           the same for what hpcinit wrote outside of run folders
+  hpcinit clean --all               both: the finished runs, and files outside of run folders""",
     ),
     "why": Command(
         "hpcinit.why.why_command",
@@ -147,7 +148,7 @@ COMMANDS = {
         "show where every rank is now, unusual ones first",
         FIND_OUT,
         """
-  hpcinit stacks train-0001         equal stacks once, with their ranks, from three samples within a second
+  hpcinit stacks train-0001         each stack once, with the ranks that have it; from three samples within a second
   hpcinit stacks train-0001 --rank 3,8-11    only these ranks, with all frames
   hpcinit stacks 4242 --json        by its job id, for programs""",
     ),
@@ -187,7 +188,7 @@ COMMANDS = {
         """
   hpcinit doctor                    versions, Slurm, config, folders, clocks, environment
   hpcinit doctor cluster=x          the same with the settings of cluster=x
-  hpcinit doctor cluster=x nodes=4  as a job: devices, names, links, disks, clocks of the nodes
+  hpcinit doctor cluster=x nodes=4  also checks nodes in a job: devices, names, links, disks, clocks
   hpcinit doctor cluster=x nodes=4 --remember    also exclude faulty nodes from submissions
   hpcinit doctor --run doctor-0001  the result of an earlier check; --json for programs""",
     ),
@@ -197,7 +198,7 @@ COMMANDS = {
         FIND_OUT,
         """
   hpcinit nodes                     each node with its failures
-  hpcinit nodes cluster=x           of one cluster, with the limits for submissions to it
+  hpcinit nodes cluster=x           the nodes of one cluster, with the settings of cluster=x
   hpcinit nodes --forget n3         clear the failures of n3 after its repair
   hpcinit nodes --cluster x --add n3 --why 'slow network'""",
     ),
@@ -208,7 +209,7 @@ COMMANDS = {
         """
   hpcinit discover --name x         writes conf/cluster/x.yaml, for cluster=x
   hpcinit discover --name x --default    also makes x the default cluster of hpcinit submit
-  hpcinit discover --print          prints it and writes nothing
+  hpcinit discover --print          prints the file and writes nothing
   hpcinit discover --name x --diff  shows what has changed; exit status 1 if anything has""",
     ),
     "timeouts": Command(
@@ -216,7 +217,7 @@ COMMANDS = {
         "show the start-up timeout",
         CLUSTER,
         """
-  hpcinit timeouts cluster=x        the timeout formula in force, from 1 to 16384 nodes""",
+  hpcinit timeouts cluster=x        the timeout formula, and its result for 1 to 16384 nodes""",
     ),
     "build-ops": Command(
         "hpcinit.build_ops",

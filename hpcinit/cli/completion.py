@@ -1,7 +1,7 @@
 """Completes `hpcinit` commands with TAB. `hpcinit --shell-completion install=bash|zsh|fish` prints the shell's script.
 
-hpcinit has its own scripts, because Hydra's do not support subcommands, change COMP_WORDBREAKS in the whole shell, and
-use bash's script for zsh.
+Hydra's own scripts are not used. They do not support subcommands, they change COMP_WORDBREAKS in the whole shell, and
+zsh gets the script for bash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcinit.base.errors import RequestError
 from hpcinit.cli.commands import COMMANDS
 
 # Each script calls `hpcinit -sc query=SHELL` with the line up to the cursor in COMP_LINE. The answer has one complete
-# candidate per line. Hydra's help sends zsh users to bash's script, so its first line handles zsh.
+# candidate per line. Hydra's help sends zsh users to bash's script, so that script's first line handles zsh.
 BASH = r"""if [ -n "${ZSH_VERSION-}" ]; then eval "$(hpcinit -sc install=zsh)"; else
 _hpcinit() {
     local line=${COMP_LINE:0:COMP_POINT} word before found
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     action, _, shell = " ".join(argv).partition("=")
     if action not in {"install", "query"}:
         seen = " ".join(["--shell-completion", *argv])
-        raise RequestError(f"{seen}: expected install=SHELL, with SHELL one of: {', '.join(INSTALL)}")
+        raise RequestError(f"{seen}: expected install=SHELL, where SHELL is one of: {', '.join(INSTALL)}")
     if shell not in INSTALL:
         raise RequestError(f"no completion for the shell {shell!r}, expected one of: {', '.join(INSTALL)}")
     if action == "query":
@@ -95,7 +95,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _all(words: list[str], word: str) -> Iterable[str]:
-    """Return the arguments that may follow `words`, instead of the incomplete `word`."""
+    """Return the candidates for the argument after `words`, of which the user has typed `word` so far."""
     if words in ([], ["help"]):
         return COMMANDS
     if words[0] not in COMMANDS or words[0] == "run" or "--" in words:

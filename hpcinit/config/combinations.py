@@ -1,9 +1,8 @@
 """Splits a sweep into combinations with Hydra's own sweeper, and makes a request for each combination.
 
-Hydra needs tens of milliseconds to compose one combination. Combinations that choose the same config groups differ only
-in values, so Hydra composes only the first of them. For the others, hpcinit computes only the keys that depend on the
-different values. If hpcinit is not certain to get Hydra's result, Hydra composes the combination.
-tests/config/test_combinations.py compares the results.
+Hydra needs tens of milliseconds to compose a config. So for combinations that choose the same config groups, Hydra
+composes only the first config. hpcinit copies it for the others and sets the keys that differ. Hydra composes all of
+them if a copy might be wrong. tests/config/test_combinations.py compares the results.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def make(
 
     overrides: the overrides on the command line.
     prepare: called with each request.
-    labels: the names of the combinations. Without labels, a combination's name consists of the overrides that differ
-        between combinations, and Hydra composes only one combination per choice of config groups.
+    labels: the names of the combinations. None: use the overrides that differ, and make the requests with Quick.
     """
     found: dict[str, list[str]] = {}
     quick, made = None, []
@@ -103,7 +101,8 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
         for override in parsed:
             if override.is_interval_sweep() or (override.is_sweep_override() and override.is_hydra_override()):
                 raise ConfigError(
-                    f"{override.input_line}: expected a list of values, as in 1,2, for one of hpcinit's keys"
+                    f"{override.input_line}: a sweep needs a list of values, as in nodes=1,2, and cannot change "
+                    "hydra.* keys"
                 )
         typed: list[Override] = [Typed.from_override(override) for override in parsed]
         combinations = [list(chosen) for chosen in BasicSweeper.split_arguments(typed, None)[0]]
@@ -113,7 +112,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
 
 def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
-    """Return the overrides as Hydra parses them. Raise a ConfigError that lists all that Hydra can't parse."""
+    """Return the overrides as Hydra parses them. Raise ConfigError with all that Hydra can't parse."""
     parsed, wrong = [], []
     for override in overrides:
         try:
@@ -139,7 +138,7 @@ NUMBER = re.compile(r"0|-?[1-9]\d*")
 
 
 def set_number(composed: DictConfig, at: int) -> None:
-    """Set ${hydra:job.num} and ${hydra:job.id} to `at` in `composed`, and make ${hydra:...} refer to `composed`."""
+    """Make `composed` the config behind ${hydra:...}, with the job number `at`."""
     with read_write(composed.hydra), open_dict(composed.hydra):
         composed.hydra.job.num, composed.hydra.job.id = at, str(at)
     HydraConfig.instance().set_config(composed)
@@ -156,13 +155,10 @@ class Quick:
         self._composer, self._bases = composer, dict[tuple[str, ...], "_Base | None"]()
         self._parsed: dict[str, Override] = {}
         self._values, self._groups = self._places(combinations, swept)
-        self._few = len(combinations) < 3  # a base takes as long as a composition
+        self._few = len(combinations) < 3  # too few: making a base takes as long as composing a combination
 
     def _places(self, combinations: Sequence[Sequence[str]], swept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the positions of the overrides that differ between the combinations, in two lists.
-
-        hpcinit can set the values of the first list without Hydra, but not those of the second.
-        """
+        """Return the positions of the overrides that hpcinit can change, and of those that only Hydra can change."""
         with hydra_setup.initialized(self._composer.name):
             loader = GlobalHydra.instance().config_loader()
             parser = OverridesParser.create(config_loader=loader)
@@ -197,8 +193,8 @@ class Quick:
 def _read(overrides: Set[str], parse: Callable[[str], Override]) -> dict[str, Override]:
     """Return each override as Hydra parses it.
 
-    Parsing takes half a millisecond. So if the overrides of a key are numbers, as in key=1, key=2, only the first is
-    parsed. The others are copies with another number.
+    Parsing takes half a millisecond. If the overrides of a key are numbers, as in key=1, key=2, only the first is
+    parsed, and the others are copies of it with a different number.
     """
     found: dict[str, Override] = {}
     first: dict[str, Override] = {}
@@ -241,11 +237,13 @@ def _plain(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Base:
-    """A combination composed by Hydra, from which hpcinit derives others with the same choice of config groups.
+    """A combination that Hydra composed. hpcinit derives similar combinations from it.
 
-    written: the config, with interpolations not yet resolved.
-    swept: each key whose value differs between the combinations, with its path.
-    changing: each key whose value depends on such a key, with its path.
+    written: the config without its node `hydra`, and with interpolations not yet resolved.
+    hydras: the config with its node `hydra`.
+    made: the request for this combination.
+    swept: the keys whose values differ between combinations, with their paths.
+    changing: the keys whose values depend on a swept key, with their paths.
     numbered: whether a value refers to ${hydra:job.num} or ${hydra:job.id}.
     """
 
@@ -261,13 +259,11 @@ class _Base:
     def compose(
         cls, chosen: Sequence[str], overrides: Sequence[str], swept: Sequence[Override], composer: Composer
     ) -> _Base | None:
-        """Compose the combination `chosen` with Hydra, and return it as the base for similar combinations.
+        """Compose a combination with Hydra. Return None if hpcinit cannot derive other combinations from it.
 
-        Return None if Hydra must compose every combination with this choice of config groups.
-
-        chosen: the overrides of the combination that becomes the base.
+        chosen: the overrides of the combination.
         overrides: the overrides on the command line.
-        swept: the overrides in `chosen` whose values hpcinit can change without Hydra.
+        swept: the overrides in `chosen` that hpcinit changes to derive other combinations.
         """
         try:
             composed = composer.compose(chosen)
@@ -285,7 +281,7 @@ class _Base:
         keys = [override.key_or_group for override in swept]
         changing = {key: _path(key) for key in _depending(texts, keys)}
         paths = {key: _path(key) for key in keys}
-        if any(_at(raw, path) != texts[key] for key, path in changing.items()):  # a name contains a dot
+        if any(_at(raw, path) != texts[key] for key, path in changing.items()):  # a key's name contains a dot
             return None
         if any(not _leaf(_at(made.document, path)) for path in changing.values()):
             return None

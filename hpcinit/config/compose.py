@@ -16,17 +16,15 @@ def main(
     *,
     cluster_required: bool = False,
 ) -> int:
-    """Compose a request (with --multirun, one per combination), and call `task` with all requests.
+    """Compose one request, or one per combination with --multirun. Call `task` with all requests.
 
     Return the exit status of `task`. If any request has problems, raise ConfigError with all of them before `task` is
     called.
 
     line: Hydra's command line, including flags such as --cfg, --help and --multirun.
     prepare: called with each request before `task`.
-    search: a function that returns the object that submits trials, for sweepers that wait for results. None: refuse
-        such sweepers.
-    cluster_required: whether to refuse a request without a cluster on a machine with Slurm. Otherwise, the job runs
-        locally.
+    search: returns the object that submits a sweeper's trials. None: refuse sweepers that wait for results.
+    cluster_required: on a machine with Slurm, refuse a request without a cluster instead of running it locally.
     """
     from hpcinit.config import hydra_compose  # noqa: PLC0415 - importing Hydra is slow
 

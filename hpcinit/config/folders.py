@@ -61,10 +61,10 @@ def _problems(place: Path, named: bool) -> tuple[str, ...]:
     named: whether HPCINIT_CONF names the folder. Then its owner and group are trusted too, because a site's folder
     often belongs to a software account.
     """
-    if place.samefile(folder()):  # its Python code is already running
+    if place.samefile(folder()):  # the Python code in this folder is already running
         return ()
     owners = (place.stat().st_uid,) if named else ()
-    advice = f"if you trust them: HPCINIT_CONF={quoting.shell(str(place))}"
+    advice = f"if you trust these users, set HPCINIT_CONF={quoting.shell(str(place))}"
     found = []
     for path in _below(place):
         with suppress(OSError):  # a broken link
@@ -159,8 +159,8 @@ def no_cluster_refusal() -> str:
     known = ", ".join(choices("cluster"))
     return (
         f"no cluster is chosen, and sbatch is on PATH: add cluster=NAME, one of: {known}; cluster=local runs the job "
-        f"on this machine. To set a default: export {CLUSTER_VARIABLE}=NAME, or `cluster: NAME` in {settings_file()}; "
-        "hpcinit discover writes the file of a new cluster"
+        f"on this machine. To set a default: export {CLUSTER_VARIABLE}=NAME, or `cluster: NAME` in {settings_file()}. "
+        "To add a new cluster: hpcinit discover"
     )
 
 
@@ -186,9 +186,9 @@ def chosen_cluster(overrides: Sequence[str]) -> str:
 
 
 def cluster_choice(required: bool) -> str:
-    """Return the cluster for a request that does not choose one.
+    """Return the default cluster, or 'local' if there is none.
 
-    required: on a machine with Slurm, return '???' if no default is set. Hydra then reports that a choice is missing.
+    required: without a default on a machine with Slurm, return '???', which Hydra reports as a missing choice.
     """
     name, _ = default_cluster()
     return name or (MISSING if required and no_cluster_refusal() else LOCAL_CLUSTER)

@@ -14,7 +14,7 @@ from hpcinit.config.schema import Config
 from hpcinit.records.components import Component
 
 ONE, EACH = "one", "each"
-COUNTS = {"nodes": 1, "ranks_per_node": 1, "gpus_per_node": 0, "cpus_per_rank": 1}  # with their least value
+COUNTS = {"nodes": 1, "ranks_per_node": 1, "gpus_per_node": 0, "cpus_per_rank": 1}  # key: smallest value
 TEXTS = ("partition", "account", "qos")
 KEYS = (*COUNTS, "mem_gb", *TEXTS)
 

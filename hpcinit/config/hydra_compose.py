@@ -31,7 +31,7 @@ UNUSABLE = (
     ValueError,
     AttributeError,
     RecursionError,
-)  # what an invalid request raises
+)  # Hydra and OmegaConf raise these for an invalid request
 SHOW = ("cfg", "help", "hydra_help", "info", "shell_completion", "experimental_rerun")  # flags that print and exit
 
 
@@ -51,7 +51,7 @@ def main(
     name = args.config_name or NAME
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     if shows or (any("hydra." in o for o in args.overrides) and not multirun):
-        # Hydra's own parser requires the flags together: `nodes=1,2 -m name=x` fails there.
+        # Hydra's own parser fails if overrides are before and after a flag, as in `nodes=1,2 -m name=x`.
         return _run_hydra([w for w in line if w not in args.overrides], args.overrides, name, prepare, task)
     if not multirun:
         composed = _compose(args.overrides, name)
@@ -109,9 +109,9 @@ def _compose_once(overrides: Sequence[str], name: str) -> DictConfig:
 def _every_problem(overrides: Sequence[str], name: str) -> Iterator[str]:
     """Yield every problem of the overrides.
 
-    Hydra stops at the first problem, so the overrides are added one by one, and each one that fails is reported.
+    Hydra stops at the first problem, so hpcinit adds the overrides one by one, and reports each one that fails.
     """
-    # Choices first, because the choice of the cluster decides whether cluster.x exists, and replaces a wrong default.
+    # cluster=... first, because it decides whether a key such as cluster.x exists, and it replaces a wrong default.
     ordered = sorted(overrides, key=lambda text: (not _is_cluster(text), "." in text.partition("=")[0]))
     local = [f"cluster={folders.LOCAL_CLUSTER}"]
     usual = local if ordered[:1] and _is_cluster(ordered[0]) else []
@@ -164,7 +164,7 @@ def _unresolved(config: DictConfig, error: Exception, choices: dict[str, str]) -
     """
     document = OmegaConf.to_container(config)
     if missing := [key for key, raw in command_line.texts(document) if raw == MISSING]:
-        # name is ${job.name}, so it is missing only because job.name is
+        # The key `name` is ${job.name}, so it has no value only if job.name has none.
         return hydra_errors.unset([key for key in missing if "." in key] or missing, choices)
     found: dict[str, str] = {}  # one per message of Hydra, because further keys may refer to the first wrong key
     for key, raw in command_line.references(document):

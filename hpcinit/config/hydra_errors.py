@@ -1,8 +1,8 @@
 """Turns an error of Hydra or OmegaConf into one line: the argument or the file, Hydra's text, and what was expected.
 
 Hydra's text is replaced only if it is misleading or gives no hint: for a key, a choice or a file that does not exist,
-for a value of the wrong type, and for an argument that Hydra cannot parse. An error is recognized by the name of its
-class, because OmegaConf's error about a file is only text inside Hydra's error.
+for a value of the wrong type, and for an argument that Hydra cannot parse. Errors are recognized by the names of
+their classes, because Hydra's error may contain OmegaConf's error only as text.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def not_ours(config: str) -> str:
     config: the name of the primary config.
     """
     return (
-        f"{folders.find(config)} does not include hpcinit's config: its defaults list must start with hpcinit_schema, "
-        "or with hpcinit if the file has another name (--config-name)"
+        f"{folders.find(config)} does not include hpcinit's config: its defaults list must start with hpcinit (with "
+        "hpcinit_schema if the file is named hpcinit.yaml)"
     )
 
 
@@ -100,10 +100,10 @@ def reference(key: str, raw: str, error: Exception) -> str:
 
 
 def once_each(found: Mapping[str, Sequence[str]], total: int) -> list[str]:
-    """Return each problem of a sweep once, with the combinations that have it.
+    """Return each problem of a sweep once, even if many combinations have it.
 
-    found: for each problem, the combinations that have it.
-    total: the number of combinations.
+    found: the combinations that have each problem.
+    total: the number of all combinations.
     """
     lines = []
     for problem, combinations in found.items():
@@ -129,7 +129,7 @@ def _take_apart(error: Exception) -> _Parsed:
         text, kind = text[in_file.end() :], in_file[2]
     full_key = re.search(r"full_key: (.+)", text)
     if kind in NO_KEY and cause is not error:
-        text = str(error)  # Hydra's own, with the plus that adds a key
+        text = str(error)  # Hydra's own text suggests +key=value to add a key
     plain = " ".join(line.strip() for line in text.splitlines() if not OMITTED.fullmatch(line))
     return _Parsed(kind, plain, in_file[1] if in_file else "", full_key[1] if full_key else "")
 
@@ -179,10 +179,7 @@ def _what(parsed: _Parsed, key: str, override: str) -> str:
 
 
 def _near(key: str, override: str) -> str:
-    """Return a hint that names the key that the user probably meant, or else the keys in the same table.
-
-    For a key at the top level, the hint describes how to list all keys.
-    """
+    """Return a hint about an unknown key: a similar key, the keys of its table, or how to list all keys."""
     known = keys.beside(key)
     if near := keys.guess(key.rpartition(".")[2], known):
         return f"; did you mean {keys.nearest(key)!r}?" if override else near

@@ -2,9 +2,9 @@
 
 Hydra 1.3 needs OmegaConf 2.3, and Hydra 1.4 needs OmegaConf 2.4.
 
-Hydra looks for configs first in the user's folders, then in the package's own. Two more configs are generated here:
-`hpcinit_schema` is the schema, and `hpcinit_default_cluster` chooses the cluster if the request does not. The config
-source Made generates them when Hydra reads them. Hydra's ConfigStore would copy the schema several times.
+Hydra looks for configs first in the user's folders, then in the package's own. Two more configs are not files:
+`hpcinit_schema` is the schema, and `hpcinit_default_cluster` chooses the cluster if the request does not. Hydra gets
+them from the class Made, because its own ConfigStore would copy the schema several times.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Folders(SearchPathPlugin):
 
 
 class ReadFiles(FileConfigSource):
-    """Reads YAML files as Hydra does, but keeps the text of numbers and booleans in TEXTS. Stores the files' paths.
+    """Reads YAML files as Hydra does, but keeps numbers and booleans in TEXTS exactly as they are written.
 
     read: the files that Hydra read for the last config that it composed.
     """
@@ -112,9 +112,9 @@ class ReadFiles(FileConfigSource):
 
 
 def _keep_texts(config: Any, node: Any, is_text: bool = False) -> None:
-    """Set each number and boolean in the TEXTS of a config to its text in the file: '1.10' and '010', not 1.1 and 8.
+    """Replace numbers and booleans in TEXTS by what the file contains: '1.10' and '010' instead of 1.1 and 8.
 
-    node: the file's YAML node from which `config` was made.
+    node: the YAML node from which `config` was made.
     is_text: whether `config` is one of the TEXTS.
     """
     is_list = isinstance(node, yaml.SequenceNode)
@@ -155,7 +155,7 @@ class Made(ConfigSource):
 
 
 def _schema() -> Container:
-    # Without the flag, OmegaConf copies each table once for every table around it, which doubles the time.
+    # Without the flag, OmegaConf copies each table once for each table that contains it. That doubles the time.
     made: Container = OmegaConf.structured(Config, flags={"no_deepcopy_set_nodes": True})
     return made
 

@@ -116,7 +116,7 @@ def layout(config: Config) -> Layout:
 
 
 def full_layout(config: Config) -> Layout:
-    """Return the layout of the ranks of all components, with every degree computed. Raise RequestError if none fits."""
+    """Return the layout of all ranks of the job, with every degree computed. Raise RequestError if there is none."""
     parts = hetjob.parts(config)
     alike = parts[0].ranks_per_node if len({part.ranks_per_node for part in parts}) == 1 else None
     return layout(config).over(ranks(parts), alike).over(ranks(parts), ranks_in_a_row(parts))
@@ -138,7 +138,8 @@ def training(config: Config) -> Training:
     )
 
 
-# What run.wrap, run.load and an optimizer's first step import: it takes each rank a second after each restart.
+# Modules that run.wrap, run.load and an optimizer's first step import. Otherwise, each rank would spend a second on
+# them after each restart.
 WARM_MODULES = ("torch._dynamo", "hpcinit.train.checkpoint")
 
 
@@ -159,7 +160,7 @@ def launch(config: Config) -> Launch:
 
 
 def warm_spares(config: Config) -> int:
-    """Return how many spare nodes start a fork server with the other nodes: all with restart.warm, otherwise none."""
+    """Return how many spare nodes run a fork server from the start: all if restart.warm is set, otherwise none."""
     return config.spare_nodes if config.restart.warm else 0
 
 
@@ -174,12 +175,12 @@ def startup_timeout(config: Config) -> StartupTimeout:
 
 
 def timeout_sources(config: Config) -> Mapping[str, tuple[float, str]]:
-    """Return each coefficient of the start-up timeout, with the key that sets it or 'default'.
+    """Return the value of each coefficient of the start-up timeout, and the config key that sets it, or 'default'.
 
     A value in the request replaces the cluster's.
     """
     found = {}
-    for each in (one for one in fields(StartupTimeout) if one.name.endswith("_s")):  # other fields are no keys
+    for each in (one for one in fields(StartupTimeout) if one.name.endswith("_s")):  # other fields are not keys
         found[each.name] = (float(str(each.default)), "default")
         for group, keys in (("cluster", config.cluster), ("comm", config.comm)):
             value = getattr(keys, f"timeout_{each.name}")

@@ -57,9 +57,9 @@ def bounds(about: Mapping[str, Any]) -> str:
 
 
 def options(kind: str) -> dict[str, str]:
-    """Return the options of sbatch and srun that the schema declares, each with its key.
+    """Return the options of sbatch and srun that config keys set, each with its key.
 
-    kind: 'sbatch' for options that take the value unchanged, 'owns' for options that hpcinit derives.
+    kind: 'sbatch' for options that get the key's value, 'owns' for options that hpcinit computes from it.
     """
     return {option: key for key, item in declared().items() for option in item.metadata[kind].split()}
 
@@ -154,7 +154,7 @@ ALL = "hpcinit submit --help all lists all keys"
 def help_text(every: bool) -> str:
     """Return the text of --help: one line per key, as in 'nodes=1      number of nodes'.
 
-    every: list all keys, those outside tables first; otherwise list only the keys in FIRST.
+    every: whether to list all keys instead of only those in FIRST.
     """
     if not every:
         known = declared()

@@ -32,9 +32,10 @@ def parse(parser: ArgumentParser, line: Sequence[str]) -> Namespace:
     if found := list(mistakes(line, unknown, args.overrides)):
         raise ConfigError(*found)
     if (args.package or args.resolve) and not (args.cfg or args.help):
-        flag = f"-p {args.package}" if args.package else "--resolve"
-        name = args.package or "NAME"
-        raise ConfigError(f"{flag}: works only together with --cfg; to choose a partition: partition={name}")
+        if args.package:
+            meant = f"; to choose a partition: partition={args.package}"
+            raise ConfigError(f"-p {args.package} works only together with --cfg{meant}")
+        raise ConfigError("--resolve works only together with --cfg")
     if args.config_path:
         raise ConfigError(
             f"--config-path {args.config_path}: hpcinit's own configs cannot be replaced; use --config-dir"
@@ -101,7 +102,9 @@ def repeated(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each added key that nothing reads, neither hpcinit nor another key, and a warning about it.
+    """Yield each added key that has no effect, and a warning about it.
+
+    A key has no effect if hpcinit does not know it and no other key refers to it.
 
     added: the overrides that start with a plus.
     document: the config, with interpolations not yet resolved.
@@ -114,7 +117,10 @@ def unused(added: Sequence[str], document: Any, chosen: Mapping[str, str]) -> It
             continue
         if not any(key in raw for raw in written):
             near = keys.guess(key.rpartition(".")[2], keys.beside(key))
-            yield key, f"{override}: nothing reads {key}, neither hpcinit nor another key with ${{{key}}}{near}"
+            yield (
+                key,
+                f"{override} has no effect: hpcinit has no key {key}, and no other key refers to ${{{key}}}{near}",
+            )
 
 
 def references(document: Any) -> Iterator[tuple[str, str]]:
@@ -138,7 +144,7 @@ def texts(document: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def with_quoted_lists(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes around the values of dependency and, if it is a list, of comm.backend.
+    """Return the overrides with quotes around values that must stay text: `dependency`, and lists in comm.backend.
 
     Without quotes, Hydra would treat a value with commas as a sweep, and read dependency=4242_7 as the number 42427.
     """
@@ -171,6 +177,6 @@ def _flag(flag: str, value: str) -> str:
         return f"{wrong}; did you mean {near}={value or inline or '...'}?"
     given = f" {value}" if value and not inline else ""
     return (
-        f"{wrong}; if it is sbatch's: +cluster.sbatch.{name}={value or inline or '...'}; if it is your program's: "
-        f"-- train.py {flag}{given}"
+        f"{wrong}; for an option of sbatch: +cluster.sbatch.{name}={value or inline or '...'}; for your program's "
+        f"option: -- train.py {flag}{given}"
     )

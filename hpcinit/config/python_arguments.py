@@ -12,7 +12,7 @@ from reprlib import Repr
 
 from hpcinit.base.errors import RequestError
 
-_PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # a value that Hydra reads as this text without quotes
+_PLAIN = re.compile(r"[A-Za-z_/][\w./+:-]*")  # Hydra reads such a value as text, without quotes
 _OTHER_TYPES = {"true", "false", "null", "nan", "inf"}
 _EXAMPLE = "program=['train.py', '--lr', '1e-3']"
 _SHORT = Repr()
@@ -92,5 +92,5 @@ def _wrong_values(name: str, value: object) -> Iterator[str]:
 def _shown(value: object) -> str:
     if callable(value):
         name = getattr(value, "__qualname__", type(value).__qualname__)
-        return f"{name}, which the ranks, other processes, cannot call (save it in a script)"
+        return f"{name}, a function of this process, which the ranks cannot call (put it in a script)"
     return f"{_SHORT.repr(value)} ({type(value).__name__})"

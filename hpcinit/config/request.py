@@ -1,4 +1,4 @@
-"""Requests: a Config and the origin of its values."""
+"""Defines Request (a Config with what the user typed), and the interfaces for composing and submitting requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcinit.config.schema import Config
 if TYPE_CHECKING:
     from hpcinit.records.results import Value
 
-NAME = "hpcinit"  # of the primary config: conf/hpcinit.yaml
+NAME = "hpcinit"  # the name of the primary config: conf/hpcinit.yaml
 PLAIN = (bool, int, float, str, type(None))
 KeyPath = tuple[str | int, ...]  # ("job", "args", 1)
 
@@ -27,7 +27,7 @@ def as_text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A Config and the origin of its values.
+    """A Config and what the user typed to get it.
 
     document: the config as plain containers.
     combination: in a sweep, the overrides that differ between the requests, as one text; otherwise ''.
@@ -46,7 +46,7 @@ class Request:
     typed: Mapping[str, str] = field(default_factory=dict)
     parameters: Sequence[str] = ()
     given: Sequence[str] = ()
-    unread: dict[str, str] = field(default_factory=dict)  # keys that nothing reads so far, and a warning for each
+    unread: dict[str, str] = field(default_factory=dict)  # added keys that have no effect so far, each with a warning
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Composer:
 
     compose: returns Hydra's config for overrides.
     request: makes a Request from a config, its overrides and its combination.
-    unusable: the exceptions that an invalid override raises.
+    unusable: the exceptions to expect if an override is invalid.
     """
 
     name: str

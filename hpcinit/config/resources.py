@@ -28,7 +28,7 @@ def requested_gpus(config: Config) -> int | None:
 
 
 def partition(config: Config) -> Partition:
-    """Return the limits of the job's partition. If the partition has no limit, the cluster's limit applies."""
+    """Return the limits of the job's partition. The cluster's GPUs, cores and whole_nodes replace missing values."""
     cluster = config.cluster
     found = cluster.partitions.get(config.partition or cluster.partition or "") or Partition()
     gpus = cluster.gpus_per_node or None
@@ -60,9 +60,10 @@ def gpus_per_node(config: Config) -> int:
 
 
 def _share(config: Config) -> tuple[int, int]:
-    """Return which part of a node the job requests: (2, 8) for 2 of 8 GPUs, (1, 1) for the whole node.
+    """Return the share of a node that the job requests, as a fraction: (2, 8) for 2 of 8 GPUs, (1, 1) for a whole node.
 
-    If there are more ranks than GPUs per node, the first number is that of the ranks.
+    The numerator is the number of requested GPUs or of ranks per node, whichever is larger. The denominator is the
+    number of GPUs of a node. Without GPUs, the job requests whole nodes.
     """
     there = config.cluster.gpus_per_node
     used = max(gpus_per_node(config), ranks_per_node(config))
@@ -89,7 +90,7 @@ def mem_gb(config: Config) -> float | None:
     if config.mem_gb is not None or memory is None:
         return config.mem_gb
     requested, there = _share(config)
-    if not memory and requested < there:  # request all memory, because the partition may have the size
+    if not memory and requested < there:  # 0 means all memory of a node; only the partition shows how much that is
         memory = partition(config).mem_gb or 0
     return memory * requested / there
 

@@ -18,8 +18,8 @@ from hpcinit.records.stop_reasons import SIGNALS, Stopping
 if TYPE_CHECKING:
     from hpcinit.engine import Engine
 
-# Without `from __future__ import annotations`: OmegaConf would compile each annotation, 2 ms of every submission.
-# OmegaConf 2.3 does not support `X | None`, so they are written as Optional[X].
+# No `from __future__ import annotations` here: OmegaConf would compile each annotation, 2 ms in each submission.
+# Annotations are Optional[X], because OmegaConf 2.3 does not support `X | None`.
 # ruff: noqa: UP045
 
 
@@ -31,7 +31,9 @@ VALUE = "a value, or null"  # what a message expects instead of '' for an option
 class Partition:
     nodes: Optional[int] = key("nodes in the partition; larger requests are refused before submission")
     time_min: Optional[int] = key("longest time limit in minutes")
-    time_min_by_nodes: dict[int, int] = key("longest time limit of jobs with at most this many nodes: {91: 120}", {})
+    time_min_by_nodes: dict[int, int] = key(
+        "longest time limit by nodes; {91: 120}: 120 minutes for up to 91 nodes", {}
+    )
     node_min: Optional[int] = key("maximum of nodes x time limit of a job, in node-minutes")
     gpus_per_node: Optional[int] = key("GPUs per node; 0: none; null: cluster.gpus_per_node")
     gpu_type: Optional[str] = key("GPU type, as Slurm calls it; null: cluster.gpu_type")
@@ -76,8 +78,8 @@ class Cluster:
     partitions: dict[str, Partition] = key("limits and hardware of each partition", {})
     account: Optional[str] = key("default account")
     qos: Optional[str] = key("default quality of service")
-    qoses: dict[str, Qos] = key("limits of each QOS, which replace the partition's", {})
-    needs: list[str] = key("keys that every user must set: account, qos, partition, modules", [])
+    qoses: dict[str, Qos] = key("limits of each QOS; they replace the limits of the partition", {})
+    needs: list[str] = key("what every user must set: account, qos, partition, modules, nccl_plugin", [])
     time_min: int = key("default time limit in minutes", 60, least=1)
     gpus_per_node: int = key("GPUs of a node; 0: none", 0, least=0)
     gpu_mem_gb: Optional[float] = key(
@@ -90,17 +92,19 @@ class Cluster:
         choices=("gpus-per-node", "gres"),
         owns="gres",
     )
-    cpus_per_node: Optional[int] = key("cores that Slurm counts on a node; a job requests its share by GPUs", least=1)
+    cpus_per_node: Optional[int] = key(
+        "cores of a node, as Slurm counts them; a job that uses half of the GPUs requests half of the cores", least=1
+    )
     mem_gb: Optional[float] = key(
-        "memory of a node, of which a job requests its share by GPUs; 0: all of it; null: no --mem option", least=0
+        "memory of a node; a job that uses half of the GPUs requests half; 0: all of it; null: no --mem option", least=0
     )
     mem_gb_per_rank: float = key("minimum memory of a rank, used by the local engine", 0.5, least=0)
     whole_nodes: bool = key("the site allocates only whole nodes: request all GPUs, cores and memory of a node", False)
     exclusive: bool = key("request whole nodes with --exclusive", False, owns="exclusive")
     cpu_bind: Optional[str] = key("default of launch.cpu_bind, as in mask_cpu:fe,fe00 with one mask per rank of a node")
-    python: Optional[str] = key("Python on the compute nodes; null: the Python that submits")
+    python: Optional[str] = key("Python on the compute nodes; null: the Python that runs hpcinit")
     interface: Optional[str] = key("network interface for NCCL and gloo, as in ib0")
-    host_template: str = key("host names on the fast network: {host}-ib0, or a suffix", "")
+    host_template: str = key("host names on the fast network, as in {host}-ib0, or a suffix", "")
     module_purge: bool = key("run `module purge` first", False)
     module_paths: list[str] = key("module folders, for `module use`", [])
     modules: list[Any] = key("modules to load, in this order", [])
@@ -108,7 +112,7 @@ class Cluster:
     conda: Optional[str] = key(
         "conda environment to activate (name or folder); its Python runs the ranks", filled=VALUE
     )
-    setup: list[Any] = key("shell lines to run after modules and environment, before the ranks start; not quoted", [])
+    setup: list[Any] = key("shell lines to run after modules and environment, before the ranks start", [])
     container: SiteContainer = field(default_factory=SiteContainer)
     scratch: Optional[str] = key("large shared folder, possibly purged; set as SCRATCH in the job", filled=VALUE)
     cache: Optional[str] = key(
@@ -122,7 +126,9 @@ class Cluster:
     timeout_per_node_s: Optional[float] = key("start-up timeout: added per node; null: 3.5", least=0)
     timeout_max_s: Optional[float] = key("start-up timeout: maximum; null: 3600", above=0)
     submit_patience_s: float = key("how long a submission waits for a controller that does not answer", 300.0)
-    submit_confirm: bool = key("check after 7 s that the job exists: a controller killed within 5 s forgets it", False)
+    submit_confirm: bool = key(
+        "check after 7 s that the job exists, because a killed controller loses the jobs of its last 5 s", False
+    )
     sbatch: dict[str, Any] = key("more sbatch options by their long names, as in {reservation: x}", {})
     srun: dict[str, Any] = key("more srun options by their long names", {})
     max_array_size: Optional[int] = key("Slurm's MaxArraySize: array indices must be smaller; null: unknown", least=1)
@@ -146,7 +152,7 @@ class Parallel:
     dp_shard: int = key("data parallel degree, parameters sharded", 1)
     cp: int = key("context (sequence) parallel degree", 1)
     tp: int = key("tensor parallel degree", 1)
-    ep: int = key("expert parallel degree; divides the data parallel ranks, adds none", 1)
+    ep: int = key("expert parallel degree; uses the data parallel ranks and adds no ranks", 1)
     cp_kind: str = key(
         "method of context parallelism: ulysses (all-to-all over heads) or ring",
         "ulysses",
@@ -162,7 +168,11 @@ class Parallel:
 
 # The key is `global`, which a class statement does not accept as an attribute name, so it is in neither init nor repr.
 _GLOBAL = field(
-    default=None, init=False, repr=False, compare=False, metadata=key("samples per step over all ranks").metadata
+    default=None,
+    init=False,
+    repr=False,
+    compare=False,
+    metadata=key("samples per training step, counted over all ranks").metadata,
 )
 _GlobalBatch: Any = dataclass(
     type("_GlobalBatch", (), {"__annotations__": {"global": Optional[int]}, "global": _GLOBAL})
@@ -217,7 +227,8 @@ class Comm:
     )
     ports: Any = key(
         "ports of rank 0's node for the rendezvous, torch's store and MASTER_PORT: a range, as in 20000-20100; 29500: "
-        "this as MASTER_PORT, and the next two; env: the job's own MASTER_ADDR and MASTER_PORT; null: hpcinit's choice"
+        "this port for MASTER_PORT, and the next two ports; env: the job's own MASTER_ADDR and MASTER_PORT; null: "
+        "hpcinit's choice"
     )
     deepspeed: bool = key("initialize DeepSpeed after torch; implied by parallel.wrap=deepspeed", False)
     timeout_base_s: Optional[float] = key("start-up timeout: base; null: cluster.timeout_base_s or 300", above=0)
@@ -263,7 +274,7 @@ class Launch:
         spec.Launch.kind,
         choices=starts.STARTS.keys(),
     )
-    preload: list[str] = key("fork: modules to import once per node; DeepSpeed is added where it is used", ["torch"])
+    preload: list[str] = key("fork: modules to import once per node; DeepSpeed is added if the job uses it", ["torch"])
     max_restarts: int = key(
         "torchrun: how often its agents restart the ranks before the step fails", spec.Launch.max_restarts, least=0
     )
@@ -293,10 +304,13 @@ class Stop:
     """Settings of `run.should_stop()`: when it returns a reason, so that the program can save and exit."""
 
     margin_s: float = key(
-        "time reserved before the limit, besides twice the longest checkpoint so far", Stopping.margin_s, least=0
+        "time reserved before the time limit, in addition to twice the longest checkpoint so far",
+        Stopping.margin_s,
+        least=0,
     )
     every_steps: Optional[int] = key(
-        "how often the ranks agree on stopping; null: often enough to cost under 1 % of a step", least=1
+        "steps between two checks whether a rank has a reason to stop; null: the checks cost under 1 % of the time",
+        least=1,
     )
     signal: Optional[str] = key(
         "signal that Slurm sends to the ranks before the time limit, as in USR1; null: none",
@@ -329,7 +343,7 @@ class ExcludedNodes:
 
     limit: int = key("exclude a node after this many failures", LIMIT, least=1)
     expiry_h: float = key("how long a failure counts", EXPIRY_H, above=0)
-    exclude: bool = key("exclude such nodes; false: only count their failures", True)
+    exclude: bool = key("exclude nodes that have reached the limit; false: only count failures", True)
 
 
 @dataclass
@@ -337,7 +351,8 @@ class Hang:
     """Settings of hang detection. If no rank finishes a step for too long, hpcinit writes all stacks and a report."""
 
     after_s: float = key(
-        "report a hang after this long without a step (at least 5 longest steps; 10 times as long in a save); 0: off",
+        "report a hang after this long without a step, or 5 times the longest step if that is longer; in a save, after "
+        "10 times hang.after_s, or comm.checkpoint_timeout_s if that is longer; 0: off",
         spec.Hang.after_s,
         least=0,
     )
@@ -356,11 +371,14 @@ class NodeCheck:
     """
 
     action: str = key(
-        "report; replace: also replace a node whose GPU memory others use by a spare node, or exit; off",
+        "report: print problems; replace: if a GPU is lost or in use by others, use a spare node instead, or exit if "
+        "no spare node is left; off",
         spec.NodeCheck.action,
         choices=spec.NODE_CHECKS,
     )
-    timeout_s: float = key("how long the ranks wait for the check; then they start", spec.NodeCheck.timeout_s, above=0)
+    timeout_s: float = key(
+        "how long the ranks wait for the check before they start without its result", spec.NodeCheck.timeout_s, above=0
+    )
 
 
 @dataclass
@@ -368,7 +386,7 @@ class Container:
     """Settings of the container image in which the ranks run. cluster.container describes how the site runs images."""
 
     image: Optional[str] = key(
-        "train.sif, docker://..., or, quoted for # and :, 'container.image=\"nvcr.io#nvidia/pytorch:YY.MM-py3\"'",
+        "train.sif, docker://..., or 'container.image=\"nvcr.io#nvidia/pytorch:YY.MM-py3\"' (# and : need the quotes)",
         filled=VALUE,
         owns="container-image",
     )
@@ -408,7 +426,7 @@ class Config:
     nodes: int = key("number of nodes", 1, least=1, sbatch="nodes")
     spare_nodes: int = key("spare nodes, requested in addition; ranks restart on one when a node fails", 0, least=0)
     ranks_per_node: Optional[int] = key(
-        "ranks per node; null: one per GPU that the job requests or a node has, or 1",
+        "ranks per node; null: one per requested GPU, or one per GPU of a node, or 1 without GPUs",
         least=1,
         sbatch="ntasks-per-node",
         owns="ntasks",
@@ -418,7 +436,7 @@ class Config:
     )
     gpus: Optional[int] = key("GPUs to request on all nodes together; sets gpus_per_node", least=1, owns="gpus")
     cpus_per_rank: Optional[int] = key(
-        "cores per rank; null: a share of the node's cores, by GPUs", least=1, sbatch="cpus-per-task"
+        "cores per rank; null: an equal part of the cores that the job gets on a node", least=1, sbatch="cpus-per-task"
     )
     hetjob: list[dict[str, Any]] = key(
         "further components of a heterogeneous job, as in [{partition: cpu, nodes: 1}], with their own nodes, "
@@ -426,7 +444,7 @@ class Config:
         [],
     )
     worlds: str = key(
-        "of a heterogeneous job: one world of the ranks of all components, or each component is a world",
+        "worlds of a heterogeneous job; one: a single world with the ranks of all components; each: one per component",
         "one",
         choices=("one", "each"),
     )
@@ -435,7 +453,7 @@ class Config:
     qos: Optional[str] = key("quality of service", "${cluster.qos}", filled=VALUE, sbatch="qos")
     time_min: int = key("time limit in minutes", "${cluster.time_min}", least=1, owns="time")
     mem_gb: Optional[float] = key(
-        "memory per node; 0: all of it; null: a share of cluster.mem_gb, by GPUs", least=0, owns="mem"
+        "memory per node; 0: all of it; null: the job's share of cluster.mem_gb", least=0, owns="mem"
     )
     comment: Optional[str] = key("sbatch --comment", filled=VALUE, sbatch="comment")
     dependency: Optional[str] = key(
@@ -444,10 +462,12 @@ class Config:
         owns="dependency",
     )
     chain: int = key(
-        "jobs of one run, one after the other, for training longer than the time limit", 1, least=1, most=100
+        "number of jobs that run one after another, for training longer than the time limit", 1, least=1, most=100
     )
     snapshot: str = key(
-        "git: run from a copy of the checkout, including uncommitted changes; none", "none", choices=("none", "git")
+        "git: run from a copy of the checkout, including uncommitted changes; none: run the files in place",
+        "none",
+        choices=("none", "git"),
     )
     snapshot_exclude: list[str] = key("names, paths or patterns that the copy skips, as in data or *.bin", [])
     snapshot_max_mb: float = key("maximum size of the copy in megabytes", 100.0, above=0)
@@ -459,7 +479,7 @@ class Config:
     )
     deterministic: bool = key("use only deterministic algorithms: slower, and an error where torch has none", False)
     tracker: Optional[str] = key(
-        "wandb or mlflow: rank 0 of all attempts continues one run of the tracker; null: neither",
+        "wandb or mlflow: rank 0 of every attempt continues the same run of the tracker; null: neither",
         choices=spec.TRACKERS,
     )
     activation_checkpointing: str = key(
@@ -471,9 +491,9 @@ class Config:
         "folder for run folders; must be shared with the nodes", "runs", filled="a folder", owns="output error"
     )
     again: bool = key("submit although the same request is already in the queue", False)
-    wait: bool = key("wait for the job's end and return its exit status", False)
+    wait: bool = key("wait until the job ends, and exit with its exit status", False)
     check_paths: bool = key(
-        "require that cluster.venv, cluster.python and container.image exist; false: they exist only on the nodes", True
+        "check that cluster.venv, cluster.python and container.image exist; false: for paths that only nodes have", True
     )
     validate: bool = key(
         "check the request with sbatch --test-only before submitting, and print the estimated start", True

@@ -76,7 +76,7 @@ def _sweep(config: DictConfig, context: HydraContext, launch: Launch) -> None:
         sweeper.sweep(_overrides(config, "task"))
     except (HpcinitError, Ended):
         raise
-    except Exception as error:  # an unknown plugin may raise anything
+    except Exception as error:  # a sweeper's plugin may raise anything
         raise Failure(f"the sweeper {target} failed with {type(error).__name__}: {error}") from error
 
 

@@ -20,8 +20,8 @@ SHORT = {"N": "nodes", "A": "account", "t": "time", "J": "job-name", "G": "gpus"
          "x": "exclude", "d": "dependency", "c": "cpus-per-task", "n": "ntasks", "a": "array", "D": "chdir",
          "o": "output", "e": "error"}  # fmt: skip
 ENVIRONMENT = (
-    "the job needs its whole environment; set a variable with job.env or cluster.env, drop one with "
-    "`env -u NAME hpcinit`"
+    "the job needs its whole environment; set a variable with job.env or cluster.env, remove one with "
+    "`env -u NAME hpcinit submit ...`"
 )
 GPUS = "use gpus_per_node=4 or gpus=8"
 RANKS = "set the number of ranks with nodes=2 ranks_per_node=8"
@@ -30,8 +30,8 @@ ITSELF = "hpcinit sets it itself"
 OWNED = {**keys.options("sbatch"), **keys.options("owns")}
 # Common options of sbatch without a key.
 PASSED = "constraint reservation exclude nodelist mail-type mail-user licenses begin nice hint"
-# An option's name -> the key with the same meaning, or a sentence, which has spaces. Options that a key owns replace
-# those that are passed on.
+# Maps an option's name to the key with the same meaning, or to advice, which contains spaces. Later entries replace
+# earlier ones of the same name.
 TABLE = {
     **{name: f"++cluster.sbatch.{name}" for name in PASSED.split()},
     **{option: f"use {key} instead" for option, key in keys.options("owns").items()},
@@ -42,7 +42,7 @@ TABLE = {
     "nnodes": "nodes",
     "num-nodes": "nodes",
     "walltime": "time_min",
-    # Names without their table. env.X=1 is job.env.X, and env={X: 1} is job.env.
+    # Keys that users type without their table. env.X=1 means job.env.X, and env={X: 1} means job.env.
     **{name: f"cluster.{name}" for name in ("venv", "conda", "python", "modules", "setup")},
     "image": "container.image",
     "container": "container.image",
@@ -57,15 +57,18 @@ TABLE = {
     "requeue": "use restart.max_restarts=3, which requeues the job up to 3 times after the failures in restart.on",
     "open-mode": f"{ITSELF}, so that a requeued job appends to its logs",
     **dict.fromkeys(("unbuffered", "parsable"), ITSELF),
-    "array": "hpcinit submits sweeps as arrays: give a key several values and --multirun; sweep.at_once is the limit",
+    "array": (
+        "hpcinit submits sweeps as arrays: give a key several values and --multirun; sweep.at_once limits how many "
+        "tasks run at once"
+    ),
     **dict.fromkeys(("export", "export-file"), ENVIRONMENT),
     "wrap": "hpcinit writes the script; the program goes after --",
     "test-only": (
         "did you mean validate=...? validate=true does this before each submission; dry_run=true prints the script"
     ),
 }
-ALLOWED = {"requeue", "gpus-per-task"}  # in cluster.sbatch and cluster.srun, besides those that TABLE writes there
-PRINTS = dict.fromkeys(("help", "usage", "version"), "with it, Slurm prints text instead of starting a job")
+ALLOWED = {"requeue", "gpus-per-task"}  # also allowed in cluster.sbatch and cluster.srun
+PRINTS = dict.fromkeys(("help", "usage", "version"), "with this option, Slurm prints text instead of starting a job")
 # [days-]hours:minutes:seconds, and the shorter forms of sbatch --time.
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])B?", re.IGNORECASE)
@@ -150,7 +153,7 @@ def _key(name: str, value: str) -> str:
     if not value:
         return f"{key}=true" if keys.kind(key) is bool else ""
     if name == "walltime" and value.isdigit():  # seconds for PBS, minutes for LSF
-        raise ValueError("expected a time as in 24:00:00, or time_min=... in minutes")
+        raise ValueError("expected a time as in walltime=24:00:00, or minutes as in time_min=90")
     if convert := CONVERT.get(name):
         value = ",".join(convert(each) for each in value.split(","))
     return f"{key}={_quoted(value) if key.startswith('++') else value}" if key else ""
@@ -163,7 +166,7 @@ def key_meant(name: str) -> str:
 
 
 def minutes(text: str) -> str:
-    """Return the minutes of a time limit, which sbatch writes as 90, 90:00, 1:30:00, 1-12, 1-12:30 or 1-12:30:00."""
+    """Convert a time limit in sbatch's format to minutes: 90, 90:00, 1:30:00, 1-12, 1-12:30 or 1-12:30:00."""
     found = TIME.fullmatch(text)
     if not found:
         raise ValueError("expected a time as in 24:00:00, 1-12:00:00 or 90 (minutes)")
@@ -177,9 +180,9 @@ def minutes(text: str) -> str:
 
 
 def gigabytes(text: str) -> str:
-    """Return the GB (2^30 bytes) in a size such as 32G or 500M. 0 means all memory.
+    """Convert a size such as 32G or 500M to GB (2^30 bytes). Return 0 unchanged: it means all memory.
 
-    A number without a unit raises ValueError, because sbatch would read it as MB.
+    Raise ValueError for a number without a unit, because sbatch would read it as MB.
     """
     found = SIZE.fullmatch(text)
     if found:

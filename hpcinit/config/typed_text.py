@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # antlr4's, which each version has elsewhere
+from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]  # each version of Hydra has antlr4 in another place
     CommonTokenStream,
     InputStream,
     OverrideLexer,
@@ -30,7 +30,7 @@ TEXTS = (("cluster", "env"), ("job", "env"), ("job", "args"), ("cluster", "modul
 class Typed(Override):
     """An override that passes each value to Hydra's sweeper exactly as the user typed it.
 
-    Hydra's own class would write the values in Hydra's notation.
+    Hydra's own class would reformat the values.
     """
 
     @classmethod
@@ -156,12 +156,12 @@ class Texts:
         return {key: as_text(value) for key, value in values.items() if isinstance(value, PLAIN)}
 
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
-        """Return the program's variables and arguments, and the script's lines, as the user typed them.
+        """Return the environment variables, the program's arguments and the script's lines as the user typed them.
 
-        The keys of the result are the places of these values in the config. A value that has no text, such as a list,
-        is returned unchanged, and checks/values.py reports it.
+        The result maps the path of each value in the config to the value. Lists and the like are returned unchanged,
+        because checks/values.py reports them.
 
-        only: the places to return; None: all.
+        only: the paths to return; None: all.
         """
         found: dict[KeyPath, Any] = {}
         for parent in TEXTS:

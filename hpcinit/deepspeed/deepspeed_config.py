@@ -18,10 +18,10 @@ from hpcinit.records.layout import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 TRIPLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-# Sections with a type and its parameters: if the user sets another type, our parameters do not apply.
+# Sections with a type and its parameters. If the user sets another type, hpcinit's parameters do not apply.
 TYPED = ("optimizer", "scheduler")
 TRAINING = ("optimizer", "scheduler", "compile", "gradient_clipping", "checkpoint")
-# Keys for which DeepSpeed itself accepts "auto". Elsewhere only Hugging Face replaces it, and DeepSpeed fails on it.
+# Keys for which DeepSpeed itself accepts "auto". For other keys, it fails: only Hugging Face replaces "auto" there.
 AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 
@@ -40,9 +40,7 @@ class Options(DeepSpeed):
         _one_of("offload_optimizer", self.offload_optimizer, OFFLOAD)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.hpz < 1:
-            raise RequestError(
-                f"deepspeed.hpz is {self.hpz}, expected a number of ranks, or 1 for no secondary partition"
-            )
+            raise RequestError(f"deepspeed.hpz is {self.hpz}, expected 1 (off) or more")
         if self.gradient_clipping < 0:
             raise RequestError(f"deepspeed.gradient_clipping is {self.gradient_clipping}, expected 0 (none) or more")
         for problem in _ignored(self):
@@ -88,7 +86,7 @@ def _ignored(chosen: Options) -> list[str]:
         )
     if chosen.nvme_path and not nvme:
         found.append(
-            f"deepspeed.nvme_path is {chosen.nvme_path!r}, but nothing is offloaded to nvme: remove it, or set "
+            f"deepspeed.nvme_path is {chosen.nvme_path!r}, but nothing is offloaded to nvme: remove this key, or set "
             "deepspeed.offload_optimizer=nvme"
         )
     if chosen.optimizer_params and chosen.optimizer == "none":
@@ -119,11 +117,12 @@ def build(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -
 
     layout: the layout of the ranks. All degrees must be numbers of ranks, not -1.
 
-    Raise RequestError if deepspeed.hpz or a key in ds_config does not fit the number of ranks.
+    Raise RequestError if deepspeed.hpz is not a divisor of the number of ranks, or if the user's batch sizes contradict
+    this number.
     """
     counted, notes = _counted(chosen, batch, layout)
     ranks = batch.data_parallel * layout.cp * layout.tp
-    if ranks % chosen.hpz:  # DeepSpeed rounds the number of groups down, and the last ranks would be in no group
+    if ranks % chosen.hpz:  # DeepSpeed would round the number of groups down and put the last ranks into no group
         raise RequestError(f"deepspeed.hpz is {chosen.hpz}, expected a divisor of {ranks}, the number of ranks")
     config = {
         **_triple(batch, counted),
@@ -147,7 +146,7 @@ def without_ranks(chosen: Options) -> dict[str, Any]:
 def _without_layout(chosen: Options) -> dict[str, Any]:
     found = {
         "zero_optimization": _zero(chosen),
-        "gradient_clipping": chosen.gradient_clipping,  # always set: the default was 0 and is 1 since 0.19.3
+        "gradient_clipping": chosen.gradient_clipping,  # always set, because the default is 0 before 0.19.3 and 1 since
         **_optimizer(chosen),
     }
     if chosen.deepcompile:
@@ -160,8 +159,8 @@ def _without_layout(chosen: Options) -> dict[str, Any]:
 def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precision) -> tuple[dict[str, Any], list[str]]:
     """Return the ds_config of a model that is not trained, such as a reference model, and notes about the user's keys.
 
-    Without an optimizer, only ZeRO stage 3 has an effect, and stages 1 and 2 fail. So clipping, DeepCompile,
-    accumulation and the user's keys about the optimizer are omitted.
+    Without an optimizer, ZeRO stages 1 and 2 fail, so the stage is 3 or 0. Clipping, DeepCompile, accumulation and the
+    user's keys for the optimizer are omitted.
     """
     alone = Batch(batch.micro, 1, batch.data_parallel)
     counted, notes = _counted(chosen, alone, layout)
@@ -182,9 +181,8 @@ def build_eval(chosen: Options, batch: Batch, layout: Layout, precision: Precisi
 def _one_total(config: dict[str, Any]) -> dict[str, Any]:
     """Return `config`, but remove train_batch_size if AutoTP is used in stage 3.
 
-    DeepSpeed 0.19.8 checks this number twice, with different numbers of data parallel ranks. The engine counts the
-    tensor parallel ranks too, but zero.Init, which uses AutoTP's mpu, does not. So no number passes both checks. If the
-    number is absent, each part computes its own.
+    In this case, DeepSpeed 0.19.8 checks train_batch_size twice. The engine counts the tensor parallel ranks as data
+    parallel, but zero.Init does not, so no value passes both checks. Without the key, DeepSpeed computes the value.
     """
     if stage(config) == 3 and int(at(config, "tensor_parallel.autotp_size") or 1) > 1:
         config.pop("train_batch_size", None)
@@ -195,15 +193,14 @@ def _counted(chosen: Options, batch: Batch, layout: Layout) -> tuple[int, list[s
     """Return how many ranks DeepSpeed counts as data parallel, and a note if that is not the real number.
 
     DeepSpeed's runtime/config.py uses the world size, or what the program's mpu returns. The world size also includes
-    the ranks of AutoTP and of context parallelism. (Only the attention of run.wrap uses the groups of context
-    parallelism.)
+    the ranks of AutoTP and of context parallelism.
     """
     if chosen.mpu or layout.tp == layout.cp == 1:
         return batch.data_parallel, []
     if layout.tp > 1 and not chosen.autotp:
         raise RequestError(
-            f"parallel.tp is {layout.tp} with deepspeed.autotp false: DeepSpeed would average gradients over tensor "
-            "parallel ranks; set deepspeed.autotp=true, or deepspeed.mpu=true and pass your mpu to run.wrap"
+            f"parallel.tp is {layout.tp}, but deepspeed.autotp is false, so DeepSpeed would average gradients over "
+            "tensor parallel ranks. Set deepspeed.autotp=true, or set deepspeed.mpu=true and pass your mpu to run.wrap"
         )
     counted = batch.data_parallel * layout.tp * layout.cp
     which = [("AutoTP's", "tp", layout.tp), ("context parallel", "cp", layout.cp)]
@@ -240,7 +237,7 @@ def _zero(chosen: Options) -> dict[str, Any]:
         found["overlap_comm"] = chosen.overlap_comm
     if chosen.optimizer == "muon":
         found["reduce_scatter"] = (
-            False  # Muon needs unsharded gradients: with stage 3 and offload, DeepSpeed raises (DeepSpeed#7919)
+            False  # Muon needs unsharded gradients: DeepSpeed raises an error with stage 3 and offload (#7919)
         )
     return found | _partition(chosen)
 
@@ -262,7 +259,7 @@ def _device(device: str, nvme_path: str) -> dict[str, Any]:
 def _optimizer(chosen: Options) -> dict[str, Any]:
     params = dict(chosen.optimizer_params)
     if chosen.optimizer == "none":
-        # Otherwise DeepSpeed refuses all optimizers except Adam, and with offload, all except its own.
+        # By default, DeepSpeed refuses all optimizers except Adam. With offload, it refuses all except its own.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if chosen.optimizer == "muon":
         return {"optimizer": {"type": "Muon", "params": params}}
@@ -331,7 +328,7 @@ def _without_auto(theirs: Mapping[str, Any], at: str, notes: list[str]) -> dict[
     for name, value in theirs.items():
         path = f"{at}{name}"
         if value == "auto" and path not in AUTO:
-            notes.append(f"ds_config.{path}: 'auto' works only with Hugging Face, not in DeepSpeed itself; skipped")
+            notes.append(f"skipping ds_config.{path}: its value 'auto' works only with Hugging Face's Trainer")
         else:
             kept[name] = _without_auto(value, f"{path}.", notes) if isinstance(value, Mapping) else value
     return kept

@@ -1,6 +1,6 @@
 """Declares the keys below `deepspeed.`. The login node checks them, and the job reads them from its spec."""
 
-# Without `from __future__ import annotations` and `X | None`, as in config/schema.py.
+# This file avoids `from __future__ import annotations` and `X | None`, for the reason in config/schema.py.
 # ruff: noqa: RUF009, UP045
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Any, Optional
 from hpcinit.base.config_key import key
 
 OFFLOAD = ("none", "cpu", "nvme")
-# none: the program passes its own torch optimizer. adamw: DeepSpeed's, fused on a GPU and CPUAdam with offload; both
-# must be compiled. torch_adamw: DeepSpeed creates torch's, which needs no compilation.
+# none: the program passes its own torch optimizer. adamw: DeepSpeed's FusedAdam on a GPU, or CPUAdam with offload. Both
+# must be compiled. torch_adamw: DeepSpeed creates torch's AdamW, which needs no compilation.
 OPTIMIZERS = ("none", "adamw", "torch_adamw", "muon")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcinit.deepspeed.deepspeed_versions import at
 
-# The folder in which torch builds an op -> DeepSpeed's builder (op_builder/*.py, NAME).
+# Maps an op, named like the folder in which torch builds it, to DeepSpeed's builder (op_builder/*.py, NAME).
 BUILDERS = {
     "async_io": "AsyncIOBuilder",
     "cpu_adagrad": "CPUAdagradBuilder",
@@ -21,8 +21,8 @@ BUILDERS = {
     "gds": "GDSBuilder",
     "quantizer": "QuantizerBuilder",
 }
-# runtime/engine.py, _configure_basic_optimizer: optimizer.type -> (with its states on the device, with them offloaded).
-# For other types DeepSpeed uses torch's own optimizer.
+# Maps optimizer.type to two ops: for states on the device, and for offloaded states. For other types, DeepSpeed uses
+# torch's own optimizer (runtime/engine.py, _configure_basic_optimizer).
 _OPTIMIZERS = {
     "adam": ("fused_adam", "cpu_adam"),
     "adamw": ("fused_adam", "cpu_adam"),

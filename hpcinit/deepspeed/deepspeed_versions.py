@@ -1,8 +1,7 @@
 """Lists settings that DeepSpeed silently ignores or handles wrongly, from release 0.18.5 on.
 
-Each fact was verified in DeepSpeed's source: with `git tag --contains` for the commit of a numbered pull request, or in
-the released packages 0.18.5, 0.19.6, 0.19.7 and 0.19.8. Settings that DeepSpeed refuses with a clear message are not
-listed.
+Each fact was verified in DeepSpeed's source, with the commit of a numbered pull request, or in the released packages
+0.18.5, 0.19.6, 0.19.7 and 0.19.8. Settings that DeepSpeed refuses with a clear message are not listed.
 """
 
 from __future__ import annotations
@@ -19,32 +18,33 @@ UPDATE = f"pip install 'deepspeed>={OLDEST},<0.20'"
 _TP = "tensor_parallel.autotp_size"
 _DC = "compile.deepcompile"
 
-# The first DeepSpeed that waits for all of several gathers in stage 3, not only for the last one: #8539. On a GPU, the
-# stream's order made that sufficient. gloo has no order, so parameters were read from uninitialized memory.
+# The first DeepSpeed that waits for all gathers in stage 3. Earlier versions wait only for the last one (#8539). On a
+# GPU, this is enough, because a stream runs the gathers in order. gloo does not, so DeepSpeed could read parameters
+# that had not arrived.
 GATHERS_WAIT_SINCE = "0.19.8"
-SEQUENTIAL = "stage3_allgather_sequential"  # key of zero_optimization since 0.18.5 (#7661): waits for each gather
+SEQUENTIAL = "stage3_allgather_sequential"  # since 0.18.5 (#7661), this key makes DeepSpeed wait for each gather
 
-# The first DeepSpeed whose initialize() divides a model for AutoTP. Earlier ones expect an already divided model, and
-# give no message if it is not: #7806
+# The first DeepSpeed whose initialize() divides a model for AutoTP. Earlier versions expect a divided model, and report
+# nothing if it is not divided: #7806
 INITIALIZE_DIVIDES_SINCE = "0.18.6"
 
-# The first DeepSpeed whose import does not initialize CUDA. In earlier ones, ops and the check for Triton query the
-# device, which initializes CUDA, and a forked rank cannot initialize it again: #7252, #7918, #8078
+# The first DeepSpeed whose import does not initialize CUDA. In earlier versions, the import queries the device, which
+# initializes CUDA, and a forked rank then cannot use it: #7252, #7918, #8078
 IMPORT_LEAVES_CUDA_SINCE = "0.19.3"
 
-# The first DeepSpeed that in stage 3 moves parameters and gradients to the CPU with any optimizer. Earlier ones assert
-# that it is FusedAdam, whatever is moved (runtime/zero/stage3.py, offload_states).
+# The first DeepSpeed that can move parameters and gradients to the CPU in stage 3 with any optimizer. Earlier versions
+# always assert that the optimizer is FusedAdam (runtime/zero/stage3.py, offload_states).
 MOVES_WITHOUT_FUSED_ADAM_SINCE = "0.19.0"
 
-# The first tested DeepSpeed that does not raise for pinned memory on a machine without an accelerator (0.19.3 does).
+# The first tested DeepSpeed in which pinned memory works on a machine without an accelerator. 0.19.3 raises an error.
 PINS_ON_CPU_SINCE = "0.19.6"
 
-# The first DeepSpeed whose DeepCompile works with torch 2.9 and later. Earlier ones prepare nothing, so it fails in the
-# first step: DeepSpeed#7755, #7951
+# The first DeepSpeed whose DeepCompile works with torch 2.9 and later. With earlier versions, the first step fails:
+# DeepSpeed#7755, #7951
 COMPILES_SINCE = "0.19.0"
 
-# The keys that DeepSpeed 0.18.5 to 0.19.8 reads at the top of a ds_config. It ignores any other without a message. A
-# test compares this list with the installed DeepSpeed.
+# The keys that DeepSpeed 0.18.5 to 0.19.8 reads at the top level of a ds_config. It silently ignores all others. A test
+# compares this list with the installed DeepSpeed.
 _KEYS = """
     activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
     compile compression_training csv_monitor curriculum_learning data_efficiency data_parallel_size data_types
@@ -68,13 +68,13 @@ def too_old(deepspeed: str) -> str:
     if key(deepspeed) >= key(OLDEST):
         return ""
     return (
-        f"DeepSpeed {deepspeed} is installed, expected {OLDEST} or newer, because hpcinit could not start it again in "
-        "the same process"
+        f"DeepSpeed {deepspeed} is installed, expected {OLDEST} or newer, because hpcinit cannot start an older one "
+        "twice in one process"
     )
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
-    """Return across how many ranks deepspeed.tp_model_init() must split the model before initialize() is called.
+    """Return into how many parts deepspeed.tp_model_init() must split the model before initialize() is called.
 
     Return 1 if the model is not split, or if initialize() splits it in this version of DeepSpeed.
     """
@@ -99,7 +99,7 @@ def _autotp(config: Mapping[str, Any]) -> bool:
 
 
 def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
-    """Return a message for each setting that DeepSpeed would silently change or that would fail without a clear reason.
+    """Return a message for each setting that DeepSpeed would silently change, or that would cause an unclear error.
 
     config: the ds_config.
     deepspeed: DeepSpeed's version.
@@ -109,7 +109,8 @@ def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
     found = []
     if _autotp(config) and not at(config, "bf16.enabled"):
         found.append(
-            f"ds_config {_TP} {at(config, _TP)}: bf16.enabled is not true, but AutoTP needs it: precision.param=bf16"
+            f"ds_config {_TP} {at(config, _TP)}: bf16.enabled is not true, but AutoTP needs it: set "
+            "precision.param=bf16"
         )
     if not at(config, _DC):
         return found
@@ -127,10 +128,9 @@ def check(config: Mapping[str, Any], deepspeed: str) -> list[str]:
 
 
 def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dict[str, Any], list[str]]:
-    """Return a ds_config with which DeepSpeed does not read gathered parameters too early, and notes about it.
+    """Return a ds_config that avoids the wrong losses of DeepSpeed#8539, and notes for the user.
 
-    Only ZeRO stage 3 on CPUs with an old DeepSpeed needs a change. A value that the user set is kept. If it leads to
-    wrong results, a note reports it.
+    This bug occurs in ZeRO stage 3 on CPUs. A value that the user set is kept, with a note if it causes wrong losses.
 
     device: the device type, 'cpu' or 'cuda'.
     """

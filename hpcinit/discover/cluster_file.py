@@ -136,7 +136,7 @@ def _account(key: str, value: str | None, site: Site, what: str, all_of: frozens
 def _partitions(site: Site) -> str:
     lines = [
         f"# {live_site.PARTITIONS}; {live_site.NODES}",
-        "# Values are the largest of any node. mem_gb: RealMemory less MemSpecLimit, in GB of 2^30 bytes.",
+        "# The largest value of any node of the partition. mem_gb: RealMemory less MemSpecLimit, in GB of 2^30 bytes.",
     ]
     lines += [
         f"# Not allowed for {site.user.name}: {facts_comment(p.name)} ({facts_comment(p.refused)})"
@@ -157,7 +157,7 @@ def _marks(each: Partition) -> str:
         "hidden" * each.hidden,
         f"State={each.state}" * (each.state != "UP"),
         "OverSubscribe=EXCLUSIVE: whole nodes" * each.exclusive,
-        f"QoS={each.qos} may limit more" if each.qos else "",
+        f"QOS {each.qos} may have lower limits" if each.qos else "",
         f"PreemptMode={each.preemption}" * (each.preemption not in ("", "OFF")),
         f"MaxNodes={each.max_nodes}" if each.max_nodes is not None else "",
         "" if each.time_min is not None else "no time limit",
@@ -199,9 +199,9 @@ def _threads(kind: Kind) -> str:
     return f"; {kind.threads_per_core} threads per core, each one a CPU" if kind.threads_per_core > 1 else ""
 
 
-# The file: discover owns the part between its two marks; every other byte is the user's and never changes.
+# The file. `hpcinit discover` rewrites the lines between its two marker lines. It never changes the user's other lines.
 #
-# A key that the user sets outside the part overrides it, and is omitted from the part.
+# If the user sets a key outside these lines, `hpcinit discover` omits that key from them.
 
 BEGIN, END = "# >>> hpcinit discover", "# <<< hpcinit discover"
 EXPLAINED = "# `hpcinit discover` rewrites this part. To set a value yourself, move its line out of this part.\n"
@@ -219,11 +219,11 @@ NOT_REPORTED = """\
 
 @dataclass(frozen=True)
 class Document:
-    """A cluster file, split into the part that discover rewrites and the user's text around it.
+    """A cluster file, split into the lines that `hpcinit discover` rewrites and the user's text around them.
 
-    before: the user's text before discover's part.
-    body: discover's part.
-    after: the user's text after discover's part.
+    before: the user's text before these lines.
+    body: the lines that `hpcinit discover` rewrites.
+    after: the user's text after these lines.
     """
 
     before: str = ""
@@ -232,12 +232,12 @@ class Document:
 
     @property
     def own(self) -> dict[str, Any]:
-        """Return the keys that the user set outside discover's part."""
-        return _mapping(f"{self.before}\n{self.after}", "outside discover's part")
+        """Return the keys that the user set outside the lines of `hpcinit discover`."""
+        return _mapping(f"{self.before}\n{self.after}", "outside the lines that hpcinit discover wrote")
 
     @property
     def all(self) -> dict[str, Any]:
-        return {**_mapping(self.body, "in discover's part"), **self.own}
+        return {**_mapping(self.body, "in the lines that hpcinit discover wrote"), **self.own}
 
 
 def parse_document(text: str) -> Document:
@@ -270,7 +270,7 @@ def first_document(choices: Sequence[Entry]) -> Document:
 def render_document(document: Document, facts: Sequence[Entry], heading: str) -> str:
     """Return the text of the whole file. Raise RequestError if it would not have the expected values.
 
-    facts: the entries for discover's part.
+    facts: the entries for the lines of `hpcinit discover`.
     heading: the text of the first marker line.
     """
     own = document.own
@@ -283,8 +283,8 @@ def render_document(document: Document, facts: Sequence[Entry], heading: str) ->
         meant = None
     if meant != {**{entry.key: entry.value for entry in facts}, **own}:
         raise RequestError(
-            "discover's part would change the meaning of this file's keys: remove the indentation of the top-level "
-            "keys, as in conf/cluster/example.yaml"
+            "hpcinit discover cannot add its lines to this file without changing other keys: write each top-level "
+            "key at the start of a line, as in conf/cluster/example.yaml"
         )
     return text
 
@@ -328,12 +328,13 @@ def _mapping(text: str, where: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise RequestError(f"not YAML {where}: {error}") from None
+        raise RequestError(f"the text {where} is not YAML: {error}") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise RequestError(
-            f"found a {type(value).__name__} {where}, expected keys and values as in conf/cluster/example.yaml"
+            f"the text {where} is a {type(value).__name__}, expected lines of key: value, as in "
+            "conf/cluster/example.yaml"
         )
     return value
 
@@ -348,8 +349,7 @@ def cluster_file_path(name: str) -> Path:
     """
     if not quoting.PLAIN_NAME.fullmatch(name):
         raise RequestError(
-            f"--name is {name!r} (default: Slurm's ClusterName), expected letters, digits, '.', '_' and '-', "
-            "because it is used as a file name and in cluster=NAME"
+            f"--name is {name!r} (default: Slurm's ClusterName), expected only letters, digits, '.', '_' and '-'"
         )
     return Path("conf/cluster") / f"{name}.yaml"
 

@@ -76,7 +76,7 @@ def _default(name: str, wanted: bool, new: bool) -> None:
     path = folders.write_default_cluster(name)
     console.note(f"{path}: the default cluster is {name}")
     if source and source != str(path) and chosen != name:
-        console.warning(f"{source} sets the default cluster {chosen}, and takes precedence over {path}")
+        console.warning(f"{source} sets the default cluster to {chosen}, and takes precedence over {path}")
 
 
 def _this_user() -> User:
@@ -123,7 +123,7 @@ def _diff(path: Path, text: str | None, seen: Site) -> int:
 
 
 def _update(path: Path, before: Document, seen: Site, force: bool) -> int:
-    """Show how an existing file would change, ask the user, and rewrite discover's part."""
+    """Show how an existing file would change, ask the user, and rewrite the lines of `hpcinit discover`."""
     after = _render(before, seen)
     lines = cluster_file.document_difference(before, _facts(before, seen))
     if lines:

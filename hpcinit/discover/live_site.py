@@ -74,7 +74,7 @@ def _run(command: list[str], env: Mapping[str, str]) -> str:
     return done.stdout
 
 
-# The site, from the output.
+# Parse the output into a Site.
 
 MIB_PER_GB = 1024
 
@@ -121,7 +121,7 @@ class Partition:
 
     @property
     def mem_mib(self) -> int:
-        """Return the most memory in MiB that a job may use on any node of the partition."""
+        """Return how much memory, in MiB, a job can get on the partition's largest node."""
         return min(max(kind.mem_mib for kind, _ in self.kinds), self.max_mem_mib or 2**62)
 
 
@@ -228,7 +228,7 @@ def _with_accounts(answers: SiteAnswers, user: User) -> User:
 def _partition(
     record: Mapping[str, str], nodes: Mapping[str, Mapping[str, str]], config: Mapping[str, str], user: User
 ) -> Partition:
-    hosts = value_or_none(record.get("Nodes"))  # (null) if the partition waits for its nodes
+    hosts = value_or_none(record.get("Nodes"))  # '(null)' if the partition has no nodes yet
     own = [nodes[host] for host in (nodelist.expand(hosts) if hosts else []) if host in nodes]
     kinds = _kinds(own)
     return Partition(

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit; nodes=N: check N nodes in a job"
     )
-    parser.add_argument("--remember", action="store_true", help="exclude nodes that failed from later submissions")
+    parser.add_argument("--remember", action="store_true", help="exclude faulty nodes from later submissions")
     parser.add_argument("--run", metavar="RUN", help="show the results of an earlier run: its folder, name or job id")
     find_runs.add_runs_dir(parser)
     return console.add_verbosity_options(parser)

@@ -123,11 +123,11 @@ def _device_speeds(reports: Sequence[Report]) -> Iterator[Check]:
         detail = (
             f"{host[rank]}: the device of rank {rank} is slow: a matrix product takes {min(times[rank]) * 1e3:.1f} ms, "
         )
-        detail += f"{min(min(values) for values in times.values()) * 1e3:.1f} ms on the fastest device"
+        detail += f"but {min(min(values) for values in times.values()) * 1e3:.1f} ms on the fastest device"
         advice = "check heat and power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE; or exclude the node: --remember"
         yield Check("devices' speed", FAIL, detail, advice, (host[rank],))
     if times and not late:
-        yield Check("devices' speed", OK, f"within {DEVICE.factor:g} times of each other")
+        yield Check("devices' speed", OK, f"no device takes more than {DEVICE.factor:g} times as long as the fastest")
 
 
 def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
@@ -160,15 +160,14 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 
 
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
-    """Yield a check for each node on which an all-reduce is slow, and a check of the all-reduce among all ranks.
-
-    The check of all ranks only reports the bandwidth of the largest size.
-    """
+    """Yield a check for each node with a slow all-reduce, and one with the bandwidth of the largest all-reduce."""
     own = {report.host: (report.on_node.seconds,) for report in reports if report.on_node}
     for name in () if on_cpu else slow_links(own, RULES[False][1]):
         detail = f"{name}: an all-reduce on the node is slow: {own[name][0] * 1e3:.2f} ms, "
-        detail += f"{min(own.values())[0] * 1e3:.2f} ms on the fastest node"
-        yield Check("all-reduce inside nodes", FAIL, detail, "compare both nodes with: nvidia-smi topo -m", (name,))
+        detail += f"but {min(own.values())[0] * 1e3:.2f} ms on the fastest node"
+        yield Check(
+            "all-reduce inside nodes", FAIL, detail, "compare it with the fastest node: nvidia-smi topo -m", (name,)
+        )
     largest = max((one for report in reports for one in report.all_reduce), key=lambda one: one.size, default=None)
     if largest is None or largest.ranks < 2:
         return

@@ -26,9 +26,9 @@ from hpcinit.records import node_records
 from hpcinit.records.check_results import FAIL, OK, WARNING, Check
 from hpcinit.slurm import scontrol, slurm_client
 
-# Folders: do they exist, are they writable, have they free space, and is the file server's clock right?
+# Checks of folders: whether they exist, are writable and have free space, and whether the file server's clock is right.
 
-LITTLE_GB, FEW_FILES = 1.0, 1000  # less free space is a warning
+LITTLE_GB, FEW_FILES = 1.0, 1000  # with less free space or fewer free files, the check is a warning
 OF_ONE_MACHINE = ("tmpfs", "ramfs", "overlay", "squashfs")  # compute nodes do not share these file systems
 # Variables of libraries' caches, and their default below the home folder.
 CACHES = {"HF_HOME": ".cache/huggingface", "TORCH_HOME": ".cache/torch"}
@@ -71,8 +71,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
 def _folder(about: str, path: Path, absent: str) -> Check:
     """Check a folder: whether it is writable and has free space.
 
-    absent: the status to report if the folder does not exist on this machine. It could still be created later, or exist
-    on the nodes.
+    absent: the status to report if the folder does not exist on this machine. OK: the job will create the folder.
     """
     there = _existing(path)
     if there != path and absent != OK:
@@ -187,7 +186,7 @@ def _partition_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]
     if not rows:  # sinfo prints nothing about a partition that does not exist, and exits with status 0
         yield Check(about, FAIL, "Slurm has no such partition, or you cannot see it", "list the partitions with: sinfo")
         return
-    if not name and any(row[0].endswith("*") for row in rows):  # the default partition
+    if not name and any(row[0].endswith("*") for row in rows):  # sinfo marks the default partition with *
         rows = [row for row in rows if row[0].endswith("*")]
         about = f"partition {rows[0][0].rstrip('*')} (Slurm's default)"
     yield _of_partition(config, about, rows)

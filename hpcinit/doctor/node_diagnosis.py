@@ -61,7 +61,7 @@ def _findings(reports: Sequence[Report]) -> Iterator[Check]:
         if check.status == OK and (free := space.get((host, check.about))):
             enough.setdefault(check.about, []).append(free)
             continue
-        # A full scratch folder is full on every node.
+        # All nodes share the scratch folder, so a full one is not the fault of a node.
         faulty = (host,) if check.status == FAIL and check.about != "scratch" else ()
         yield replace(check, detail=f"{host}: {check.detail}", hosts=faulty)
     for about, free_gb in enough.items():
@@ -93,7 +93,7 @@ def _copies(reports: Sequence[Report]) -> Iterator[Check]:
             if speed < SLOW_COPY * median(speeds):
                 usual = False
                 detail = f"{report.host}: rank {report.rank} copies {name.replace('_', ' ')} at {speed:.1f} GB/s, "
-                detail += f"the median device at {median(speeds):.1f} GB/s"
+                detail += f"but the median device copies at {median(speeds):.1f} GB/s"
                 advice = "check CPU binding and the PCIe link on that node: nvidia-smi topo -m"
                 yield Check("devices' copies", WARNING, detail, advice)
     if measured and usual:
@@ -135,7 +135,7 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
         whole = len(lost) == ranks_per_node
         where, all_of_node = f"{host}: " if host else "", " (no rank of the node did)" * whole
         detail = f"{where}{rank_names(lost)} did not start{all_of_node}"
-        # If no rank of any node started, they have a common cause (a module, an image, the time limit).
+        # If no rank started on any node, the cause is not a node, but a module, an image or the time limit.
         faulty = (host,) if host and whole and here else ()
         yield Check("ranks", FAIL, detail, "see the check 'job' below", faulty)
     stuck = [report for report in reports if report.stage != MEASURED]
@@ -147,7 +147,7 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
 
 
 def _devices(reports: Sequence[Report]) -> Iterator[Check]:
-    """Yield checks for devices that ranks share, and for ranks that see no GPU although their variables list some."""
+    """Yield checks for devices that several ranks use, and for ranks that see no GPU although variables list some."""
     found: dict[tuple[str, str], list[int]] = {}
     for report in reports:
         identity = report.device.get("uuid") or report.device.get("pci", "")

@@ -22,20 +22,20 @@ from hpcinit.engine import local_job
 from hpcinit.records import drill_records, error_records, run_folder
 
 LOOK_S = 0.01
-CLOCK_S = 0.002  # a file's time may be this much too early, because it is from the kernel's coarse clock
+CLOCK_S = 0.002  # a file's time may be too early by this much, because the kernel's clock for files is coarse
 TIME_MIN = 24 * 60.0  # the drill has its own limit
-# Logs, tables and pictures.
+# Files that contain no training state: logs, tables and pictures.
 NO_STATE = re.compile(r"(?i)\.(?:csv|tsv|log|out|err|jsonl|txt|md|html|ya?ml|png|jpe?g|gif|svg|pdf|wav|mp4)$|tfevents")
-WITHOUT_OPTIMIZER = 0.6  # a file with weights only has at most this part of the size of a complete state
+WITHOUT_OPTIMIZER = 0.6  # a file with only weights has at most this share of the size of a complete state
 STEP = ["-m", "hpcinit.engine.local_step"]
 
 
 @dataclass
 class Save:
-    """One save of the program: the files that it changed.
+    """One save of the program.
 
-    steps: how many steps the program had made.
-    files: the size of each file when the save was complete.
+    steps: how many steps were complete when the program saved.
+    files: the files that it changed, with their sizes at the end of the save.
     """
 
     steps: int
@@ -51,10 +51,10 @@ class Save:
 class Record:
     """The results of an attempt.
 
-    steps: for each rank, its optimizer steps as the rank recorded them.
+    steps: the optimizer steps that each rank recorded.
     points: the steps that the program reported.
-    reporter: the rank whose log has the points.
-    done: how many steps rank 0 made.
+    reporter: the rank that reported `points`.
+    done: how many steps rank 0 completed.
     status: the exit status, or None if the drill killed the attempt.
     read: the files that the program read.
     outside: reports of files that the program created outside of its working folder.
@@ -89,7 +89,7 @@ class Attempt:
         self.reader: Reader | None = None
         self.reporter = 0
         self._log_from, self._records_at, self._points_seen = log_from, 0, 0
-        self._read: list[str] = []  # before the first step: the program may remove these files later
+        self._read: list[str] = []  # files read before the first step; the program may remove them later
 
     @classmethod
     def start(cls, place: Place, run: Path, env: Mapping[str, str], restart: int) -> Attempt:
@@ -115,7 +115,7 @@ class Attempt:
             return False
 
     def steps(self) -> int:
-        """Return how many steps rank 0 has made so far."""
+        """Return how many steps rank 0 has completed so far."""
         found, self._records_at = drill_records.read_lines(self.folder / "rank-0.jsonl", self._records_at)
         self.times += [one["time"] for one in found]
         done = len(self.times) or len(self.points())
@@ -206,7 +206,7 @@ class Attempt:
         first = min(errors, key=lambda one: one.time, default=None)
         points = self.points()
         if killed and len(points) > 1:
-            points.pop()  # it may lack a later line with the same step, such as nanoGPT's after an evaluation
+            points.pop()  # a later line with the same step may be missing: nanoGPT's after an evaluation
         return Record(
             steps=[drill_records.steps(self.folder, int(path.stem[5:])) for path in ranks],
             points=points,
@@ -228,7 +228,7 @@ class Attempt:
 class SaveWatch:
     """Records which files the program changes, and after how many steps.
 
-    from_step: how many steps the training run had made before this attempt.
+    from_step: how many steps were complete before this attempt.
     earlier: the saves of earlier attempts.
     """
 
@@ -238,7 +238,7 @@ class SaveWatch:
         self.by_steps: dict[int, Save] = {}
 
     def done(self) -> int:
-        """Return how many steps the training run has made."""
+        """Return how many steps the training run has completed."""
         return self.from_step + self.attempt.steps()
 
     def look(self) -> bool:
@@ -275,7 +275,7 @@ class SaveWatch:
 
 
 def states(saves: Sequence[Save], largest: int) -> list[Save]:
-    """Return the saves of a complete training state: not a table of losses, and not only the best weights.
+    """Return the saves of a complete training state. Smaller saves, such as a table of losses, are omitted.
 
     largest: the size of the largest file of all saves.
     """
@@ -283,7 +283,7 @@ def states(saves: Sequence[Save], largest: int) -> list[Save]:
 
 
 def kinds(names: Iterable[str]) -> set[str]:
-    """Return the names with '#' for each number."""
+    """Return the names with each number replaced by '#'."""
     return {re.sub(r"\d+", "#", name) for name in names}
 
 

@@ -10,9 +10,9 @@ from hpcinit.drill.attempt import Record, Save
 from hpcinit.drill.progress_lines import Point, last_digit
 from hpcinit.records.drill_records import COPY, Step
 
-EQUAL = 1e-6  # largest relative difference of sums that count as equal
-AFTER_STEPS = 2  # with equal weights at more steps than this, a resume is exact
-SAME_LOSSES, FINE = 8, 1e-3  # a minimum of different losses, and of their digits relative to the largest loss
+EQUAL = 1e-6  # sums with at most this relative difference count as equal
+AFTER_STEPS = 2  # a resume is exact if the weights are equal at more steps than this
+SAME_LOSSES, FINE = 8, 1e-3  # losses are fine if there are this many different ones, and their last digit is this small
 TIMES_NOISE = 4.0  # tolerance of losses, as a multiple of the largest difference between two undisturbed runs
 
 
@@ -49,7 +49,7 @@ class Undisturbed:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that made steps."""
+        """Return the number of ranks that ran training steps."""
         return max(1, len(self.first.steps))
 
     @property
@@ -71,7 +71,7 @@ class Resumed:
     """An attempt compared with the undisturbed run.
 
     from_step: the number of steps in the loaded checkpoint, or None if it is unknown.
-    by_weights: the same number, but found only from the weights.
+    by_weights: the step whose weights were loaded, or None if it is unknown.
     differs: the first step whose loss or weights differ, or None if all are equal.
     largest: the largest difference between two losses of the same step.
     compared: whether there was anything to compare.
@@ -85,7 +85,7 @@ class Resumed:
 
     @property
     def state_step(self) -> int | None:
-        """Return the number of steps in the loaded weights. If it is unknown, return `from_step`."""
+        """Return the step whose weights were loaded, or `from_step` if it is unknown."""
         return self.from_step if self.by_weights is None else self.by_weights
 
 
@@ -102,8 +102,8 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
         and reported is not None
         and (
             abs(weighed - reported) == 1  # a progress bar may be printed before or after it counts the step
-            or 0 < reported < weighed  # the program counts batches of an epoch from its start
-            or (reported == 0 and not _repeats(alone.first, record, weighed))  # it rarely prints a line
+            or 0 < reported < weighed  # the program counts batches from the start of the epoch
+            or (reported == 0 and not _repeats(alone.first, record, weighed))  # the program rarely prints a line
         )
     ):
         from_step = weighed
@@ -139,10 +139,9 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
 
 
 def _all_losses_equal(known: Mapping[int, float], own: Mapping[int, float]) -> bool:
-    """Return whether enough losses of a resumed attempt can be compared, and all of them are exactly equal.
+    """Return whether a resumed attempt has enough losses to compare, and all of them are exactly equal.
 
-    If weights or inputs differ then, they do not matter: in federated learning, a client that is not selected gets the
-    server's weights before its next step.
+    Then different weights or inputs do not matter, as in federated learning.
 
     known: the losses of the undisturbed run.
     """
@@ -151,9 +150,9 @@ def _all_losses_equal(known: Mapping[int, float], own: Mapping[int, float]) -> b
 
 
 def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
-    """Return whether a resumed step read other inputs than step `number` of the undisturbed runs.
+    """Return whether a resumed step read different inputs than step `number` of the undisturbed run.
 
-    Return False if the two undisturbed runs read different inputs in this step.
+    Return False if the two undisturbed runs also differ.
     """
     one, other = at(alone.first, rank, number), at(alone.second, rank, number)
     return bool(one and other and step.batch and one.batch == other.batch != step.batch)
@@ -162,12 +161,12 @@ def reads_other(alone: Undisturbed, rank: int, number: int, step: Step) -> bool:
 def other_variables(
     alone: Undisturbed, rank: int, number: int, steps: Sequence[Step]
 ) -> dict[str, tuple[float, float]]:
-    """Return the program's variables that a resume did not restore, each with its value and the right one.
+    """Return the program's variables that a resume did not restore, each with its wrong and its right value.
 
-    A variable counts if both undisturbed runs agree about it, and if it is wrong in two steps. A program may set it
-    late.
+    Variables that differ between the undisturbed runs are skipped. A variable must be wrong in two steps, because a
+    program may set it late.
 
-    steps: two resumed steps, to be compared with the steps `number` and `number` + 1.
+    steps: the resumed steps, starting with step `number`.
     """
     found = []
     for step, own in enumerate(steps[:2], number):
@@ -187,15 +186,15 @@ def other_variables(
 
 
 def other_copies(alone: Undisturbed, rank: int, number: int, steps: Sequence[Step]) -> list[str]:
-    """Return the names of copies of the weights, such as an EMA, that differ although the weights do not.
+    """Return the names of copies of the weights, such as an EMA, that are wrong although the weights are right.
 
-    number, steps: as in other_variables(). The weights of the second step may differ, because of the copies.
+    steps: the resumed steps, starting with step `number`.
     """
     known = at(alone.first, rank, number)
     if not known or not steps or not close(steps[0].weights, known.weights, 1e-4):
         return []
     found = other_variables(alone, rank, number, steps)
-    # A program may keep its best weights in a file, and read that only at its end.
+    # A program may keep its best weights in a file, and read this file only at its end.
     return [name.removeprefix(COPY) for name in found if name.startswith(COPY) and "best" not in name]
 
 
@@ -221,10 +220,9 @@ def values(record: Record, name: str) -> Mapping[int, float]:
 
 
 def _from_step(first: Record, record: Record) -> int | None:
-    """Return the number of steps in the loaded checkpoint, judged by the first step that the attempt reported.
+    """Return how many steps the loaded checkpoint contains, or None if that is unknown.
 
-    first: the results of the undisturbed run.
-    record: the results of the resumed attempt.
+    The result follows from the first step that the attempt reported.
     """
     for point in record.points:
         same = next((number for number, one in enumerate(first.points) if one.step == point.step), None)
@@ -233,12 +231,12 @@ def _from_step(first: Record, record: Record) -> int | None:
         if not (record.steps and first.steps):
             return same
         from_step = before(first, first.points[same]) - before(record, point)
-        return from_step if from_step >= 0 else None  # a number that counts something else than steps
+        return from_step if from_step >= 0 else None  # a negative number counts something other than steps
     return None
 
 
 def before(record: Record, point: Point) -> int:
-    """Return how many steps the rank that reported `point` had made by then."""
+    """Return how many steps were complete when the program reported `point`."""
     if not record.steps:
         return next(number for number, one in enumerate(record.points) if one is point)
     steps = record.steps[min(record.reporter, len(record.steps) - 1)]
@@ -246,7 +244,7 @@ def before(record: Record, point: Point) -> int:
 
 
 def _repeats(first: Record, record: Record, from_step: int) -> bool:
-    """Return whether an attempt reports a step that the undisturbed run reported before `from_step`."""
+    """Return whether the first step that an attempt reports is earlier than `from_step`."""
     known = {point.step: point for point in first.points}
     return any(before(first, known[point.step]) < from_step for point in record.points[:1] if point.step in known)
 
@@ -269,6 +267,6 @@ def _by_weights(alone: Undisturbed, record: Record) -> int | None:
         return None
     steps = alone.first.steps[0]
     equal = [number for number, step in enumerate(steps) if close(step.weights, own.weights, 1e-9)]
-    if len(equal) > 1:  # the first steps of a warm-up, with lr 0
+    if len(equal) > 1:  # a warm-up starts with lr 0, so its first steps have equal weights
         equal = [n for n in equal if steps[n].states == own.states and close(steps[n].state_sum, own.state_sum, 1e-9)]
     return equal[0] if len(equal) == 1 else None

@@ -36,13 +36,14 @@ def parser() -> argparse.ArgumentParser:
         prog="hpcinit drill",
         usage="hpcinit drill [options] [key=value ...] -- train.py [arguments]",
         description="Start, interrupt and restart the program on this machine, in a copy of the current folder, and "
-        "compare its losses with those of an undisturbed run. Exit status 1: it does not resume correctly.",
+        "compare its losses with those of an undisturbed run. The exit status is 1 if the program does not resume "
+        "correctly.",
         epilog="drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)' recognizes steps in the program's output that the "
         "known formats do not match. Other keys are those of hpcinit submit.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="end each run after N steps; default: the program's own end"
+        "--steps", type=int, metavar="N", help="end each run after N steps; default: when the program ends"
     )
     parser.add_argument(
         "--grace",
@@ -68,13 +69,15 @@ def main(argv: Sequence[str]) -> int:
     if not program:
         raise RequestError("no program, expected one after --: hpcinit drill -- train.py")
     if options.steps is not None and options.steps < 3:
-        raise RequestError(f"--steps {options.steps}: expected at least 3, so that something can be repeated")
+        raise RequestError(
+            f"--steps is {options.steps}, expected at least 3: a drill stops the program halfway and repeats steps"
+        )
     reader = None
     for word in [word for word in keys if word.startswith(PATTERN)]:
         reader = progress_lines.reader_of(word.removeprefix(PATTERN))
         keys.remove(word)
     if wrong := [word for word in keys if word.partition("=")[0] in OWN_KEYS and word != "cluster=local"]:
-        raise RequestError(f"{wrong[0]}: a drill sets this key itself; it runs on this machine, with cluster=local")
+        raise RequestError(f"remove {wrong[0]}: a drill sets this key itself, and always uses cluster=local")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C, so nothing is left behind
     place = Place(_folder_of(program), options.without)
     try:
@@ -96,14 +99,14 @@ def _folder_of(program: Sequence[str]) -> Path:
     here, script = Path.cwd(), Path(program[0])
     if script.suffix == ".py" and script.is_absolute() and not script.is_relative_to(here):
         raise RequestError(
-            f"{script} is not in the current folder, which a drill copies: cd {script.parent} and type "
-            f"hpcinit drill -- {script.name}"
+            f"{script} is not in the current folder, but a drill copies only that folder. Type: cd {script.parent}, "
+            f"then hpcinit drill -- {script.name}"
         )
     return here
 
 
 def _submitted(place: Place, keys: Sequence[str], program: Sequence[str]) -> Attempt:
-    """Submit the program with all checks of a submission. Raise RequestError with the problems that they find."""
+    """Submit the program, with all checks of a submission. Raise RequestError if a check finds a problem."""
     folder = place.next_attempt()
     own = ["cluster=local", f"runs_dir={place.now / 'runs'}", "again=true"]
     here = Path.cwd()
@@ -149,7 +152,10 @@ def _run(drill: Drill, attempt: Attempt, as_json: bool) -> int:
     parts: list[Part] = []
     if not as_json and not alone.deterministic:
         line.end()
-        print(f"the program is not deterministic: losses count as equal within {alone.tolerance:.3g}", flush=True)
+        print(
+            f"the program is not deterministic: losses that differ by at most {alone.tolerance:.3g} count as equal",
+            flush=True,
+        )
     line.show("faults")
     shown: set[str] = set()
     for part in drill.parts(alone, plan, frozen):
@@ -195,7 +201,7 @@ def _part_lines(part: Part, shown: set[str]) -> list[str]:
 def _not_compared(alone: Undisturbed, place: Place) -> list[str]:
     found = []
     if not any(step.batch for steps in alone.first.steps for step in steps):
-        found.append("the data order: the program does not use torch, so its inputs were not seen")
+        found.append("the data order: the drill saw no input of a torch.nn.Module")
     if not losses(alone.first):
         found.append(
             "losses: none were recognized in the output, so the weights were compared; to compare losses, set "
@@ -225,7 +231,7 @@ def _document(alone: Undisturbed, parts: Sequence[Part], unchecked: Sequence[str
 
 
 def _findings(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return each cause once, with the names of the parts that show it."""
+    """Return each cause once, with the names of the parts in which it was found."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for one in part.findings:

@@ -1,4 +1,4 @@
-"""Simulates faults: does to an attempt of the drill what a cluster may do to a job."""
+"""Simulates the faults of a cluster in the attempts of a drill."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PREEMPTED, RANK_KILLED, ALL_KILLED = "preempted", "rank killed", "all ranks kill
 TIME_LIMIT, WHILE_SAVING, FULL_DISK = "time limit", "killed while it saved", "full disk"
 FEWER_RANKS = "fewer ranks"
 SLICE_S = 0.001  # how long the ranks run between two checks of the files during a save
-MOST_TORN, MOST_STATES = 2, 4  # from at most this many unfinished saves the program is restarted
-MOST_COPIES = 20  # of the files during a save
+MOST_TORN, MOST_STATES = 2, 4  # most restarts from saves with a torn file, and from all unfinished saves
+MOST_COPIES = 20  # how often the files are copied during a save
 LEAST_TORN = 1024  # bytes; a smaller file is written in one piece
 AFTER_FAILURE_S = 30.0  # how long the other ranks may take to end
 
@@ -32,16 +32,16 @@ AFTER_FAILURE_S = 30.0  # how long the other ranks may take to end
 class Interruption:
     """An attempt that a fault ended.
 
-    at: how many steps the training run had made before the fault.
-    done: how many steps it had made at the end of the attempt.
+    at: how many steps were complete at the time of the fault.
+    done: how many steps were complete at the end of the attempt.
     record: the results of the attempt.
     saves: the complete saves, including a save after the signal.
     signal: how rank 0 handles SIGTERM, or '' if the fault sends no SIGTERM.
     ran_on: whether the job was still running at the end of the grace time.
     after_s: seconds from the fault to the last step.
-    state: a copy of the folders from which to restart, or None for the present folders.
-    unfinished: the sizes of the files of the interrupted save.
-    expected: the sizes of these files when the save is complete.
+    state: a copy of the folders for the restart. None: use the folders as they are.
+    unfinished: the files of the interrupted save, with their sizes.
+    expected: the files of the complete save, with their sizes.
     """
 
     fault: str
@@ -65,7 +65,7 @@ class Faults:
         self.grace_s, self.limit_s = grace_s, limit_s
 
     def cut(self, fault: str, at: int, watch: SaveWatch) -> Interruption:
-        """Wait until the training run has made `at` steps, then simulate the fault called `fault`.
+        """Wait until the training run has completed `at` steps, then simulate the fault called `fault`.
 
         watch: the attempt and its saves.
         """
@@ -91,7 +91,7 @@ class Faults:
     def full_disk(self, save: Save, at_bytes: int, watch: SaveWatch) -> Interruption:
         """Simulate a full disk from just before a save until two steps after it.
 
-        save: the same save in the undisturbed run.
+        save: the save, as recorded in the undisturbed run.
         at_bytes: the size beyond which a file can't grow.
         watch: the attempt and its saves.
         """
@@ -112,19 +112,19 @@ class Faults:
         )
 
     def _reach(self, steps: int, watch: SaveWatch) -> bool:
-        """Wait until the training run has made `steps` steps. Return whether the program is still running."""
+        """Wait until the training run has completed `steps` steps. Return whether the program is still running."""
         deadline = time.monotonic() + self.limit_s
         watch.attempt.wait(lambda: watch.look() or watch.done() >= steps, deadline)
         return watch.attempt.running()
 
 
 class Frozen:
-    """Copies the files of an undisturbed attempt, as a kill of all processes would leave them.
+    """Copies the files of an undisturbed attempt. A copy contains what a kill at this moment would leave.
 
-    The ranks are stopped while the files are copied.
+    The ranks are stopped during a copy.
 
-    at: after how many steps to make the first copy.
-    cut: the saves to copy while they are unfinished. The copies stop after the first save that was seen unfinished.
+    at: make the first copy after this many steps.
+    cut: saves to copy while they are incomplete, until this has worked for one of them.
     """
 
     def __init__(self, attempt: Attempt, at: int, cut: Sequence[Save]) -> None:
@@ -149,10 +149,10 @@ class Frozen:
             self._save(self.cut.pop(0), watch)
 
     def _save(self, save: Save, watch: SaveWatch) -> None:
-        """Copy the unfinished states of a save.
+        """Copy the files several times during a save.
 
-        Before a rank opens or renames a file, it waits for a copy. Other programs announce nothing, so the ranks also
-        run for only a millisecond at a time until the save is complete.
+        A Python rank waits for a copy before it opens or renames a file. Programs in other languages do not wait, so
+        the ranks run for only a millisecond at a time until the save is complete.
         """
         earlier, states = watch.saves(), list[State]()
         known: set[object] = set()
@@ -166,9 +166,9 @@ class Frozen:
             complete = all(name in changed and changed[name].size == size for name, size in save.files.items())
             for one in announced or [{}]:
                 name = os.path.relpath(str(one["path"]), place.now) if one else ""
-                if name.startswith(".."):  # the program could have written this line
+                if name.startswith(".."):  # outside of the folders: the program may have written this line
                     continue
-                # Of files with other names, such as temporary files, only the presence counts.
+                # For other files, such as temporary files, only compare whether they exist.
                 key = (name, *sorted((name, seen.size == save.files.get(name)) for name, seen in changed.items()))
                 useful = changed or one.get("torn")
                 if key not in known and useful and not complete and not place.is_own(name) and len(known) < MOST_COPIES:
@@ -203,8 +203,8 @@ class Frozen:
 class State:
     """A copy of the files in the middle of a save.
 
-    sizes: the sizes of the files that had changed.
-    opened: the file that a rank was about to write from its start, or ''.
+    sizes: the files that had changed, with their sizes.
+    opened: the file that a rank was about to write, or ''.
     """
 
     path: Path
@@ -212,7 +212,10 @@ class State:
     opened: str
 
     def tear(self, whole: Path) -> None:
-        """Write the first half of the opened file, as a kill during the write leaves it. whole: the complete file."""
+        """Write only the first half of the opened file, as if a kill had interrupted the write.
+
+        whole: a complete version of the file.
+        """
         target, size = self.path / self.opened, file_size(whole) // 2
         target.parent.mkdir(parents=True, exist_ok=True)
         with whole.open("rb") as file:
@@ -223,8 +226,8 @@ class State:
 def _chosen(states: Sequence[State], save: Save, now: Path) -> list[State]:
     """Return at most MOST_STATES states to restart from.
 
-    In two of them, one large file is torn: it has only its first half. Files with their final names are torn before
-    temporary files. The other two are the first and the last state.
+    At most MOST_TORN of them have a large file that was cut in half, as by a kill. The others are the first and the
+    last of the remaining states.
 
     now: the folder as it is after the save.
     """

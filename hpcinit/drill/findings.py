@@ -1,7 +1,7 @@
 """Finds what is wrong with a resume, and its probable cause.
 
-There is a finding if losses or weights differ, or if the attempt starts at a wrong step. What the ranks recorded at the
-first step after the resume (learning rates, optimizer state, inputs, random states) only determines the cause.
+There is a finding if losses or weights differ, or if the attempt starts at a wrong step. The other values that the
+ranks recorded (learning rates, optimizer state, inputs, random states) show the cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpcinit.drill.faults import Interruption
 from hpcinit.records import drill_records
 from hpcinit.records.drill_records import Step
 
-LEAST_S = 0.25  # a program that continues to its own end for at least this long ignores the signal
+LEAST_S = 0.25  # a program that runs for at least this long after SIGTERM, and then ends normally, ignores the signal
 SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this many bytes
 MOST_NAMES, MOST_VARIABLES = 3, 2
 POINTER = re.compile(r"(?i)latest|last|newest|current|resume|pointer")  # the name of a file that names a checkpoint
@@ -51,7 +51,7 @@ IGNORES_SIGNAL, SHARDED, NODE_LOCAL = "ignores_signal", "sharded_rank_0_only", "
 CRASH, UNKNOWN, SAVES_NOTHING = "resume_fails", "unknown", "saves_nothing"
 
 ADVICE = {
-    LOADS_NOTHING: "look for the checkpoint in the folder to which the program saves it, before the first step",
+    LOADS_NOTHING: "before the first step, look for the checkpoint in the folder to which the program saves it",
     WRONG_FILE: "load the newest complete checkpoint: compare step numbers as numbers, not as text",
     WEIGHTS: "load the model's state_dict() into the model that is trained, after it was created",
     OPTIMIZER: "save optimizer.state_dict(), and load it after the model",
@@ -67,14 +67,14 @@ ADVICE = {
     SHARDED: "let each rank save its own part of a sharded state, or use torch.distributed.checkpoint",
     NODE_LOCAL: "save to a folder that all nodes share; the next attempt runs on other nodes",
     CRASH: "start the program in the folder of an interrupted run to see the whole error",
-    UNKNOWN: "report the learning rate and the data with run.progress(step, total, loss=..., lr=...) to learn more",
+    UNKNOWN: "to find the cause, report more values with run.progress(step, total, loss=..., lr=...)",
     SAVES_NOTHING: "save a checkpoint every few minutes",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that the drill found. cause: one of the constants above. text: a description of what was observed."""
+    """A problem that the drill found. cause: a key of ADVICE. text: a description of what the drill observed."""
 
     cause: str
     text: str
@@ -88,7 +88,7 @@ class Finding:
 def interruption_findings(alone: Undisturbed, cut: Interruption, stops: bool = False) -> Iterator[Finding]:
     """Yield a finding if the interrupted attempt ignored SIGTERM.
 
-    stops: whether the program stopped after an earlier SIGTERM. It may now finish its last epoch first.
+    stops: whether the program has obeyed an earlier SIGTERM. Then this attempt may just be in its last epoch.
     """
     if cut.signal in ("caught", "ignored"):
         after = cut.done - cut.at
@@ -200,14 +200,14 @@ def _start_findings(alone: Undisturbed, cut: Interruption, record: Record, found
     read = [name for name in record.read if any(name in save.files for save in cut.saves)]
     weights = found.by_weights
     if found.from_step == 0 and weights:
-        if weights >= _epoch_length(alone):  # otherwise it may read the first epoch again
+        if weights >= _epoch_length(alone):  # otherwise, the program may read the first epoch again
             yield Finding(
                 EPOCH, f"the weights are those after step {weights}, but the program counts from the start again"
             )
     elif found.from_step == 0:
         seen = f"it read {_names(read)}, but" if read else "the program loaded nothing:"
         left = _names(list(latest.files))
-        yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {latest.steps} was there")
+        yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {latest.steps} existed")
     elif weights == 0:
         yield Finding(WEIGHTS, f"the program counts from step {found.from_step}, but its weights are new")
     else:
@@ -268,8 +268,8 @@ def _state_findings(alone: Undisturbed, record: Record, found: Resumed) -> Itera
     ):  # otherwise the program numbers its steps differently
         causes += _reported_rate_findings(alone, record)
     causes = causes or _average_findings(alone, record.steps, from_step)
-    # The inputs of a GAN's second model depend on the weights of the first, and so on its optimizer. Those of a loss
-    # depend on the averaged weights of a teacher.
+    # Inputs may depend on other state. In a GAN, the first model's optimizer changes the second model's inputs. A loss
+    # may get inputs from a teacher with averaged weights.
     causes += [
         one
         for one in _data_findings(alone, record, both, from_step, found)
@@ -300,10 +300,7 @@ def _state_findings(alone: Undisturbed, record: Record, found: Resumed) -> Itera
 
 
 def _one_rank_saved(alone: Undisturbed) -> bool:
-    """Return whether rank 0 might have saved only its own part of a sharded model.
-
-    Assume so if the ranks' weights differ.
-    """
+    """Return whether the ranks' weights differ, so that rank 0 might have saved only its part of the model."""
     first = [steps[0].weights for steps in alone.first.steps if steps]
     return len(first) > 1 and not all(close(one, first[0]) for one in first)
 
@@ -332,7 +329,7 @@ def _optimizer_findings(
 
 
 def _average_findings(alone: Undisturbed, resumed: Sequence[Sequence[Step]], from_step: int) -> list[Finding]:
-    """Return a finding about averaged weights that differ at a step with equal weights.
+    """Return a finding if averaged weights, such as an EMA, are wrong although the weights are right.
 
     resumed: the steps of each rank from `from_step` on.
     """
@@ -350,7 +347,7 @@ def _average_findings(alone: Undisturbed, resumed: Sequence[Sequence[Step]], fro
 
 
 def _reported_rate_findings(alone: Undisturbed, record: Record) -> list[Finding]:
-    """Return a finding if a rate that the program reports differs from the undisturbed run's at that step."""
+    """Return a finding if the program reports a wrong learning rate."""
     own, expected = values(record, "lr"), values(alone.first, "lr")
     step = next((step for step in own if step in expected and not close(own[step], expected[step], 1e-3)), None)
     if step is None:
@@ -379,7 +376,7 @@ def _data_findings(
     own_epochs, epochs = values(record, "epoch"), values(alone.first, "epoch")
     shared = next((step for step in own_epochs if step in epochs), None)
     differs = shared if shared is not None and own_epochs[shared] != epochs[shared] else None
-    # A smaller difference is the position in the epoch, which Transformers reports: epoch 1.25.
+    # A difference below 1 is the position in the epoch: Transformers reports, for example, epoch 1.25.
     other = differs if differs is not None and abs(own_epochs[differs] - epochs[differs]) >= 1 else None
     longer = record.status in (0, None) and record.done + from_step > alone.first.done
     length = _epoch_length(alone)
@@ -433,7 +430,7 @@ def _data_findings(
 
 
 def _too_long(steps: Sequence[Step], from_step: int, length: int) -> str:
-    """Return a message if the attempt resumed inside an epoch and then read more steps than were left of it, else ''.
+    """Return a message if the attempt resumed inside an epoch and then read more batches than were left, else ''.
 
     length: the number of steps per epoch, or 0 if it is unknown.
     """
@@ -451,9 +448,9 @@ def _starts_with_other_data(alone: Undisturbed, both: Sequence[tuple[Step, Step]
 
 
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list[str]:
-    """Return the names of the random generators whose state differs from that of the undisturbed runs.
+    """Return the names of the random generators whose state is wrong.
 
-    Compare only seeded generators that training uses. Both undisturbed runs change these in the same way.
+    Generators that are not seeded, or not used by the training, are skipped.
 
     own: what the rank recorded at its first step.
     number: the same step in the undisturbed runs.
@@ -467,10 +464,11 @@ def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list
 
 
 def _restarted(alone: Undisturbed, rank: int, start: Step, from_step: int, own: Step, earlier: int) -> bool:
-    """Return whether the random states that decide the data order are those of an earlier step.
+    """Return whether the random generators that decide the data order went back to an earlier step.
 
     start: what the rank recorded at its first step after the resume.
-    own: what it recorded at the step with the wrong batch, which the undisturbed run read at the step `earlier`.
+    own: what the rank recorded at the step with wrong data.
+    earlier: the step at which the undisturbed run read these data.
     """
     lost, known = _other_random(alone, rank, start, from_step), at(alone.first, rank, earlier)
     if drill_records.LOADER in own.rng and drill_records.SHUFFLE not in own.rng:
@@ -481,7 +479,7 @@ def _restarted(alone: Undisturbed, rank: int, start: Step, from_step: int, own: 
 
 
 def _seeded_by_epoch(alone: Undisturbed, rank: int, names: Sequence[str], number: int) -> bool:
-    """Return whether the program created one of these generators during training, for example with a seed per epoch.
+    """Return whether the program creates one of these generators again during training, for example in each epoch.
 
     names: the generators whose state differs, from _other_random().
     number: a step of the undisturbed run.
@@ -492,9 +490,9 @@ def _seeded_by_epoch(alone: Undisturbed, rank: int, names: Sequence[str], number
 
 
 def _epoch_length(alone: Undisturbed) -> int:
-    """Return the number of steps per epoch, as the program reports its epochs, or else as it reads its data.
+    """Return the number of steps per epoch, or 0 if it is unknown or varies.
 
-    Return 0 if it is unknown or not the same in all epochs.
+    The epochs are those that the program reports, or else its passes over the data.
     """
     reported: dict[float, int] = {}  # the number of steps before the first line of each epoch
     for point in alone.first.points:
@@ -527,11 +525,9 @@ def _unfinished_save_finding(cut: Interruption, seen: Finding) -> Finding:
 
 
 def _refers(path: Path, missing: Sequence[str]) -> bool:
-    """Return whether a text file refers to a missing file.
+    """Return whether a text file contains the name of a missing file, or of its folder.
 
-    It does if it contains the name of the file or its folder, or if it is a pointer to a number in such a name.
-
-    missing: the names of the files.
+    In a pointer file such as latest.json, a number in that name is enough.
     """
     try:
         text = str(path.readlink()) if path.is_symlink() else path.read_text().strip()

@@ -20,19 +20,20 @@ from hpcinit.drill.place import Place
 from hpcinit.drill.progress_lines import Reader
 
 FIRST_STEP_S = 600.0
-AFTER_STATE = 10  # steps after a restart from an unfinished save
+AFTER_STATE = 10  # how many steps an attempt makes that restarts from an unfinished save
 START_S = 2.0  # how long the local engine takes to start the program
-LEAST_FILE, BYTES_OF_STEP = 4096, 600  # a full disk must stop a checkpoint, but not the log
+# Limits of file sizes for a full disk: it must stop a checkpoint, but not the log.
+LEAST_FILE, BYTES_OF_STEP = 4096, 600
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps after which each fault happens.
+    """When each fault happens.
 
-    at: for each fault that signals or kills ranks, the number of steps.
-    killed: the number of steps after which all ranks are killed.
-    cut: the saves to interrupt.
-    disk: the save during which the disk is full, and the size in bytes beyond which a file can't grow; or None.
+    at: for each fault that signals or kills ranks, how many steps are complete before it.
+    killed: after how many steps all ranks are killed.
+    cut: the saves that a kill interrupts.
+    disk: the save during which the disk is full, and the largest size of a file in bytes; or None.
     unchecked: what the drill does not check.
     """
 
@@ -114,28 +115,28 @@ class Drill:
             self.saves = states(found, self.largest)
         if refused := [str(one["path"]) for one in record.outside if one["refused"]]:
             raise RequestError(
-                f"the program writes to {', '.join(refused[:3])}, outside of its working folder, expected all files "
-                "in it: a drill must not change your files; pass the program a relative folder, or $HPCINIT_RUN"
+                f"the program writes to {', '.join(refused[:3])}, outside of its working folder. A drill blocks this "
+                "to protect your files: let the program write to a relative path, or to $HPCINIT_RUN"
             )
         if record.status:
             last = (
                 record.error
                 or (attempt.log() or attempt.job_log()).decode(errors="replace").strip().rpartition("\n")[2]
             )
-            raise Failure(f"the program failed in the undisturbed run, with exit status {record.status}: {last}")
+            raise Failure(f"the program failed in a run without faults, with exit status {record.status}: {last}")
         loaded = [name for name in record.read if name in self.place.given and not name.endswith(".py")]
         if record.done == 0:
             seen = f" after the program read {loaded[-1]}" if loaded else ""
             raise RequestError(
-                f"no step was recognized{seen}, expected an optimizer of torch, run.progress(step, total, loss=...), "
-                "or lines such as 'step 3 loss 2.31': give the pattern of your lines, "
-                "drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)'"
+                f"hpcinit found no training step{seen}. It recognizes torch optimizers, run.progress(step, total, "
+                "loss=...), and lines such as 'step 3 loss 2.31'. If your lines differ, add a pattern for them, such "
+                "as drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)'"
             )
         # Adagrad has a state before its first step.
         if record.steps and record.steps[0] and record.steps[0][0].states and loaded:
             raise RequestError(
-                "the program resumed at its first start, from a checkpoint in the current folder, expected a new "
-                "training run: omit that folder with --without FOLDER"
+                "the program resumed from a checkpoint in the current folder, but a drill must start a new training "
+                "run: exclude the checkpoints with --without FOLDER"
             )
         return record
 
@@ -168,13 +169,15 @@ class Drill:
             at[faults.RANK_KILLED] = _between(saves, total, 0.5)
         cut = [save for save in saves if save.steps > (saves[0].steps if len(saves) > 1 else 0)][:2]
         if not cut:
-            unchecked.append("a kill during a save, a full disk: the program saved nothing before its end")
+            unchecked.append(
+                "a kill during a save, and a full disk: the drill saw no save before the end of the program"
+            )
         killed = _all_killed(saves, total)
         disk = next(((save, max(save.files.values()) // 2) for save in self.saves if save.steps > killed + 1), None)
         if disk and disk[1] < LEAST_FILE + BYTES_OF_STEP * total:
             disk = None
         if cut and not disk:
-            unchecked.append("a full disk: the checkpoints are not larger than the log, or no later one exists")
+            unchecked.append("a full disk: after the kill of all ranks, no save was large enough for this check")
         return Plan(dict(sorted(at.items(), key=lambda item: item[1])), killed, cut, disk, unchecked)
 
     def estimate_s(self, first: Record, plan: Plan) -> float:
@@ -184,7 +187,7 @@ class Drill:
         return starts * (first.begin_s + START_S) + 4 * step_s * first.done
 
     def parts(self, alone: Undisturbed, plan: Plan, frozen: Frozen) -> Iterator[Part]:
-        """Simulate each fault and yield its result.
+        """Simulate each fault, restart the program, and yield the result.
 
         Stop at the first resume that fails, because later resumes would fail in the same way. Each attempt that resumes
         after a fault ends with the next fault.
@@ -211,9 +214,9 @@ class Drill:
             yield self._part(alone, [cut], [self._ended(self._with_fewer_ranks(cut, self.fewer), AFTER_STATE)])
 
     def _with_fewer_ranks(self, cut: Interruption, submit: Callable[[], Attempt]) -> SaveWatch:
-        """Submit the program with fewer ranks, in the folders as the kill of all ranks left them.
+        """Submit the program with fewer ranks. It resumes from the files that remained when all ranks were killed.
 
-        cut: the kill of all ranks.
+        cut: the killed attempt.
         submit: submits the program.
         """
         self.place.remove_outside()
@@ -234,9 +237,9 @@ class Drill:
             yield self._part(alone, [disk], [self._ended(self._next(disk), AFTER_STATE)])
 
     def _whole(self, cut: Interruption) -> Interruption:
-        """Return `cut` with complete saves only: those that are as large as in the undisturbed run.
+        """Return `cut` without the incomplete saves, and without saves that contain only a part of the training state.
 
-        Saves of less than a training state, such as weights only, are omitted too.
+        A save is incomplete if it is smaller than in the undisturbed run.
         """
         files = {save.steps: save.files for save in self.saves}
         known = kinds(name for save in self.saves for name in save.files)
@@ -311,7 +314,7 @@ def _text(cut: Interruption, found: Resumed) -> str:
     if found.from_step < done:
         parts.append(f"{counted(done - found.from_step, 'step')} repeated")
     elif found.from_step > done and not (found.compared and found.differs is None):
-        # With equal results no step was skipped: the last step before the end was not seen.
+        # With equal results, no step was skipped. The drill only missed the last step before the end.
         parts.append(f"{counted(found.from_step - done, 'step')} skipped")
     if found.compared:
         what = "losses" if comparison.losses(cut.record) else "weights"

@@ -5,9 +5,9 @@
     ROOT/before             copies of both, made before the first start.
     ROOT/attempt-3          the reports of one attempt's ranks, and the attempt's TMPDIR.
 
-The drill finds which files an attempt has read from their access times. This works for any program in any language.
-Most file systems update an access time only if it is not later than the file's last change (relatime). So the drill
-sets all access times to 1970 before each start. A later access time means that the file was read.
+The access times of files show which files an attempt has read, for a program in any language. Most file systems update
+an access time only if it is not later than the file's last change (relatime). So the drill sets all access times to
+1970 before each start. A later access time means that the file was read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcinit.records import drill_records, run_folder
 
 MOST_GB = 2.0  # the largest size of the user's folder, which is copied
 OMITTED = {"runs", "__pycache__", "node_modules", "venv"}  # and hidden folders
-# What hpcinit writes into a run folder. All other files are the program's.
+# Folders and files that hpcinit writes into a run folder. All other files are from the program.
 OWN_FOLDERS = {"logs", "timeline", "errors", "hang", "flight", "nccl", "unusable", "heartbeats"}
 OWN_FILES = {value for name, value in vars(run_folder).items() if name.isupper() and isinstance(value, str)} | {
     "local.json"
@@ -54,8 +54,8 @@ class Place:
         size = sum(path.lstat().st_size for path in files)
         if size > MOST_GB * 1e9:
             raise RequestError(
-                f"{source} is {size / 1e9:.1f} GB, expected at most {MOST_GB:g} GB, because the drill copies it: "
-                "omit the data with --without NAME, and give the program the absolute path of the data"
+                f"{source} has {size / 1e9:.1f} GB, but a drill copies at most {MOST_GB:g} GB: exclude the data with "
+                "--without NAME, and pass the absolute path of the data to the program"
             )
         self.root = Path(tempfile.mkdtemp(prefix="hpcinit-drill-")).resolve()
         self.now, self.work, self.before = self.root / "now", self.root / "now/work", self.root / "before"
@@ -157,9 +157,9 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _touch(paths: Iterable[tuple[Path, Path]], atime_ns: int | None = None) -> None:
-    """Copy the times of files to other files. Change times cannot be set, so the files get new ones in the same order.
+    """Copy the times of files to other files. Change times cannot be set, so only their order is kept.
 
-    paths: pairs of a file and the file that gets its times.
+    paths: pairs of a file and its copy.
     atime_ns: the access time to set. None: copy it, too.
     """
     found = []

@@ -18,7 +18,7 @@ _STEP = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?|train[_ ]?)?(?:step|iter(?:ation)?|update)s?"
     r"['\"]?\s*[:=#\[]?\s*['\"]?(\d+)\b(?!\.\d)"
 )
-# Only in a line without such a step. "batch=32" may also be the size of the batch.
+# Used only for lines in which _STEP finds nothing, because "batch=32" may also be the size of the batch.
 _OTHER_STEP = re.compile(
     r"(?i)(?<![a-z])(?:it|batch(?:[_ ](?:idx|index))?|episode)['\"]?\s*[:=#\[]?\s*['\"]?(\d+)\b(?!\.\d)"
 )
@@ -40,11 +40,12 @@ _SUMMARY = re.compile(r"'(?:eval_loss|train_runtime)'")
 
 @dataclass(frozen=True)
 class Point:
-    """A step that the program reported.
+    """A training step that the program reported, in a line of its log or with `run.progress()`.
 
-    step: its number, which increases.
-    at: the byte at which its line ends in the log.
-    time: when `run.progress()` was called, in seconds since 1970; 0 for a line of the log.
+    step: the step's number. If the program prints only epochs, it is some increasing number.
+    at: the position in the log, in bytes, at which the step's line ends.
+    values: the printed numbers: 'loss', 'lr' and 'epoch'.
+    time: when `run.progress()` was called, in seconds since 1970, or 0 for a line of the log.
     """
 
     step: int
@@ -139,7 +140,7 @@ def reader_of(pattern: str) -> Reader:
         raise RequestError(f"drill.pattern={pattern!r} is not a regular expression: {error}") from None
     if "step" not in compiled.groupindex:
         raise RequestError(
-            f"drill.pattern={pattern!r} has no group 'step', expected one: "
+            f"drill.pattern={pattern!r} has no group 'step', expected a pattern such as "
             "drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)'"
         )
     return _own(compiled)
@@ -168,7 +169,7 @@ def _lines(data: bytes, start: int) -> Iterator[tuple[str, int]]:
 
 
 def best_reader(data: bytes) -> Reader | None:
-    """Return the reader that finds the most steps in increasing order, or None if no known format fits."""
+    """Return the reader that finds the most steps with increasing numbers, or None if no known format matches."""
 
     def grown(reader: Reader) -> int:
         # Steps that start again in each epoch would make two different steps equal.

@@ -31,7 +31,7 @@ class Engine(ABC):
     jobs, be requeued or be part of an array. Without a queue, a job starts at once.
     other_machines: whether the ranks run on other machines, which share only some file systems with this one.
     uses_slurm: whether Slurm's commands and the options of sbatch and srun apply.
-    script_command: the command that runs a batch script again.
+    script_command: the command with which a user starts the batch script again.
     cancel_command: the command that ends a job, given its id.
     """
 
@@ -56,7 +56,7 @@ class Engine(ABC):
         path: the run folder, which must be complete.
         time_min: the job's time limit in minutes.
         env: the job's environment.
-        sbatch: submits the job's script with submitit's executor, which is in hpcinit.submit.
+        sbatch: a function that submits the job's script to Slurm.
 
         Raise SubmitError if there is no job, and MaybeSubmitted if there may be one.
         """
@@ -88,8 +88,8 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
     link: 'job 2 of a chain of 5', or ''.
     others: other jobs of the chain that are still in the queue.
     start: when the job started, or Slurm's estimate, in this machine's time ('2026-11-21T14:02:00'), or ''.
-    elapsed_s, left_s: seconds since the start and until the time limit, or None if unknown.
-    restart: the number of the job's last attempt, as the job recorded it, or None before the first attempt.
+    elapsed_s, left_s: seconds since the start, and seconds until the time limit, or None if unknown.
+    restart: the number of the last attempt that the job recorded, or None before the first attempt.
     away: whether Slurm's controller did not reply.
     folder_deleted: whether the job is in the queue although its run folder does not exist.
     """
@@ -116,12 +116,12 @@ class State(NamedTuple):  # a frozen dataclass takes five times as long to creat
 
     @property
     def status(self) -> int:
-        """Return the exit status for a program that waits for the job. It is 0 only if the job succeeded."""
+        """Return the exit status of a command that waited for the job. It is 0 only if the job succeeded."""
         return (self.exit_status or 0) if self.name == "COMPLETED" else self.exit_status or 1
 
     @property
     def requeued(self) -> bool:
-        """Return whether the job has ended an attempt and waits for the next one. Its nodes might not be free yet."""
+        """Return whether the job was requeued and waits for its next attempt. Its nodes might not be free yet."""
         waits = self.name == "PENDING" or (self.name == "COMPLETING" and self.reason == "BeginTime")
         return waits and self.restart is not None
 

@@ -31,8 +31,8 @@ from hpcinit.engine.local_step import batch_variables
 from hpcinit.records import run_folder
 from hpcinit.records.spec import load
 
-STATE = "local.json"  # in the run folder: the job's state, which squeue would report on Slurm
-GO = b"go\n"  # on the engine's stdin: the job is recorded, run it
+STATE = "local.json"  # file in the run folder with the state that squeue would report on Slurm
+GO = b"go\n"  # on the engine's stdin, means that the job is recorded and may run
 ENDING = (signal.SIGTERM, signal.SIGINT)
 MODULE = ["-m", "hpcinit.engine.local_job"]  # the part after Python in this process's command line
 KILL_WAIT_S = 5  # between SIGTERM and SIGKILL; Slurm's KillWait is 30
@@ -44,7 +44,7 @@ def start(path: Path, time_min: float, env: Mapping[str, str]) -> tuple[str, Seq
     path: the run folder, which must be complete.
     """
     command = [sys.executable, *MODULE, str(path), str(time_min)]
-    # The engine starts with these signals blocked and unblocks them once its handlers are installed, so none is lost.
+    # The engine starts with these signals blocked. It unblocks them after it has installed handlers, so none is lost.
     before = signals.block(ENDING)
     try:
         with (path / run_folder.JOB_LOG).open("ab") as log:
@@ -195,17 +195,14 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     state = safe_files.json_or_empty(path / STATE)
     if state.get("state") == "RUNNING" and _has_ended(state):
-        state = safe_files.json_or_empty(path / STATE)  # the engine may have ended after the first read
+        state = safe_files.json_or_empty(path / STATE)  # the engine may have written the end after the first read
         if state.get("state") == "RUNNING":
             return {**state, "state": "NODE_FAIL", "exit_status": 128 + signal.SIGKILL}
     return state
 
 
 def elsewhere(path: Path) -> str:
-    """Return the host on which the job of the run might still be running, or ''.
-
-    The result is '' if the job's background process has ended, or if this host or container can see it.
-    """
+    """Return the job's host if the job may still be running there but is not visible from here. Otherwise return ''."""
     state = safe_files.json_or_empty(path / STATE)
     return state["engine"]["host"] if _has_ended(state) is None else ""
 

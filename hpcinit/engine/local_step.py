@@ -110,16 +110,15 @@ def task_variables(job: Mapping[str, str], nodes: int, per_node: int, rank: int,
 class Step(Supervisor):
     """The tasks of one step.
 
-    If a task fails, run() stops the other tasks. It returns the highest exit code of the tasks that it did not stop.
-    srun also counts the stopped tasks, and returns 143 (128 + SIGTERM). In a Slurm job, the batch script therefore
-    looks for the rank that failed.
+    If a task fails, run() stops the other tasks and returns the exit code of the failed one (the highest, if several
+    have failed). srun also counts the stopped tasks, and returns 143 (128 + SIGTERM).
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options
         self.parent = os.getppid()  # the batch script
-        self.failed: dict[int, int] = {}  # exit codes by task, once one has failed
+        self.failed: dict[int, int] = {}  # the exit codes of the tasks that had ended at the first failure
 
     def run(self) -> int:
         self.signals = signals.collected((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))

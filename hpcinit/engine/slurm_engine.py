@@ -29,7 +29,7 @@ class SlurmEngine(Engine):
         return sbatch()
 
     def states(self, records: Sequence[JobRecord], early: QueueQuery | None = None) -> list[State]:
-        wanted: dict[str, list[JobQuery]] = {"": []}  # by cluster: two clusters may give the same job id
+        wanted: dict[str, list[JobQuery]] = {"": []}  # by cluster, because two clusters may use the same job id
         for record in records:
             wanted.setdefault(record.clusters, []).append(_wanted(record))
         answers = {name: _answer(name, queries, early) for name, queries in wanted.items()}
@@ -41,8 +41,8 @@ class SlurmEngine(Engine):
             with slurm_client.on_cluster(job_record.clusters(path)):
                 scancel = " ".join(slurm_client.addressed([self.cancel_command, silent.job_id]))
             raise Failure(
-                f"{path.name} was not canceled: Slurm does not answer ({silent.reason}), so it is unknown whether "
-                f"job {silent.job_id} is still its job; try again when `squeue` answers, or type: {scancel}"
+                f"{path.name} was not canceled: Slurm does not answer ({silent.reason}), so hpcinit cannot check that "
+                f"job {silent.job_id} still belongs to this run. Try again when `squeue` answers, or type: {scancel}"
             )
 
     def cancel(self, jobs: Mapping[Path, Sequence[str]]) -> None:
@@ -82,10 +82,10 @@ def of_slurm(job: Job) -> State:
 
 @dataclass(frozen=True)
 class Known:
-    """All information about one Slurm job.
+    """Information about one Slurm job.
 
     slurm: the state from squeue, sacct or scontrol, or None if Slurm does not know the job.
-    record: the state from exit.json, which is final if the batch script has ended.
+    record: the state from exit.json in the run folder.
     unreachable: why the controller did not reply, or ''.
     cancelled: returns whether `hpcinit cancel` recorded this job in the run folder.
     """
@@ -102,7 +102,7 @@ class Known:
 
     @property
     def outlived(self) -> bool:
-        """Return whether the batch script has ended, although Slurm reports a state that hpcinit does not know."""
+        """Return whether the batch script has ended, but Slurm reports a state that hpcinit does not know."""
         return (
             self.slurm is not None and self.slurm.is_unknown_state and self.slurm.source != "sacct" and self.record.over
         )
@@ -116,10 +116,8 @@ def state_of(known: Known) -> State:
 def _ended(known: Known) -> State | None:
     """Return the job's state if Slurm reports that the job has ended, otherwise None.
 
-    The exit status is from the run folder, because sacct and scontrol may lack it.
-
-    If Slurm reports PREEMPTED for a requeued job, the state is from the run folder too. Slurm 24.11 reports PREEMPTED
-    forever if the job was requeued during the grace time of a preemption, even if a later attempt completes.
+    The exit status is from the run folder, because Slurm's record may lack it. So is the state of a
+    requeued job that Slurm calls PREEMPTED, because Slurm 24.11 may never update this state.
     """
     now, record = known.slurm, known.record
     if now is None or not now.over or not record.over:
@@ -156,10 +154,10 @@ def _recorded(known: Known) -> State | None:
 
 
 def _accounted(known: Known) -> State | None:
-    """Return a state if only sacct knows the job, otherwise None.
+    """Return the state of a job that only sacct knows, otherwise None.
 
-    If the controller did not reply, that is sacct's state, which may be some seconds old. If the controller replied
-    that it does not know the job, sacct is wrong, and the state is UNKNOWN.
+    If the controller replied that it does not know the job, the state is UNKNOWN. If it did not reply, the state is
+    sacct's.
     """
     if known.slurm is None:
         return None
@@ -204,7 +202,7 @@ def _answer(name: str, queries: Sequence[JobQuery], early: queue.QueueQuery | No
     """Return what Slurm replies about the jobs on the cluster `name`.
 
     name: the cluster, or '' for the one in SLURM_CONF.
-    early: a squeue command that already runs for the cluster in SLURM_CONF, or None.
+    early: a running squeue command for the cluster in SLURM_CONF, or None.
     """
     with slurm_client.on_cluster(name):
         return queue.query(queries, None if name else early)
@@ -265,9 +263,9 @@ def _end(record: JobRecord, job_id: str) -> State:
     """
     if not record.attempt:
         never = (
-            "Slurm no longer knows the job, and it never started: was it canceled while it waited? A controller that "
-            "is killed loses the jobs of its last 5 s. Submit it again: hpcinit resubmit "
-            "(cluster.submit_confirm=true checks a second time)"
+            "Slurm no longer knows the job, and the job never started: it was canceled while it waited, or the "
+            "controller was killed within 5 s of the submission and lost it. Submit it again: hpcinit resubmit. "
+            "cluster.submit_confirm=true detects such a loss"
         )
         return State("UNKNOWN", job_id, SLURM, never)
     if record.exit_status is None:
@@ -284,7 +282,7 @@ def _chain(record: JobRecord, answer: SlurmReply) -> State:
     """
     status = job_record.exit_status(record.path)
     stopped = status == 0 and (record.path / run_folder.STOPPED).exists()
-    # No later job of the chain continues if an attempt finished, or failed without a signal.
+    # No later job of the chain continues if an attempt finished the program, or failed without a signal.
     decided = status not in (None, run_folder.ENDED_EARLY) and not stopped
     known = {job: of_slurm(now) for job, now in answer.jobs.items() if job in record.jobs}
     open_ = [job for job in record.jobs if job in known and not known[job].over and known[job].source != "sacct"]
@@ -293,7 +291,7 @@ def _chain(record: JobRecord, answer: SlurmReply) -> State:
         state = State("UNKNOWN", record.last or record.jobs[0], SLURM, answer.unreachable, None, NO_REPLY)
     elif decided or not active:
         job_id = record.last or record.jobs[-1]
-        running = decided and job_id in open_  # its end is recorded, but it is still in the queue
+        running = decided and job_id in open_  # the job has recorded its end, but is still in the queue
         state = _end(record, job_id) if running else _of_job(record, job_id, answer)
     else:
         state = known[active[0]]

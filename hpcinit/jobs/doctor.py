@@ -24,9 +24,9 @@ from hpcinit.records import rank_report, run_folder
 from hpcinit.records.rank_report import MEASURED, MET, AllReduce, Copies, Link, Pair, Report
 from hpcinit.world import World, launchers, visible_devices
 
-# Each measurement is repeated and the best counts, because noise only adds.
+# Each measurement is repeated and the best result counts, because noise only makes a result worse.
 ROUNDS = 3  # each round measures all links, so that the measurements of one link are spread over time
-TRIPS, TRANSFERS = 20, 3  # messages per link and round: of 8 bytes, and of the size below
+TRIPS, TRANSFERS = 20, 3  # messages of 8 bytes, and transfers of the size below, per link and round
 TRIES = 5  # repetitions of an all-reduce, a matrix product and a copy
 # Bytes of the all-reduces, and of a transfer. They are small for gloo, which uses the CPUs of the node.
 ON_CPU = ((1 << 10, 1 << 16, 1 << 20, 1 << 22), 1 << 20)
@@ -126,7 +126,7 @@ def _store(rank: int) -> float:
 
 
 def _matmul(device: torch.device) -> tuple[float, ...]:
-    """Return how many seconds a matrix product takes in each round, or () on CPUs. A hot or capped GPU takes longer."""
+    """Return how many seconds a matrix product takes in each round, or () on CPUs."""
     if device.type == "cpu":
         return ()
     matrix = torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
@@ -171,9 +171,11 @@ def all_reduce(device: torch.device, size: int, group: ProcessGroup | None, rank
 
 
 def _on_node(run: hpcinit.Runtime, own: Sequence[int], size: int) -> AllReduce | None:
-    """Measure an all-reduce among the ranks `own` of this node. Only the node's first rank returns the result.
+    """Measure an all-reduce among the ranks of this node. Return None unless this is the node's first rank.
 
-    Return None on the other ranks, if the node has one rank, and if all ranks of the job are on this node.
+    If the node has only one rank, or if it has all ranks of the job, measure nothing and return None.
+
+    own: the ranks of this node.
     """
     if len(own) == 1 or len(own) == run.world_size:
         return None
@@ -213,7 +215,7 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Send each message of _measure_link() back to the first rank of the pair. Small ones get this rank's time."""
+    """Reply to _measure_link(): to a small message with this rank's time, to a large one with the same data."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)

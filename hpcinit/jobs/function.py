@@ -42,16 +42,16 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _name_as_submitit(paths: JobPaths) -> None:
-    """Create links with submitit's names, which contain the job id, to the pickle and this rank's log."""
+    """Link the pickle and this rank's log to the names that submitit expects, which contain the job id."""
     if not (paths.folder / run_folder.PICKLE).exists():
         raise RequestError(
-            f"{paths.folder} has no {run_folder.PICKLE}: only hpcinit.Executor can submit a function; submit it again "
-            "from Python"
+            f"{paths.folder} contains no {run_folder.PICKLE}, so there is no function to run: submit it again with "
+            "hpcinit.Executor"
         )
     log = run_folder.RANK_LOG.format(rank=paths.task_id)
     names = {paths.submitted_pickle: run_folder.PICKLE, paths.stdout: log, paths.stderr: log}
     for link, name in names.items():
-        with suppress(FileExistsError):  # created by another rank, or by an earlier attempt, whose checkpoint it is
+        with suppress(FileExistsError):  # another rank created it, or it is the checkpoint of an earlier attempt
             link.symlink_to(name)
 
 

@@ -57,8 +57,8 @@ class ProgramPath:
     def restore(self) -> None:
         """Add the folders to sys.path.
 
-        For each folder of `before` that is in `workdir`, also add the same folder of the current working folder, before
-        the others. With snapshot=git, the current working folder is a copy of `workdir`.
+        With snapshot=git, the program runs in a copy of `workdir`. So first add that copy's versions of the folders in
+        `before`.
         """
         inside = [Path(path) for path in self.before if Path(path).is_relative_to(self.workdir)]
         copied = [str(Path.cwd() / path.relative_to(self.workdir)) for path in inside]
@@ -162,7 +162,7 @@ def _write(folder: Path, done: JobReturn) -> None:
     try:
         safe_files.write_atomically(folder / run_folder.JOB_RETURN, cloudpickle.dumps(done), 0o600)
     except Exception as error:  # the value is from the program, so pickling it may raise anything
-        log.warning(f"no return value for the sweeper: {type(error).__name__}: {error}")
+        log.warning(f"cannot save the program's return value for the sweeper: {type(error).__name__}: {error}")
 
 
 def _leave_signals_to_the_program() -> None:

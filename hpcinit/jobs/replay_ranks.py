@@ -3,14 +3,14 @@
 `hpcinit why RUN --replay` starts it (why/replay.py), possibly with the job's Python, so it imports nothing from
 hpcinit. Each line of stdin is a program as JSON, and each line of stdout is the result of a program:
 
-    program  groups: for each group its ranks. steps: for each rank its calls [channel, group, what, peer, tag, after]
-    result   states: for each rank one character per call: 'n' not made, 'w' waits, 'f' finished. settled: whether the
-             ranks can continue no further. error: why a rank failed, or ''
+    program  groups: the ranks of each group. steps: the calls of each rank: [channel, group, what, peer, tag, after]
+    result   states: for each rank, one character per call: 'n' not made, 'w' waits, 'f' finished. settled: whether all
+             calls have finished or no rank can continue. error: why a rank failed, or ''
 
-Calls of the same channel are made one after another. Calls of different channels are made at the same time, as on a
-device's streams. A call starts after the calls in `after` have finished on its rank. In the call 'allreduce', each rank
-waits for all others. 'send' and 'recv' wait for each other, because gloo sends a message only after the receiver has
-called. A rank that has finished keeps running, because gloo reports an error if a peer has exited.
+A channel is like a stream of a GPU: its calls run one after another, at the same time as the calls of other channels.
+A call starts when the calls in `after` have finished on its rank. 'allreduce' waits for all ranks of the group. 'send'
+and 'recv' wait for each other, because gloo sends a message only after the receiver has called. A rank that has
+finished keeps running, because gloo reports an error if a peer has exited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WAITS, FINISHED, READY = b"wfr"
-WINDOW_S, WINDOWS = 0.2, 4  # how long all threads must sleep
+WINDOW_S, WINDOWS = 0.2, 4  # all threads must sleep during 4 windows of 0.2 s each
 POLLS = 3  # gloo's threads wake up every 10 ms; after this many times, they have seen all data
 LIMIT = timedelta(hours=1)  # gloo's timeout; the parent's deadline is earlier
 
@@ -127,8 +127,8 @@ def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
 def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
     """Wait until all calls have finished, or no rank can continue. Return False if a rank has failed.
 
-    No rank can continue if the kernel shows that all threads of all ranks have slept since the last change. Threads of
-    gloo that poll must have polled since then. A time without changes is not enough, because this machine may be slow.
+    No rank can continue if all threads have only slept or polled since the last change. It is not enough that nothing
+    changes for some time, because this machine may be slow.
     """
     before: Seen | None = None
     last: list[bytes] = []
@@ -153,9 +153,9 @@ def _settle(ranks: Sequence[int], states: Sequence[mmap.mmap]) -> bool:
 
 
 def _have_slept(before: Seen, now: Seen) -> bool:
-    """Return whether each thread has slept from `before` to `now`, or has only polled.
+    """Return whether all threads were idle between `before` and `now`.
 
-    With many ranks, some threads of gloo always poll.
+    A thread is idle if it slept all the time, or if it polled: gloo's polling threads go to sleep again and again.
     """
     return bool(now) and all(
         (state == "S" and count == before[one][1]) or count >= before[one][1] + POLLS

@@ -34,12 +34,14 @@ EVAL_PIECES = 16  # pieces of the held-out text that each rank evaluates
 def read_modules(folder: Path) -> Tensor:
     """Return the source of the modules in `folder` as token numbers (uint8), in alphabetical order.
 
-    Modules that a site generates or edits are skipped, because they differ between installations.
+    Modules named _sysconfig* or site* are skipped, because they differ between installations.
     """
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith(("_sysconfig", "site")))
     source = b"".join(path.read_bytes() for path in files)
     if not source:
-        raise SystemExit(f"no text: {folder} has no .py files; is this Python stripped of its source?")
+        raise SystemExit(
+            f"{folder} has no .py files to train on: use a Python that includes the source of its standard library"
+        )
     number = bytes(max(VOCABULARY.find(byte), 0) for byte in range(256))
     others = bytes(set(range(256)) - set(VOCABULARY))
     return torch.frombuffer(bytearray(source.translate(number, others)), dtype=torch.uint8)
@@ -119,7 +121,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def same_on_all_ranks(value: Tensor) -> bool:
-    """Return whether every rank has the same `value`, a whole number."""
+    """Return whether the whole number `value` is equal on all ranks."""
     ends = torch.stack([value, -value])
     if dist.is_initialized():
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
@@ -127,7 +129,7 @@ def same_on_all_ranks(value: Tensor) -> bool:
 
 
 def checksum(model: nn.Module) -> Tensor:
-    """Return a whole number computed from the bits of all parameters, so that rounding can't hide a difference."""
+    """Return a checksum over the bits of all parameters, so that even a rounding error changes it."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.stack([p.detach().float().view(torch.int32).sum() for p in whole]).sum()
 
@@ -136,7 +138,7 @@ def read_text(run: hpcinit.Runtime, folder: Path) -> tuple[Tensor, Tensor]:
     """Return the text to train on and the text to evaluate on. Every rank gets the same texts."""
     text = read_modules(folder)
     if not same_on_all_ranks(text.long().sum().to(run.device)):
-        raise SystemExit("the ranks read different texts: run the same Python version on all nodes")
+        raise SystemExit("the training text differs between the ranks: run the same Python version on all nodes")
     cut = int(len(text) * (1 - HELD_OUT))
     return text[:cut], text[cut:]
 
@@ -213,7 +215,10 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
-    """Return the learning rate's factor for each step: it rises in the first tenth of the steps, then falls to zero."""
+    """Return a function that computes the factor of the learning rate from the step.
+
+    The factor rises in the first tenth of the steps, then falls to zero.
+    """
     first = max(1, steps // 10)
     return lambda step: min((step + 1) / first, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
@@ -225,8 +230,7 @@ def finish(run: hpcinit.Runtime, gpt: GPT, losses: list[float], unseen: float) -
     """
     if not same_on_all_ranks(checksum(gpt)):
         raise SystemExit(
-            "the parameters differ between the ranks after training, expected the same on all: check the nodes with "
-            "hpcinit doctor nodes=N"
+            "the parameters differ between the ranks after training: check the nodes with hpcinit doctor nodes=N"
         )
     result = f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {len(losses)} steps, held-out {unseen:.2f}"
     if run.rank == 0:

@@ -1,18 +1,25 @@
-"""What the fork server of the first node decides for all nodes with restart.warm. No sockets, no processes.
+"""Decides when all ranks end and restart, with restart.warm. Only the fork server of the first node uses this module.
 
-The invariant: new ranks start only when every server has reported that none of its old ranks is running. After any of
-these events, ranks do not restart in this step any more: a stop signal, a lost server, or a server that does not report
-in time. Each server then acts as without restart.warm, and Slurm ends the step when the first server exits.
+After a failure, all servers end their ranks. When every server has reported that none of its ranks is running, all
+servers fork new ranks. There are no more restarts in this step
 
-A spare node has a server without ranks, which can replace a lost server. If the job requested spare nodes and none is
-left, all ranks end, unless the ranks of the lost server have succeeded. A server that has lost its connection to the
-first server ends its ranks. So no old rank keeps running on a node that only lost its network.
+- after a stop signal,
+- if a server does not report in time,
+- if a server is lost before its ranks succeeded, and no spare node can replace it,
+- if the failure must not lead to a restart (see refusal() and FINAL).
+
+Each server then acts as without restart.warm, and Slurm ends the step when the first server exits.
+
+A spare node has a server without ranks. If the job has spare nodes, a server that loses its connection to the first
+server ends its ranks. So no old rank keeps running on a node that only lost its network.
+
+Messages:
 
     from a server: failed, ended, stop, lost (its connection has ended)
     to all servers: end (end your ranks), start (fork new ranks, on these nodes), over (there are no more restarts),
-        patience (no spare node is left, so wait longer for a silent server)
+        patience (no spare node is left: wait longer before a silent server counts as lost)
 
-A message about an earlier start of the ranks is ignored, because its failure has already led to a restart.
+A message about an earlier start of the ranks is ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +39,9 @@ SAME_FAILURES = 3
 def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> str:
     """Return why the ranks must not restart after the failure `failed`, or '' if they may.
 
-    They must not restart after SAME_FAILURES equal failures of a rank at the same step, because the program itself is
-    faulty. They also must not restart after `limit` restarts in a row without progress. If no rank reports steps, every
-    restart counts as one without progress.
+    There are two reasons:
+    - A rank failed SAME_FAILURES times in a row with the same error after the same step.
+    - `limit` restarts in a row made no progress. If no rank reports steps, no restart makes progress.
 
     before: the earlier restarts of this step, in order.
     limit: restart.without_progress, or None.
@@ -42,7 +49,7 @@ def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> st
     found = [*before, failed]
     last = {(one.rank, one.how, one.error, one.step) for one in found[-SAME_FAILURES:]}
     if failed.step >= 0 and len(found) >= SAME_FAILURES and len(last) == 1:
-        return f"rank {failed.rank} has failed {SAME_FAILURES} times in the same way after step {failed.step}"
+        return f"rank {failed.rank} failed {SAME_FAILURES} times with the same error after step {failed.step}"
     furthest, idle = -1, -1
     for one in found:
         furthest, idle = (one.furthest, 0) if one.furthest > furthest else (furthest, idle + 1)
@@ -53,17 +60,17 @@ def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> st
 
 
 class Decider:
-    """Decides for all nodes when ranks end and restart.
+    """Decides for all nodes when ranks end and restart. It uses no sockets and starts no processes.
 
     Call the object with each message of a server. The call yields the orders for all servers.
 
     hosts: the names of the nodes.
-    limit_s: how many seconds a server may take to report that its ranks have ended.
-    decide: a function that is called with the cause of a failure when no rank is running any more. It records the
-        restart and returns '', or it returns why the ranks must not restart.
+    limit_s: how many seconds the servers have to end their ranks after a failure.
+    decide: called with the cause of a failure, when no rank is running. It records the restart and returns '', or it
+        returns why the ranks must not restart.
     nodes: how many nodes have ranks. The others are spare nodes.
-    lost: a function that returns the failure of a lost node. Its arguments are the node's place among the nodes with
-        ranks, and its host. None if the job requested no spare nodes, so that Slurm ends the step itself.
+    lost: returns the failure to record for a lost node. Its arguments are the node's index among the nodes with ranks,
+        and its host. None if the job requested no spare nodes.
     """
 
     def __init__(
@@ -80,9 +87,9 @@ class Decider:
         self._nodes = list(range(len(hosts) if nodes is None else nodes))  # the nodes with ranks, by place
         self.end_ordered: float | None = None  # time.time() of the order that ends the ranks
         self._over = False
-        self._deadline: float | None = None  # by time.monotonic()
+        self._deadline: float | None = None  # until when all ranks must have ended, by time.monotonic()
         self._ended: set[int] = set()
-        self._failures: list[tuple[Restart, int, bool]] = []  # each with its node, and whether its exit status is final
+        self._failures: list[tuple[Restart, int, bool]] = []  # failure, its node, whether its status is in FINAL
 
     def __call__(self, node: int, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self._over:
@@ -102,7 +109,8 @@ class Decider:
                 yield self._next()
         elif self._deadline is not None and time.monotonic() > self._deadline:
             silent = [self._hosts[node] for node in sorted(self._servers - self._ended)]
-            yield self._end_for_good(f"{', '.join(silent)} did not report the end of its ranks in {self._limit_s:g} s")
+            late = f"did not report within {self._limit_s:g} s that its ranks have ended"
+            yield self._end_for_good(f"{', '.join(silent)} {late}")
 
     def _fail(self, failure: Restart, node: int, final: bool) -> Iterator[dict[str, Any]]:
         """Record a failure. After the first one, order all servers to end their ranks."""
@@ -112,8 +120,8 @@ class Decider:
             yield {"end": self.round}
 
     def _lose(self, node: int) -> Iterator[dict[str, Any]]:
-        """Replace a lost node by a spare node. If there is none, order that there are no more restarts."""
-        # If its ranks have succeeded, the others may still succeed, for example when rank 0 saves for the last time.
+        """Replace a lost node with a spare node. If there is none, order all servers to stop restarting."""
+        # If the node's ranks have succeeded, the other ranks may still succeed, for example while rank 0 saves.
         is_done = node in self._ended and not self._failures
         self._servers.discard(node)
         self._ended.discard(node)
@@ -142,15 +150,15 @@ class Decider:
         return self._lost(place, self._hosts[node])
 
     def _give_up(self, node: int) -> dict[str, Any]:
-        """Return the last order after a lost node that no spare node can replace."""
+        """Return the order that ends all restarts, because no spare node can replace `node`."""
         gone = {"gone": self._hosts[node]} if self._lost is not None else {}
         return self._end_for_good(f"the fork server on {self._hosts[node]} is gone") | gone
 
     def _next(self) -> dict[str, Any]:
-        """Return the next order, once no rank is running any more."""
+        """Return the next order. Call this when no rank is running any more."""
         if not self._failures:
             return self._end_for_good("", 0)
-        for lost in [one for one in self._nodes if one not in self._servers]:  # their ranks had succeeded
+        for lost in [one for one in self._nodes if one not in self._servers]:  # lost after their ranks had succeeded
             if self._replace(lost) is None:
                 return self._give_up(lost)
         cause, node = self._cause()
@@ -163,7 +171,7 @@ class Decider:
         return {"start": self.round, "why": cause.to_json(), "nodes": [*self._nodes]}
 
     def _cause(self) -> tuple[Restart, int]:
-        """Return the failure that caused the others, and the node on which it occurred: -1 for a lost node."""
+        """Return the failure that caused the others, and its node (-1 for a lost node)."""
         first = elastic_restarts.cause([one for one, _, _ in self._failures])
         return first, next(node for one, node, _ in self._failures if one is first)
 

@@ -1,4 +1,4 @@
-"""The fork server: supervises the ranks of a node, and turns each forked child into a rank."""
+"""The fork server of a node, with launch=fork: forks the node's ranks, sets them up, and supervises them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hpcinit.world import World, launchers
 from hpcinit.world.launchers.slurm_step import ForkNode, fork_environment
 
 HANDLED = (*FORWARDED, signal.SIGCHLD)
-GRACE_S = 0.5  # from SIGTERM to SIGKILL, for ranks whose peer has failed
-NEW_S = 1.0  # a signal that arrives in this time after a fork may have been sent before it
-SAVING_S = 30.0  # to SIGKILL, for ranks that got a stop signal before one of them ended: Slurm's default KillWait
-STUCK_S = 10.0  # after SIGKILL, for a rank that is stuck in the kernel
+GRACE_S = 0.5  # time from SIGTERM to SIGKILL for ranks, if another rank has failed
+NEW_S = 1.0  # a signal this soon after a fork may have been sent before the fork
+SAVING_S = 30.0  # time until SIGKILL for ranks that may be saving after a stop signal: Slurm's default KillWait
+STUCK_S = 10.0  # how long to wait after SIGKILL for a rank that is stuck in the kernel
 
 
 class ForkSupervisor(Supervisor):
-    """Supervises the ranks of the node `here`. Its `children` are identified by their rank numbers.
+    """Supervises the ranks of the node `here`. The keys of `children` are rank numbers.
 
     fork() returns the local rank in each child and None in the parent, which must then call wait().
     """
@@ -55,7 +55,7 @@ class ForkSupervisor(Supervisor):
         """
         super().__init__()
         self._restarts = restarts
-        self.ended_by_order = False  # the first server ordered this, because a rank of another node failed
+        self.ended_by_order = False  # the first server ordered to end the ranks, because another node's rank failed
         self._forked_at = 0.0
         self.stuck_s = STUCK_S
         self._here, self._launch, self._folder, self._monitor = here, launch, folder, monitor
@@ -66,8 +66,8 @@ class ForkSupervisor(Supervisor):
     def fork(self, become: Callable[[int, int], None]) -> int | None:
         """Fork the ranks. Return the local rank in each child, and None in the parent.
 
-        become: a function of the local rank and the parent's process id, which makes the child a rank. Signals are
-        blocked in the child until it returns.
+        become: a function that makes the child a rank. Its arguments are the local rank and the parent's process id.
+        Until it returns, signals are blocked in the child.
         """
         parent = os.getpid()
         signals.block(HANDLED)
@@ -99,7 +99,7 @@ class ForkSupervisor(Supervisor):
             self._say_succeeded()
             self.stop_received = True
         received = self._monitor.also_received(number)
-        # The monitor got the signal, but its sender may have missed ranks that a restart has just forked.
+        # Even if the monitor got the signal, ranks that a restart has just forked may not have got it.
         new = self._restarts is not None and time.monotonic() - self._forked_at < NEW_S
         if not received or new:
             self.signal(number)
@@ -130,7 +130,7 @@ class ForkSupervisor(Supervisor):
         for child in running:
             say(
                 f"rank {child.number} on {self._here.host} (pid {child.pid}) is still running {self.stuck_s:g} s after "
-                f"SIGKILL, in state {processes.stuck(child.pid)}: no longer waiting for it"
+                f"SIGKILL, in state {processes.stuck(child.pid)}; hpcinit no longer waits for this rank"
             )
 
     def _say_succeeded(self) -> None:
@@ -161,8 +161,8 @@ class ForkSupervisor(Supervisor):
             self.kill_in(SAVING_S)
             return
         names = ranges(child.number for child in others)
-        who, does = ("ranks", "end") if len(others) > 1 else ("rank", "ends")
-        say(f"{who} {names} on {self._here.host} {does} too")
+        who = "ranks" if len(others) > 1 else "rank"
+        say(f"stopping {who} {names} on {self._here.host} too, because of that failure")
         self._terminate_running()
 
     def _terminate_running(self) -> None:
@@ -185,37 +185,38 @@ def _shell_status(code: int) -> int:
 
 
 def end_as(code: int) -> int:
-    """Return the rank's exit status `code`. If a signal ended the rank, end this process by the same signal instead.
+    """Return the exit status `code` of a rank. If it is negative, end this process by the same signal as the rank.
 
-    Slurm then reports the signal of the rank.
+    Slurm then reports this signal.
     """
     if code >= 0:
         return code
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource  # noqa: PLC0415 - only needed here
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has written its own core file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # this process needs no core file: the rank has written one
     sys.stdout.flush()
     signals.end_by(-code)
     return 128 - code  # not reached
 
 
-# Reports for ranks that are not forked yet: during the imports, and if an import fails.
+# Before the fork: the fork server reports on behalf of its ranks, which do not exist yet.
 
 
 def announce_prefork(here: ForkNode, spec: Spec, folder: Path) -> None:
-    """Write the fork server's start-up events to the timeline of each rank.
+    """Write the fork server's start-up events to the timeline of each of its ranks.
 
-    So each rank is listed even if an import hangs before the fork.
+    Then the timeline lists the ranks even if an import hangs before the fork.
     """
     for local_rank in range(here.ranks_per_node):
         startup.announce(_world_of(here, spec, local_rank), folder)
 
 
 def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) -> None:
-    """Record an error that occurred before the fork, as the error of the node's first rank. Report it to running ranks.
+    """Record an error of the fork server as an error of the node's first rank, which does not exist yet.
 
-    A spare node has no ranks. Its error is only in the job's log, where the fork server prints it.
+    If Slurm does not end the other ranks (kill_on_bad_exit=false), also report the error to them. Do nothing on a spare
+    node, which has no ranks.
     """
     if not here.ranks_per_node:
         return
@@ -225,7 +226,7 @@ def fail_prefork(here: ForkNode, spec: Spec, folder: Path, error: HpcinitError) 
             traceback.print_exception(error.__cause__, file=log)
         log.write(f"hpcinit: error: {error}\n")
     program.record(error, world)
-    if not spec.launch.kill_on_bad_exit:  # otherwise Slurm ends all ranks, so none waits for rank 0
+    if not spec.launch.kill_on_bad_exit:  # with kill_on_bad_exit, Slurm ends all ranks
         timeout = spec.comm.timeout.start_up(world.nodes, left_of_job(os.environ, time.time()))
         with contextlib.suppress(HpcinitError):
             startup.join_rendezvous(world, spec, timeout)
@@ -236,7 +237,7 @@ def _world_of(here: ForkNode, spec: Spec, local_rank: int) -> World:
     return launchers.read(fork_environment(os.environ, here, local_rank, os.getpid(), spec.launch.cpus))
 
 
-# Turning a forked child into a rank: session, log, environment, CPUs, threads, random numbers.
+# After the fork: each child gets its session, log, environment, CPUs, threads and random numbers.
 
 
 def become_child(

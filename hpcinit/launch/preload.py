@@ -1,8 +1,8 @@
 """Imports the modules that the ranks share, one at a time, and refuses modules that do not survive a fork.
 
-A fork copies the memory, but only the thread that calls it. A lock of another thread stays locked forever, and a thread
-pool (such as libgomp's) waits for workers that do not exist. The child cannot use the parent's device context (CUDA:
-'Cannot re-initialize CUDA in forked subprocess').
+A forked child has a copy of the memory, but only of the thread that called fork(). A lock of another thread stays
+locked forever, and a thread pool (such as libgomp's) waits for workers that do not exist. The child cannot use the
+parent's device context (CUDA: 'Cannot re-initialize CUDA in forked subprocess').
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILES = Path("/proc/self/fd")
 DEVICES = Path("/dev")
 # Device files that a process opens for its first context, but not to count devices (NVML opens nvidiactl).
 CONTEXT_DEVICES = {"nvidia-uvm": "CUDA", "kfd": "ROCm", "dri/renderD": "a GPU"}
-# These exist if there is a CUDA or ROCm device. Without one, torch's CUDA build cannot start CUDA in any process.
+# These exist if there is a CUDA or ROCm device. Without a device, no process can start CUDA.
 DRIVER_DEVICES = ("nvidiactl", "kfd")
 # With this variable, torch.cuda.is_available() queries NVML instead of initializing CUDA; see torch's documentation.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -36,13 +36,11 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
     """Import the modules `names`. Return a line about them for the log, or '' if there are none.
 
-    If torch is among them, also import hpcinit's bring-up code. If importing DeepSpeed would initialize CUDA, leave
-    that import to each rank.
+    With torch, also import what hpcinit.init() needs. Skip DeepSpeed if its import would initialize CUDA. Each rank
+    then imports DeepSpeed itself. Raise RequestError for a module that does not exist, starts a thread or uses a
+    device. Raise BringUpError if an import fails.
 
     devices: the folder with the device files.
-
-    Raise RequestError for a module that does not exist, that starts a thread which a fork would lose, or that uses a
-    device. Raise BringUpError if an import fails.
     """
     gc.disable()  # garbage collection takes a tenth of torch's import time and finds almost nothing
     skipped = {name: reason for name in names if (reason := _reason_to_skip(name))}
@@ -68,11 +66,7 @@ def load(names: Sequence[str], *, devices: Path = DEVICES) -> str:
 
 @contextmanager
 def _devices_counted_by_nvml() -> Iterator[None]:
-    """Make torch count devices with NVML during the `with` block, so that the imports do not initialize CUDA.
-
-    If the user has set torch's variable for this, keep it. Otherwise remove it afterwards, so that ranks find devices
-    as under srun.
-    """
+    """Make torch count devices with NVML during the `with` block, so that the imports do not initialize CUDA."""
     if NVML_CHECK in os.environ:
         yield
         return
@@ -89,8 +83,8 @@ def _reason_to_skip(name: str) -> str:
     if not version or key(version) >= key(IMPORT_LEAVES_CUDA_SINCE):
         return ""
     return (
-        f"{_with_version(name)}, whose import initializes CUDA, which forked ranks could then not use; each rank "
-        f"imports it (DeepSpeed {IMPORT_LEAVES_CUDA_SINCE} and later can be shared)"
+        f"{_with_version(name)}. Each rank imports it, because this import initializes CUDA, and forked ranks could "
+        f"then not use CUDA. DeepSpeed {IMPORT_LEAVES_CUDA_SINCE} and later can be imported before the fork"
     )
 
 
@@ -99,13 +93,13 @@ def _with_version(name: str) -> str:
 
 
 def _prepare_bring_up() -> None:
-    """Do the imports and look-ups of bring-up that would otherwise be repeated in each rank, with the same result."""
+    """Do the part of hpcinit.init() that is the same in each rank: imports and look-ups."""
     if "torch" in sys.modules:
         importlib.import_module("hpcinit.runtime.bringup")
         importlib.import_module("torch.utils._device")  # for the mesh
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")  # for the seeds
-    importlib.import_module("encodings.idna")  # for the first name that is passed to a socket
+    importlib.import_module("encodings.idna")  # for the first host name in a socket call
     fingerprint.fingerprint()
 
 
@@ -116,15 +110,15 @@ def _import(name: str) -> None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _import_error(name, error) from error  # the module exists, but a module that it imports does not
         raise RequestError(
-            f"launch.preload lists {name!r}, but there is no module {error.name} on {os.uname().nodename}: looked in "
-            f"{sys.path[0]} and in {sys.prefix}; remove it from launch.preload, or install it"
+            f"launch.preload lists {name!r}, but there is no module {error.name} on {os.uname().nodename} (searched "
+            f"{sys.path[0]} and {sys.prefix}): install it, or remove it from launch.preload"
         ) from None
     except Exception as error:
         raise _import_error(name, error) from error
 
 
 def _import_error(name: str, error: Exception) -> BringUpError:
-    return BringUpError(f"importing {name}, from launch.preload, failed: {type(error).__name__}: {error}")
+    return BringUpError(f"cannot import {name}, which launch.preload lists: {type(error).__name__}: {error}")
 
 
 def _refuse_threads(name: str, before: Collection[int]) -> None:
@@ -134,7 +128,8 @@ def _refuse_threads(name: str, before: Collection[int]) -> None:
     """
     started = set(_threads()) - set(before)
     if started:
-        # OpenBLAS ends its pool before a fork and recreates it afterwards (pthread_atfork): a trial fork shows this.
+        # A trial fork shows which threads a fork would lose. OpenBLAS, for example, ends its pool before a fork and
+        # creates a new pool afterwards (pthread_atfork).
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -143,8 +138,8 @@ def _refuse_threads(name: str, before: Collection[int]) -> None:
     if left := started & set(found):
         titles = ", ".join(sorted(found[thread] for thread in left))
         raise RequestError(
-            f"importing {name} has started {len(left)} thread{'s' * (len(left) > 1)} ({titles}), which forked ranks "
-            f"would not have: remove {name} from launch.preload, so that each rank imports it; or set launch=srun"
+            f"importing {name} started {len(left)} thread{'s' * (len(left) > 1)} ({titles}), and threads do not "
+            f"survive a fork: remove {name} from launch.preload, so that each rank imports it, or set launch=srun"
         )
 
 
@@ -165,7 +160,7 @@ def _refuse_device(name: str, devices: Path) -> None:
     for file in FILES.iterdir():
         try:
             target = str(file.readlink())
-        except OSError:  # it was the descriptor of the folder itself
+        except OSError:  # the descriptor of the folder itself, which is closed by now
             continue
         for device, what in CONTEXT_DEVICES.items():
             if target.startswith(f"{devices}/{device}"):
@@ -183,17 +178,17 @@ def _refuse_device(name: str, devices: Path) -> None:
     ):
         started = "CUDA (a trial fork cannot use it)"
     if started:
-        # DeepSpeed is added to launch.preload if a run uses it, so it cannot be removed from there.
-        out = "" if name == "deepspeed" else f"remove {name} from launch.preload, so that each rank imports it; or set "
+        # hpcinit adds DeepSpeed to launch.preload if a run uses it, so the user cannot remove it there.
+        out = "" if name == "deepspeed" else f"remove {name} from launch.preload, so that each rank imports it, or "
         raise RequestError(
-            f"importing {name} has initialized {started}, which cannot be used in forked ranks: {out}launch=srun"
+            f"importing {name} initialized {started}, which does not work after a fork: {out}set launch=srun"
         )
 
 
 def _is_cuda_lost_in_fork() -> bool:
     """Return whether CUDA would be unusable in a child that is forked now.
 
-    torch.cuda.is_initialized() is not enough, because is_available() starts CUDA too.
+    torch.cuda.is_initialized() does not show this, because torch.cuda.is_available() may have started CUDA, too.
     """
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Computes the CPUs and devices of a forked rank, as srun would bind it if it were a task."""
+"""Chooses the CPUs and devices of a forked rank, as srun does for a task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcinit.world import cpus as kernel
 from hpcinit.world import visible_devices
 
 VERBOSITY_PREFIXES = ("quiet,", "verbose,", "q,", "v,")
-# Slurm lists the node's devices that the step has in each of these variables.
+# In each of these variables, Slurm lists the step's devices on this node.
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
 
 
@@ -20,9 +20,10 @@ def cpus(
 ) -> list[set[int]] | None:
     """Return the CPUs of each local rank, or None if all ranks may use the CPUs of their parent.
 
-    If launch.cpu_bind is set, follow it. Otherwise, give each rank whole cores, in order, if Slurm confines the node's
-    task to enough CPUs. But if the job has the whole node and devices, return None, because each rank then binds itself
-    to the CPUs near its device (runtime/devices.py).
+    launch.cpu_bind decides. If it is not set, each rank gets whole cores of the CPUs to which Slurm bound the task, but
+    the result is None
+    - if Slurm did not bind the task, or bound it to too few CPUs,
+    - if the job has the whole node and its devices: each rank then binds itself near its device (runtime/devices.py).
 
     ranks: the number of ranks on the node.
     allowed: the CPUs that this process may use.
@@ -77,8 +78,8 @@ def _set_bits(mask: int) -> set[int]:
 
 
 def apply(mine: set[int]) -> None:
-    """Bind this process to the CPUs `mine`. If one of them is offline, leave the binding unchanged."""
+    """Bind this process to the CPUs `mine`. Do nothing if none of them is usable."""
     try:
         os.sched_setaffinity(0, mine)
-    except (OSError, AttributeError):  # not on this system
+    except (OSError, AttributeError):  # no usable CPU, or no such function on this system
         return

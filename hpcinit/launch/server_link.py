@@ -1,8 +1,8 @@
-"""Connects the fork servers to the first node's server, for restart.warm. No threads are used, because a server forks.
+"""Connects the fork servers to the first node's server, for restart.warm. It uses no threads, because a server forks.
 
 The servers find each other in hpcinit's rendezvous, which ends before the first fork. After that, each server has one
-connection to the first server. Both ends send messages in the protocol of the rendezvous. The first server decides; see
-decider.py.
+connection to the first server, on which both ends send messages in the protocol of the rendezvous. The first server
+decides when ranks restart (decider.py).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hpcinit.rendezvous.rendezvous_client import CONNECT_S, JoinRequest, connect
 from hpcinit.world import World, ports
 
 Message = dict[str, Any]
-# A node without network or power does not close its connection. The kernel reports the loss after SILENT_S, or after
-# PATIENT_S if no spare node can replace it: the network may work again, and a requeue costs more. The node itself
-# notices the loss EARLIER_S before the first server does, and ends its ranks, so that they don't run beside their
-# replacements. The timers of the two ends differ by up to IDLE_S.
+# A node without network or power does not close its connection. The kernel reports it as lost after SILENT_S seconds.
+# If no spare node can replace the node, the kernel waits for PATIENT_S seconds instead: the network may recover, and a
+# requeue takes longer. The node itself notices the silence EARLIER_S seconds before the first server does, and ends its
+# ranks before their replacements start. The timers of the two ends differ by up to IDLE_S.
 SILENT_S, PATIENT_S, EARLIER_S = 20, 120, 6
 IDLE_S, PROBE_S = 5, 2
-REACH_S = 2.0  # for the reply of a node that may have no network
+REACH_S = 2.0  # how long to wait for a node that may have no network
 LOST: Message = {"lost": True}  # what receive() returns for a connection that has ended
 
 
 class Connection:
     """A connection to another server. It never blocks, because messages are short and fit into the kernel's buffer.
 
-    earlier_s: how many seconds before the other end this end reports a silence.
+    earlier_s: report_silence_after() subtracts this, so that this end notices a lost network before the other end does.
     """
 
     def __init__(self, own: socket.socket, lines: protocol.Lines, earlier_s: int = 0) -> None:
@@ -52,7 +52,7 @@ class Connection:
         self.report_silence_after(SILENT_S)
 
     def report_silence_after(self, seconds: int) -> None:
-        """Report a peer that is silent for so long as lost, in steps of PROBE_S."""
+        """Set after how many seconds without an answer the peer counts as lost."""
         seconds -= self._earlier_s
         probes = (seconds - IDLE_S) // PROBE_S
         options = {"KEEPIDLE": IDLE_S, "KEEPINTVL": PROBE_S, "KEEPCNT": probes, "USER_TIMEOUT": 1000 * seconds}
@@ -86,7 +86,7 @@ class Connection:
         self._socket.close()
 
     def is_peer_reachable(self) -> bool:
-        """Return whether the peer's node responds now: its former port accepts or refuses a connection."""
+        """Return whether the peer's node responds now, that is, accepts or refuses a connection at the peer's port."""
         try:
             socket.create_connection(self._peer, timeout=REACH_S).close()
         except ConnectionRefusedError:
@@ -99,18 +99,18 @@ class Connection:
 class Link:
     """The connections of this server. The first server has one to each other server. The others have one to the first.
 
-    decide: on the first server, a function that returns orders for all servers, given a node's number and message. On
-    other servers, None.
+    decide: on the first server, a function that takes a node's number and its message, and returns orders for all
+        servers. On other servers, None.
     """
 
     def __init__(
         self, connections: Mapping[int, Connection], decide: Callable[[int, Message], Iterable[Message]] | None = None
     ) -> None:
         self._connections, self._decide = connections, decide
-        self._orders: list[Message] = []  # from the first server to itself
+        self._orders: list[Message] = []  # orders of the first server to itself
 
     def wait(self, received: signals.Descriptor, timeout_s: float) -> int | None:
-        """Return the next signal. Return None after the timeout, or as soon as receive() might have a message."""
+        """Wait for a signal and return it. Return None after the timeout, or if a message may have arrived."""
         files = [file for connection in self._connections.values() for file in connection.files()]
         return received.wait(0.0 if self._orders else timeout_s, files)
 
@@ -133,7 +133,7 @@ class Link:
         return orders
 
     def report_silence_after(self, seconds: int) -> None:
-        """Report a server that is silent for so long as lost."""
+        """Set after how many seconds without an answer a server counts as lost."""
         for connection in self._connections.values():
             connection.report_silence_after(seconds)
 
@@ -156,14 +156,14 @@ class Link:
 def connect_servers(spec: Spec, servers: World) -> dict[int, Connection]:
     """Wait until all fork servers have started. Return this server's connections, each with the number of its node.
 
-    Raise BringUpError if a server is missing. The function uses threads, which end before it returns. So call it before
-    the first fork.
+    Call this before the first fork, because it uses threads until it returns. Raise BringUpError if a server is
+    missing.
 
     servers: the World of the fork servers, in which each server is a rank.
     """
     if servers.world_size == 1:
         return {}
-    # Not the ranks' job name, because the ranks use the same host a moment later.
+    # Use another job name, and so other ports, than the ranks, which use the same host a moment later.
     job = elastic_restarts.agents_folder(servers.job)
     servers = replace(servers, job=job, master_ports=ports.of_job(os.environ, job))
     timeout = spec.comm.timeout.start_up(spec.nodes, left_of_job(os.environ, time.time()))
@@ -208,7 +208,7 @@ def _accept(listener: socket.socket, servers: World, key: str, deadline: float) 
         try:
             node = _check(accepted, lines, servers, key)
             found[node] = Connection(accepted, lines)
-        except (OSError, EOFError, protocol.NotOurs):  # another program: it cannot prove that it has the key
+        except (OSError, EOFError, protocol.NotOurs):  # another program, which cannot prove that it has the key
             accepted.close()
     return found
 

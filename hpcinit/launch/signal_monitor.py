@@ -1,12 +1,12 @@
-"""Starts a helper process in its own session, which detects whether Slurm also signals this process's children.
+"""Detects whether Slurm sends a signal not only to this process, but also to its ranks.
 
-If Slurm tracks processes by control group or by parents (proctrack/cgroup, linuxproc), it signals all processes that a
-task has started. Forwarding the signal would then deliver it twice: a program that requeues itself at USR1 would do so
-twice. If Slurm tracks process groups (pgid), and with cluster=local, the ranks do not get the signal, because they have
-their own sessions.
+If it does, this process must not forward the signal: a program that requeues its job at USR1 would requeue it twice.
+Slurm signals the ranks too if it tracks processes by control group or by parent (proctrack/cgroup, linuxproc). With
+proctrack/pgid or cluster=local, the ranks get no signal, because they have their own sessions. So a helper process in
+its own session shows whether Slurm signals the ranks.
 
-The helper also continues a stopped fork server or a stopped agent of launch=torchrun. Otherwise that process would not
-see a rank end, and the job would continue without the rank until its time limit.
+The helper also sends SIGCONT to its parent (a fork server, or an agent of launch=torchrun) if the parent is stopped and
+a rank has ended. Otherwise, the job would continue without this rank until its time limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from hpcinit.base import processes, signals
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-WITHIN_S = 0.3  # Slurm signals the processes one after the other
+WITHIN_S = 0.3  # the helper may get a signal this much later than its parent
 LOOK_S = 5.0
 
 

@@ -1,12 +1,10 @@
 """Restarts inside the job with launch=fork and restart.warm: each fork server ends its ranks and forks new ranks.
 
-The server of the first node decides (decider.py). The others report how their ranks ended, and obey its orders. A
-server sends signals only to its children, and only until it has reaped them. A server forks new ranks only when the
-first server orders it. That happens when no rank is running on any node, and never after a stop signal.
+The server of the first node decides (decider.py). The other servers report how their ranks ended, and follow its
+orders. A server forks new ranks only when the first server orders this. It gives the order when no rank is running on
+any node, and never after a stop signal. A server on a spare node has no ranks until it replaces a lost node.
 
-A server on a spare node has no ranks until the first server makes it replace a lost node.
-
-If the first server is gone, or its order does not arrive, a server and its ranks exit as without restart.warm.
+If the first server does not respond any more, the other servers and their ranks exit as without restart.warm.
 """
 
 from __future__ import annotations
@@ -39,19 +37,18 @@ from hpcinit.world.launchers.slurm_step import ForkNode
 FIRST = 0  # the number of the server that decides
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_S = 50.0  # how long the driver may take to free the memory of killed processes
-# The time from the order to end the ranks: SIGKILL after 0.5 s, 10 s each for a rank and an orphan that the kernel does
-# not end, and MEMORY_S.
+# How long a server may take to end its ranks: MEMORY_S, and time for ranks and orphans that the kernel ends slowly.
 LIMIT_S = MEMORY_S + 25.0
-ORPHANS_S = 10.0  # how long to wait after SIGKILL for a process that the kernel does not end
+ORPHANS_S = 10.0  # how long to wait until killed orphans have ended
 RANK_PARTS = {
     "rendezvous": "up",
     "load": "loaded",
     "first_step": "stepped",
-}  # the parts of a restart, and the values of a slot that end them
+}  # the phases of a restart that ranks report, and the values in a slot that show their end
 
 
 class Ranks(Protocol):
-    """The part of ForkSupervisor that WarmRestarts needs. A ForkSupervisor supervises the ranks of one start."""
+    """The part of a ForkSupervisor that WarmRestarts uses. Each restart creates a new ForkSupervisor."""
 
     children: dict[int, Child]
     stop_received: bool
@@ -78,11 +75,11 @@ class WarmRestarts:
         lost = self._of_lost if spec.launch.spares else None
         self._decider = Decider(self._hosts, LIMIT_S, self._decide, here.nodes, lost) if first else None
         self._link = Link(connect_servers(spec, servers), self._decider)
-        if not spec.launch.spares:  # no other node could replace a silent one
+        if not spec.launch.spares:  # no spare node could replace a silent node, so wait longer
             self._link.report_silence_after(PATIENT_S)
         self._round = 0
         self._why: Restart | None = None  # the reason for this round
-        self._next: Restart | None = None  # the order to start ranks, until they are forked
+        self._next: Restart | None = None  # the reason in an order to start ranks that are not forked yet
         self._ends_round = -1  # the last round whose ranks must end
         self._over: Mapping[str, Any] | None = None  # the last order: there are no more restarts
         self._stopped = False  # stopped by a signal while no rank was running
@@ -90,11 +87,11 @@ class WarmRestarts:
         self._missed: list[int] = []  # signals for ranks that arrived while none was running
         self._slots = slots(spec.ranks_per_node)
         processes.adopt_orphans()
-        self._helpers = processes.children(os.getpid())  # processes that no rank has started
-        # Only on the first server: the restarts of this step, and when their parts ended.
+        self._helpers = processes.children(os.getpid())  # child processes of this server that are no ranks
+        # Only on the first server: the restarts of this step, and when the phases of the last one ended.
         self._before: list[Restart] = []
         self._ended_at = self._forked_at = 0.0
-        self._recorded = 0  # the last round whose parts were recorded
+        self._recorded = 0  # the last round whose phases were recorded
 
     # --- for the new ranks
 
@@ -103,7 +100,7 @@ class WarmRestarts:
         self._link.close()
 
     def become_child(self, local_rank: int) -> dict[str, str]:
-        """Return further environment variables for the rank. Call this in the rank after its log is open."""
+        """Return additional environment variables for the rank. Call this in the rank after its log is open."""
         state.slot = self._slots[local_rank]
         found = {"TORCHELASTIC_RESTART_COUNT": str(self._round)}
         if self._why is not None:
@@ -114,7 +111,7 @@ class WarmRestarts:
     # --- while ranks run
 
     def wait(self, ranks: Ranks, received: signals.Descriptor, timeout_s: float) -> int | None:
-        """Return the next signal, or None after the timeout. Obey the orders that arrive meanwhile."""
+        """Return the next signal, or None after the timeout. Follow the orders that arrive meanwhile."""
         while self._missed:
             ranks.signal(self._missed.pop())
         self._reap_orphans(ranks)
@@ -127,8 +124,8 @@ class WarmRestarts:
     def report_failure(self, child: Child, terminated: bool) -> None:
         """Report to the first server how a rank failed.
 
-        terminated: whether the rank got SIGTERM because another rank had failed. Its exit status then means nothing, so
-        report the rank only if it recorded an error that may have caused the other failure.
+        terminated: whether the rank got SIGTERM because another rank had failed. If so, report it only if it has
+            recorded an error with a different cause.
         """
         step, code = int(self._slots[child.number - self.here.first]["step"]), child.code or 0
         failed = elastic_restarts.of_failure(
@@ -145,32 +142,32 @@ class WarmRestarts:
     # --- when no rank of this node runs
 
     def next_start(self, ranks: Ranks, status: int) -> int | None:
-        """Wait for the next order. Return None if new ranks must be forked, otherwise the exit status of this server.
+        """Wait for the next order. Return None if new ranks must be forked, or else the exit status of this server.
 
         status: the exit status of the ranks, -9 for SIGKILL.
         """
         with closing(signals.Descriptor(FORWARDED)) as received:
             if not self._ends(ranks):
                 problem = self._free_node(ranks, received) if status or ranks.ended_by_order else ""
-                self._wait_without_ranks(ranks, received, 0.0)  # a stop or a lost server counts before this report
+                self._wait_without_ranks(ranks, received, 0.0)  # handle a stop or a lost server before this report
                 self._link.send({"round": self._round, "ended": problem})
             elif self._cut_off:
-                self._end_orphans(ranks)  # new ranks on a spare node may use the same files
+                self._end_orphans(ranks)  # they may write files that new ranks on a spare node use
             while not self._ends(ranks) and self._next is None:
                 self._wait_without_ranks(ranks, received, 1.0)
-            # Without a network, srun would never get this server's exit status and would wait forever.
+            # Do not exit without a network: srun would never get this server's exit status and would wait forever.
             while self._cut_off and not (self._stopped or ranks.stop_received or self._link.is_first_reachable()):
                 self._wait_without_ranks(ranks, received, 1.0)
         self._record_phases(only_complete=False)
         if self._next is None or self._ends(ranks):
             node = self._over["node"] if self._over else -1
             if node not in (-1, self._number):
-                return 0  # so srun reports only the node of the rank that failed first
-            # If a node is lost, its task does not fail for srun. The step must, although the ranks here have succeeded.
+                return 0  # with 0, srun reports only the node of the rank that failed first
+            # srun does not count a lost node as a failure. So this server fails, even if its ranks have succeeded.
             failed = ranks.ended_by_order or (self._over is not None and "gone" in self._over)
             return status or (-signal.SIGTERM if failed else 0)
-        self._end_orphans(ranks)  # also the orphans of ranks that succeeded
-        if mine := scratch.base(os.environ):  # the folders of killed ranks
+        self._end_orphans(ranks)  # ranks that succeeded may have left some, too
+        if mine := scratch.base(os.environ):  # remove the folders of killed ranks
             scratch.sweep(mine)
         self._round, self._why, self._next = self._round + 1, self._next, None
         self._slots, self._forked_at = slots(self._spec.ranks_per_node), 0.0
@@ -180,7 +177,7 @@ class WarmRestarts:
         return self._over is not None or self._stopped or ranks.stop_received
 
     def _wait_without_ranks(self, ranks: Ranks, received: signals.Descriptor, timeout_s: float) -> None:
-        """Wait for orders and signals. After a stop signal, request that there are no more restarts in this step."""
+        """Wait for orders and signals. Report a stop signal to the first server."""
         number = self._link.wait(received, timeout_s)
         if number in STOPPING:
             self._stopped = True
@@ -190,10 +187,9 @@ class WarmRestarts:
         self._obey(ranks)
 
     def _orphans(self, ranks: Ranks) -> set[int]:
-        """Return the processes that ranks started and that became children of this process when the ranks ended.
+        """Return the processes that ranks started and left running, such as a daemon or an inference server.
 
-        Only processes with their own session are left, such as a daemon or an inference server. Processes in a
-        rank's group ended with the rank.
+        This server has adopted them. Only processes in their own session can outlive their rank.
         """
         own = {child.pid for child in ranks.children.values()}
         return set(processes.children(os.getpid())) - {*self._helpers, *own}
@@ -204,10 +200,9 @@ class WarmRestarts:
                 os.waitpid(pid, os.WNOHANG)
 
     def _end_orphans(self, ranks: Ranks) -> set[int]:
-        """Kill the processes that the ranks left running, as Slurm does at the end of a step. Return their ids.
+        """Kill the processes that the ranks left running, because they may use files, ports or GPU memory.
 
-        Otherwise they might still use files, ports or GPU memory. After ORPHANS_S seconds, stop waiting for those that
-        the kernel has not ended.
+        Slurm does the same at the end of a step. Wait up to ORPHANS_S seconds until they have ended. Return their ids.
         """
         found, until = set(), time.monotonic() + ORPHANS_S
         while (orphans := self._orphans(ranks)) and time.monotonic() < until:
@@ -231,9 +226,9 @@ class WarmRestarts:
         until, said = time.monotonic() + MEMORY_S, False
         while (found := nvidia_smi.pids(timeout_s=5.0)) is None or found & own:
             if time.monotonic() > until:
-                return f"the memory of the GPUs is not free {MEMORY_S:g} s after the ranks ended (nvidia-smi)"
+                return f"the ranks still use GPU memory {MEMORY_S:g} s after they ended (see nvidia-smi)"
             if not said:
-                say(f"{self._host}: waiting up to {MEMORY_S:g} s for the GPU memory of the exited ranks to be freed")
+                say(f"{self._host}: waiting up to {MEMORY_S:g} s until the driver frees the GPU memory of exited ranks")
             said = True
             self._wait_without_ranks(ranks, received, 0.5)
             if self._ends(ranks):
@@ -257,7 +252,7 @@ class WarmRestarts:
                     # The other ranks may use a spare node by now, and any exit status but 0 would end their step.
                     self._ends_round, self._cut_off = self._round, True
                     gone, node = "", FIRST
-                    say(f"{self._host} cannot reach the first node: its ranks end, and a spare node may replace it")
+                    say(f"{self._host} cannot reach the first node: ending its ranks; a spare node may replace it")
                 self._over = order if "over" in order else {"over": gone, "node": node}
                 if self._decider is not None and "gone" in order:
                     # Slurm may not notice the loss, if the node's network works again soon.
@@ -270,9 +265,9 @@ class WarmRestarts:
             ranks.end_ranks()
 
     def _place(self, nodes: list[int]) -> ForkNode:
-        """Return this server's place in the next start of the ranks.
+        """Return the new ForkNode of this node for the next start of the ranks.
 
-        nodes: the numbers of the servers with ranks, in their order.
+        nodes: the numbers of the nodes with ranks, in order.
         """
         hosts = tuple(self._hosts[node] for node in nodes) if self._spec.launch.spares else ()
         at, ranks = (nodes.index(self._number), self._spec.ranks_per_node) if self._number in nodes else (-1, 0)
@@ -287,9 +282,9 @@ class WarmRestarts:
     # --- in the first server
 
     def _of_lost(self, place: int, host: str) -> Restart:
-        """Return the failure of a lost node, recorded as the failure of the node's first rank.
+        """Return the failure to record for a lost node. The failed rank is the node's first rank.
 
-        place: the node's place among the nodes with ranks.
+        place: the node's index among the nodes with ranks.
         """
         rank, job = place * self._spec.ranks_per_node, self._round_job()
         return Restart(job, self._round + 1, time.time(), rank, host, elastic_restarts.LOST)
@@ -316,7 +311,7 @@ class WarmRestarts:
             elastic_restarts.record(self._folder, restart)
 
     def _record_phases(self, only_complete: bool) -> None:
-        """Record how long each part of the last restart took. Do this once per restart.
+        """Record how long each phase of the last restart took. Do this once per restart.
 
         only_complete: do nothing if rank 0 has not made its first step after the restart.
         """

@@ -33,11 +33,11 @@ def is_used(env: Mapping[str, str], backend: str) -> bool:
 def ask(env: Mapping[str, str], host: str, timeout_s: float) -> Nccl | None:
     """Return the interface that NCCL uses if its environment is `env`, or None if there is no NCCL.
 
-    Use the NCCL of this Python's torch: a package beside torch, or else the library that the loader finds.
+    Use the NCCL that torch would load: a package beside torch, or else the library that the loader finds.
     """
     started = time.monotonic()
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ask_nccl.py")), _library()]
-    # NCCL does not overwrite variables with those of nccl.conf. NCCL_COMM_ID names another node's address.
+    # These variables have precedence over nccl.conf. NCCL_COMM_ID would contain another node's address.
     child = {**env, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,BOOTSTRAP", "NCCL_DEBUG_FILE": ""}
     child.pop("NCCL_COMM_ID", None)
     wanted = env.get(VARIABLE, "")

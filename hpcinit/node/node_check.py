@@ -1,4 +1,4 @@
-"""Checks this node before its ranks start, and prints what would get in their way.
+"""Checks this node before its ranks start, and prints the problems that it finds.
 
 start() forks a process that does the checks while the rank itself starts. finish() prints the results. With
 action=replace, it raises an error if ranks should not start on this node. If the check crashes or hangs (because of a
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 JOB, NODE = "SLURM_JOB_ID", "SLURMD_NODENAME"
 NEEDED = (JOB, NODE, "SLURM_CLUSTER_NAME", "SLURM_PROCID")
-KILL_S = 1.0  # a killed process that has not ended by then hangs in the kernel
+KILL_S = 1.0  # how long to wait for a killed process. If it takes longer, it hangs in the kernel
 MOST_COMPARED = 64  # records of other nodes that the first node reads
 
 
@@ -55,10 +55,10 @@ class Running:
 
 
 def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
-    """Start the check of this node in the background. Return it, or None if there is nothing to check here.
+    """Start the check of this node in the background. Return None if it does not run.
 
-    There is nothing to check if the check is disabled, if another process on the node starts it, or outside a job step.
-    Call this before this process has imported torch or started a thread, because the check is a fork of this process.
+    Only the first task on each node runs it, in a Slurm job step, unless it is disabled. Call this before this process
+    has imported torch or started a thread, because the check is a fork of this process.
     """
     wanted = spec.check_node
     if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
@@ -68,12 +68,12 @@ def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
     try:
         (ours, theirs), parent = os.pipe(), os.getpid()
         pid = os.fork()
-    except OSError:  # no process or file is left for this user
+    except OSError:  # this user's limit of processes or open files is reached
         return None
     if pid == 0:
         with suppress(BaseException):
             processes.die_with_parent(parent)
-            os.setpgid(0, 0)  # finish() ends this group, with the nvidia-smi in it
+            os.setpgid(0, 0)  # finish() kills this group, which includes nvidia-smi
             _send_answer(theirs, spec, env)
         os._exit(0)
     os.close(theirs)
@@ -98,11 +98,11 @@ def finish(running: Running | None, folder: Path) -> None:
     """
     if running is None:
         return
-    node, off = os.environ[NODE], "to disable it: check_node.action=off"
-    anyway = f"the ranks start without it; {off}"
+    node, off = os.environ[NODE], "to disable the check: check_node.action=off"
+    anyway = f"the ranks start without its result; {off}"
     text = _receive_answer(running)
     if text is None:
-        if running.action == REPLACE:  # otherwise a slow node would print a line in every job
+        if running.action == REPLACE:  # otherwise print nothing, because a slow node would print a line in every job
             say(f"{node}: the node check did not finish within {running.timeout_s:g} s; {anyway}")
         return
     found = json.loads(text) if text.endswith("}") else {"error": "it ended without an answer"}
@@ -112,11 +112,11 @@ def finish(running: Running | None, folder: Path) -> None:
     for line in found["lines"]:
         say(f"{node}: {line}")
     if found["unusable"] and running.action == REPLACE:
-        with suppress(OSError):  # hpcinit.after finds it, to replace the node
+        with suppress(OSError):  # hpcinit.after reads this record to replace the node
             requeues.record_unusable(folder, node, os.environ)
         raise BringUpError(
-            f"{node} cannot be used: {found['unusable']}; expected a free GPU that responds. Submit with "
-            f"+cluster.sbatch.exclude={node} or with spare_nodes=1, and report the node to the site; {off}",
+            f"{node} cannot be used: {found['unusable']}. Submit with +cluster.sbatch.exclude={node} or with "
+            f"spare_nodes=1, and report the node to the site; {off}",
             kind=failure_kinds.NODE,
             host_at_fault=node,
         )
@@ -130,13 +130,13 @@ def _receive_answer(running: Running) -> str | None:
         part = os.read(running.pipe, 65536)
         found, ended = found + part, not part
     os.close(running.pipe)
-    for end in (os.killpg, os.kill):  # by pid too: it may not have made its group yet
+    for end in (os.killpg, os.kill):  # also by pid, because its group may not exist yet
         with suppress(ProcessLookupError):
-            end(running.pid, signal.SIGKILL)  # it has written all that it will write
+            end(running.pid, signal.SIGKILL)  # our child, not yet reaped: it has answered, or its time is over
     with suppress(ChildProcessError):
         gone = time.monotonic() + KILL_S
         while os.waitpid(running.pid, os.WNOHANG) == (0, 0) and time.monotonic() < gone:
-            time.sleep(0.01)  # it may hang in the kernel, which must not stop the rank
+            time.sleep(0.01)  # the rank must not wait forever if the process hangs in the kernel
     return found.decode(errors="replace") if ended else None
 
 
@@ -158,8 +158,8 @@ def check(spec: Spec, env: Mapping[str, str]) -> tuple[list[str], str]:
 def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
     """Record in the run folder which interface NCCL uses on this node, and return the records of other nodes.
 
-    Each node writes before it reads, so of two nodes at least one sees the other. The first node reads all records. The
-    other nodes read only the first node's record.
+    The first node reads all records. The other nodes read only the first node's record. Each node writes before it
+    reads, so the later one of two nodes finds the other's record.
     """
     from hpcinit.records.node_facts import Nccl  # noqa: PLC0415
 

@@ -17,16 +17,17 @@ from hpcinit.records.node_records import DEVICE_XIDS
 Network = IPv4Network | IPv6Network
 # DataLoader workers and NCCL use shared memory. Containers get 64 MB by default (docker --shm-size).
 LEAST_SHARED_GB, LITTLE_GB = 0.0625, 1.0
-FOREIGN_MB = 1024  # of a GPU's memory: the idle driver and services of the site use less
-OCCUPIED = 0.5  # of a GPU's memory, in use by another process: training would not fit
-RECENT_S = 24 * 3600.0  # of an Xid: the GPU may have been reset since an older one
-# NVML's bits of clocks_event_reasons.active for heat and for the power supply. Not those of an idle GPU, of
-# a power cap, and of any hardware slowdown (0x8), which a change of the power state sets for a moment:
+FOREIGN_MB = 1024  # report other processes that use more of a GPU's memory than this; an idle driver uses less
+OCCUPIED = 0.5  # if other processes use more than this part of a GPU's memory, training would not fit
+RECENT_S = 24 * 3600.0  # older Xids are ignored, because the GPU may have been reset since
+# Bits of NVML's clocks_event_reasons.active that mean heat or a faulty power supply. The bits of an idle GPU and of a
+# power cap are normal. The bit of any hardware slowdown (0x8) is omitted, because a change of the power state sets it
+# for a moment:
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
-SLOWED = {0x20: "its temperature", 0x40: "its temperature (by the hardware)", 0x80: "the power supply (power brake)"}
+SLOWED = {0x20: "its temperature", 0x40: "its temperature (hardware slowdown)", 0x80: "the power supply (power brake)"}
 CONTAINER_BRIDGES = ("docker", "virbr", "podman", "cni", "lxcbr", "lxdbr", "br-")
 ASK_SITE = "report the node to the site"
-MANY = 3  # nodes, from which on most of them can be right
+MANY = 3  # with at least this many nodes, the majority is taken as right
 
 
 def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequence[int], ranks: int) -> Iterator[Check]:
@@ -51,7 +52,7 @@ def node_findings(node: Node, devices: Sequence[Mapping[str, str]], pids: Sequen
 
 
 def _place(place: Place) -> Check:
-    """Return a check of a folder. A TMPDIR that doesn't exist on this node is OK, because Python then uses /tmp."""
+    """Return a check of a folder. A missing TMPDIR is OK, because Python then uses /tmp."""
     if place.missing:
         status = OK if place.what == "TMPDIR" else WARNING
         return Check(place.what, status, f"{place.path} does not exist on this node", "create it in the job")
@@ -86,9 +87,9 @@ def of_device(gpus: Sequence[Gpu], device: Mapping[str, str]) -> Gpu | None:
 
 
 def gpus_of_job(node: Node, devices: Sequence[Mapping[str, str]] = ()) -> tuple[Gpu, ...]:
-    """Return the GPUs that Slurm assigned to the job. If they are unknown, return the GPUs that the ranks use.
+    """Return the GPUs that Slurm assigned to the job, or the GPUs that the ranks use if Slurm lists none.
 
-    Other jobs' GPUs are skipped. nvidia-smi also lists them, unless Slurm's setting ConstrainDevices is on.
+    nvidia-smi also lists other jobs' GPUs, unless Slurm's setting ConstrainDevices is on. They are skipped.
     """
     if not node.assigned:
         found = (of_device(node.gpus, device) for device in devices)
@@ -118,9 +119,9 @@ def _others(gpu: Gpu, node: Node, pids: Sequence[int]) -> list[GpuProcess]:
 
 
 def _foreign_mb(gpu: Gpu, others: Sequence[GpuProcess]) -> float:
-    """Return how much of the GPU's memory, in MiB, the processes `others` use. If unknown, return all memory in use.
+    """Return how many MiB of the GPU's memory the processes `others` use.
 
-    In a container, for example, nvidia-smi doesn't always list these processes or show how much memory they use.
+    If nvidia-smi does not show this, for example in a container, return all memory in use.
     """
     known = [one.used_mb for one in others if one.used_mb is not None]
     return sum(known) if known else (gpu.used_mb or 0)
@@ -201,8 +202,8 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
     found: NCCL's choice on each node.
     nodes: the number of nodes in the job.
 
-    Each check's detail names the node. Its `hosts` is empty unless that node is certainly at fault. If at least half of
-    the nodes have a problem, for example, the job's settings probably cause it.
+    Each check's detail names the node. `hosts` contains it only if the node is certainly at fault. If at least half of
+    the nodes have a problem, the job's settings probably cause it.
     """
     alone = [check for one in found for check in nccl_alone(one, nodes)]
     for check in alone:
@@ -261,8 +262,7 @@ def _same_address(taken: Sequence[Nccl]) -> Iterator[Check]:
 def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
     """Yield a check for each node on which NCCL uses a different network than on most nodes.
 
-    A node is skipped if it has no network in common with most nodes. Probably each rack then has its own network, and
-    routes connect the racks.
+    Skip a node that has no interface in the network of the others. It is probably in another rack, behind a router.
     """
     if len(taken) < 2:
         return

@@ -23,16 +23,17 @@ from hpcinit.world import network
 
 GB = 2**30
 MOST_NAMES = 64  # in a large job, resolving every name on every node would overload DNS
-SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # the site shares GPUs between jobs on purpose
+SHARING = ("SLURM_SHARDS_ON_NODE", "CUDA_MPS_PIPE_DIRECTORY")  # set if the site shares GPUs between jobs
 
 
 def probe(env: Mapping[str, str], own: str, names: Sequence[str], backend: str, timeout_s: float) -> Node:
     """Return the facts about this node.
 
     own: the name of this node.
-    names: the job's nodes, whose names are resolved. If `names` is empty, query GPUs only if Slurm assigned some.
+    names: the names to resolve: the job's nodes, or () for none. Without names, nvidia-smi runs only if Slurm assigned
+        GPUs.
     backend: the backend of the process group, such as 'auto' or 'nccl'.
-    timeout_s: the time limit of the check; NCCL may take half of it.
+    timeout_s: the time limit of the check. NCCL may take half of this time.
     """
     total, available = _memory()
     assigned = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS") or ""
@@ -77,7 +78,7 @@ def _memory() -> tuple[float, float]:
 
 
 def _places(env: Mapping[str, str]) -> Iterator[Place]:
-    """Yield /dev/shm and the folders for temporary files, with their free space."""
+    """Yield the free space of /dev/shm and of the folders for temporary files."""
     yield _place(SHARED_MEMORY, "/dev/shm")
     for what, path in (
         ("local disk", env.get(ENV_LOCAL_DISK, "")),
@@ -112,9 +113,10 @@ def _interfaces() -> Iterator[Interface]:
         if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")):
             continue
         place = Path("/sys/class/net") / name
-        speed = read_or_empty(place / "speed")  # Mbit/s; -1 where the driver does not know
+        speed = read_or_empty(place / "speed")  # Mbit/s, or -1 if the driver does not know it
         gbit = int(speed) / 1000 if speed.isdigit() else 0.0
-        # Some drivers report the state 'unknown'. A network namespace without its own /sys shows another one's states.
+        # Some drivers report the state 'unknown'. In a network namespace without its own /sys, the states are those of
+        # another namespace.
         yield Interface(name, read_or_empty(place / "operstate") not in {"down", "lowerlayerdown"}, gbit)
 
 

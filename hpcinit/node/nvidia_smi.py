@@ -12,10 +12,10 @@ from pathlib import Path
 
 from hpcinit.records.node_facts import Gpu, GpuProcess, Xid
 
-TIMED_OUT = 124  # the status for this, as of timeout(1)
-TIMEOUT_S = 30.0  # without persistence mode the driver is loaded for each call
-# "nvidia-smi --help-query-gpu" describes them. Some drivers lack some of the last ones: R535 renamed the reasons of the
-# clocks, R450 has MIG, R570 the recovery action.
+TIMED_OUT = 124  # the exit status that timeout(1) returns after the timeout
+TIMEOUT_S = 30.0  # long, because without persistence mode, each call loads the driver
+# "nvidia-smi --help-query-gpu" describes these fields. Older drivers lack some: R535 renamed the reasons of the clocks,
+# R450 added MIG, and R570 added the recovery action.
 FIELDS = (
     "uuid", "pci.bus_id", "memory.used", "memory.total", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total",
     "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem",
@@ -53,14 +53,14 @@ def query() -> tuple[tuple[Gpu, ...], str]:
     if status is None:
         return (), ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (), lines[-1] if lines else f"exit status {status}"  # some GPUs may be listed before the one that is lost
+    return (), lines[-1] if lines else f"exit status {status}"  # GPUs may be listed before the error
 
 
 def pids(timeout_s: float) -> set[int] | None:
-    """Return the process ids that use memory of a GPU on this node.
+    """Return the ids of the processes that use a GPU of this node.
 
-    Return None if nvidia-smi does not answer in time, or if a signal ends it, such as a stop signal to the whole step.
-    The set is empty if nvidia-smi does not exist or fails.
+    Return None if nvidia-smi does not answer in time or is killed. The set is empty if nvidia-smi does not exist or
+    fails.
     """
     status, text = _run("compute-apps", ("pid",), timeout_s)
     if status == TIMED_OUT or (status is not None and status < 0):
@@ -89,7 +89,7 @@ def _gpu(row: Mapping[str, str], processes: tuple[GpuProcess, ...]) -> Gpu:
     reasons = [row.get(name, "") for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active")]
     return Gpu(
         row["uuid"],
-        # torch has 0000:3b:00.0, nvidia-smi 00000000:3B:00.0
+        # torch prints 0000:3b:00.0, and nvidia-smi prints 00000000:3B:00.0.
         pci=re.sub(r"^0000(?=[0-9a-f]{4}:)", "", row["pci.bus_id"].lower()),
         ecc=ecc if ecc in {"Enabled", "Disabled"} else "",
         **{name: _number(row[field]) for name, field in NUMBERS.items()},

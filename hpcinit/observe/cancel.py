@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="let the program save a checkpoint and exit: run.should_stop() returns a reason",
+        help="request that the program save a checkpoint and exit (run.should_stop() then returns a reason)",
     )
     return console.add_verbosity_options(parser, "one JSON object per line, for each run")
 
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         if missing := [task for task in run.tasks if task.state.name == find_runs.NOT_SUBMITTED]:
             tasks = counted(len(missing), "task")
             console.always(
-                f"hpcinit: warning: {run.path.name} has {tasks} without a recorded job. If hpcinit was killed while it "
-                f"submitted them, there may be one. {job_record.how_to_find(run.path)}"
+                f"hpcinit: warning: {run.path.name} has {tasks} without a recorded job. If hpcinit was killed during "
+                f"their submission, a job may exist. {job_record.how_to_find(run.path)}"
             )
     return 0
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def _check(run: overview.Run, save: bool) -> None:
     """Raise RequestError if the run can't be canceled. Call this for all runs before canceling the first one."""
     if not safe_files.is_own(folder := os.path.realpath(run.path)):
-        # Its files may name any job or process of this user.
+        # The files in another user's folder may name any job or process of this user.
         owner = safe_files.user(Path(folder).stat().st_uid)
         raise RequestError(
             f"{run.path} belongs to {owner}: only its owner can cancel it. To cancel your own job: scancel JOB"
@@ -90,10 +90,10 @@ def _outcome(run: overview.Run, jobs: Sequence[str], save: bool) -> str:
     if not jobs and run.now and run.now.purged:
         return f"has no job to cancel: {run.now.reason}"
     if not jobs:
-        return f"was over already: {run.now.name if run.now else find_runs.count_states(run.tasks)}"
+        return f"has already ended: {run.now.name if run.now else find_runs.count_states(run.tasks)}"
     if save:
         waiting = sum(now.name == "PENDING" for _, now in run.parts)
-        left = f"; {counted(waiting, 'task')} not started yet: `hpcinit cancel` also cancels the waiting tasks"
+        left = f"; {counted(waiting, 'task')} not started yet: to cancel the waiting tasks, use hpcinit cancel"
         rest = left * bool(run.tasks and waiting)
         return f"will save and exit at its next run.should_stop(); a program that never calls it continues{rest}"
     return _canceled(jobs)
@@ -108,7 +108,7 @@ def _canceled(jobs: Sequence[str]) -> str:
 
 
 def _number(job: str) -> tuple[int, ...]:
-    """Return a sort key for job ids that puts job 9 before job 10."""
+    """Return the numbers in a job id, by which ids are sorted: job 9 before job 10."""
     return tuple(int(part) for part in job.split("_") if part.isdigit())
 
 
@@ -136,6 +136,6 @@ def cancel(runs: Sequence[overview.Run], open_jobs: Mapping[Path, Sequence[str]]
 def _record(path: Path, jobs: Sequence[str]) -> None:
     """Record in the run folder `path` that its jobs were canceled.
 
-    Slurm without accounting forgets a job that never started. `hpcinit status` then reads this record.
+    `hpcinit status` needs this record, because Slurm without accounting forgets a job that never started.
     """
     (path / run_folder.CANCELLED).write_text(json.dumps({"jobs": list(jobs), "time": time.time()}) + "\n")

@@ -1,6 +1,6 @@
 """`hpcinit clean [RUN ...]`: lists finished runs with state, age and size, and removes them if the user agrees.
 
-With --outside, it lists and removes what hpcinit wrote outside of run folders.
+With --outside, it lists and removes what hpcinit wrote outside of run folders. With --all, it does both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpcinit.records import heartbeats, job_record, run_folder, run_numbers
 
 DAY_S = 86_400.0
 ALIVE_S = 120.0  # a rank that wrote a heartbeat within this time is treated as running
-SUBMITTING_S = 3600.0  # a submitter may wait for the controller between two arrays of a sweep
+SUBMITTING_S = 3600.0  # for this long, a sweep may still be submitting tasks, because it may wait for the controller
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,40 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all (the default)")
     find_runs.add_runs_dir(parser)
     parser.add_argument(
-        "--older-than", type=float, default=0.0, metavar="DAYS", help="only runs that ended before this"
+        "--older-than", type=float, default=0.0, metavar="DAYS", help="only runs that ended more than DAYS days ago"
     )
     parser.add_argument("--state", default="", help="only runs in this state; several: FAILED,CANCELLED")
-    parser.add_argument(
-        "--outside", action="store_true", help="what hpcinit wrote outside of run folders, instead of runs"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--outside", action="store_true", help="list and remove what hpcinit wrote outside of run folders, not runs"
     )
+    which.add_argument("--all", action="store_true", help="finished runs, then what --outside removes")
     parser.add_argument("--yes", "-y", action="store_true", help="remove without a confirmation")
     return console.add_verbosity_options(parser, "one JSON object per line, for each finished run")
 
 
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
-    if options.outside:
-        return _outside(options)
+    if (options.outside or options.all) and (options.run or options.state or options.older_than):
+        raise RequestError(
+            f"{_flag(options)} cannot be combined with a run, --state or --older-than, because it removes files that "
+            f"do not belong to a run. Type: hpcinit clean {_flag(options)}"
+        )
+    if not (options.outside or (options.all and not find_runs.all_runs(options.runs_dir))):
+        _runs(options)
+    if options.outside or options.all:
+        _outside(options)
+    return 0
+
+
+def _runs(options: argparse.Namespace) -> None:
+    """List the finished runs, and remove them if the user agrees. Raise Failure if a run can't be removed."""
     paths = find_runs.matching_runs(options.run, options.runs_dir)
     named = not find_runs.means_all_runs(options.run)
     found = list(_finished(paths, options, named))
     if not found:
         console.note(f"no finished runs to remove in {options.runs_dir.absolute()}")
-        return 0
+        return
     for one in found if not options.json else ():
         if options.quiet:
             print(plain(one.run.path.name))
@@ -84,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         removed = _remove(found)
     else:
         removed = set()
-        console.note("nothing was removed; to remove without a confirmation: hpcinit clean --yes")
+        console.note("nothing was removed. To remove these runs without confirmation: hpcinit clean --yes")
     for one in found if options.json else ():
         states = Counter(now.name for _, now in one.run.parts)
         fields = {"run": str(one.run.path), "states": states, "age_s": one.age_s, "bytes": one.size}
@@ -94,7 +108,6 @@ def main(argv: Sequence[str]) -> int:
         console.note(f"removed {counted(len(removed), 'run')}, {_size(freed)}")
     if options.yes and len(removed) < len(found):
         raise Failure(f"{counted(len(found) - len(removed), 'run')} could not be removed; see the messages above")
-    return 0
 
 
 def _finished(paths: Sequence[Path], options: argparse.Namespace, named: bool) -> Iterator[Finished]:
@@ -121,12 +134,12 @@ def _problems(run: overview.Run) -> Iterator[str]:
     name, path = run.path.name, run.path
     if find_runs.is_sweep(path.absolute().parent):
         whole = path.absolute().parent
-        yield f"{path} is one task of a sweep: remove the whole sweep, hpcinit clean {whole}"
+        yield f"{path} is a task of a sweep, and only a whole sweep can be removed: hpcinit clean {whole}"
     if path.is_symlink():
         yield f"{path} is a link to {path.readlink()}: remove the folder and the link yourself"
     if not safe_files.is_own(path):
         yield f"{path} belongs to {safe_files.user(path.stat().st_uid)}: only its owner can remove it"
-    yourself = f"so it may still run. If it does not, remove the folder yourself: rm -r {path}"
+    yourself = f"so the run may not have ended. If it has ended, remove the folder yourself: rm -r {path}"
     written = (path / run_folder.SUBMISSION).stat().st_mtime
     if len(run.parts) < len(run.tasks) and time.time() - written < SUBMITTING_S:
         yield f"{name} has tasks that are not submitted yet, {yourself}"
@@ -146,7 +159,7 @@ def _problems(run: overview.Run) -> Iterator[str]:
 
 
 def _inner_runs(run: overview.Run) -> Iterator[Path]:
-    """Yield the runs inside this run's folder, such as those that its program submitted from its code snapshot."""
+    """Yield the runs inside this run's folder. A program may have submitted them from its code snapshot."""
     own = {str(run.path), *(str(run.path / str(task.number)) for task in run.tasks)}
     for place, _, files in os.walk(run.path):
         if run_folder.SUBMISSION in files and place not in own:
@@ -167,7 +180,7 @@ def _is_alive(path: Path) -> bool:
 def _end(run: overview.Run) -> float:
     """Return when the run, or the last task of a sweep, ended, in seconds since 1970.
 
-    This is the time of the newest record about an end, a cancellation or a submission.
+    This is when the newest of its records (submission, cancellation, exit) was written.
     """
     times = [0.0]
     for path, _ in run.parts:
@@ -195,16 +208,11 @@ def _confirmed(question: str) -> bool:
         return False
 
 
-def _outside(options: argparse.Namespace) -> int:
-    """List what hpcinit wrote outside of run folders, and remove it if the user agrees. Return the exit status.
+def _outside(options: argparse.Namespace) -> None:
+    """List what hpcinit wrote outside of run folders, and remove it if the user agrees.
 
-    Raise RequestError if `options` also select runs.
+    Raise Failure if a folder can't be removed.
     """
-    if options.run or options.state or options.older_than:
-        raise RequestError(
-            "--outside removes files that belong to no run; it cannot be combined with a run name, --state or "
-            "--older-than: hpcinit clean --outside"
-        )
     found = [(one, _used(one.path), one.why_kept()) for one in outside.places(options.runs_dir, os.environ)]
     free = [one for one, _, why in found if not why]
     for one, size, why in found if not options.json else ():
@@ -214,18 +222,23 @@ def _outside(options: argparse.Namespace) -> int:
     if options.yes or (free and not options.json and _confirmed(f"remove {counted(len(free), 'folder')}? [y/N] ")):
         removed = {one.path for one in free if _removed(one)}
     elif free:
-        console.note("nothing was removed; to remove without a confirmation: hpcinit clean --outside --yes")
+        console.note(
+            f"nothing was removed. To remove these folders without confirmation: hpcinit clean {_flag(options)} --yes"
+        )
     for one, size, why in found if options.json else ():
         document = {"path": str(one.path), "what": one.what, "bytes": size, "kept": why}
         print(json_output.line("clean outside", {**document, "removed": one.path in removed}))
     if not options.json:
         console.note(
-            "not listed: your settings (~/.config/hpcinit, conf/cluster), the disks of other machines, and files of "
-            "your programs, such as Hydra's multirun/ and outputs/"
+            f"hpcinit clean {_flag(options)} never removes your settings (~/.config/hpcinit, conf/cluster), files on "
+            "disks of other machines, or files of your programs, such as Hydra's multirun/ and outputs/"
         )
     if options.yes and len(removed) < len(free):
         raise Failure(f"{counted(len(free) - len(removed), 'folder')} could not be removed; see the messages above")
-    return 0
+
+
+def _flag(options: argparse.Namespace) -> str:
+    return "--all" if options.all else "--outside"
 
 
 def _removed(place: outside.Place) -> bool:
@@ -235,7 +248,7 @@ def _removed(place: outside.Place) -> bool:
         console.warning(f"cannot remove {place.path}: {error.strerror} ({error.filename}); remove it with rm -r")
         return False
     if why:
-        console.warning(f"{place.path} stays: {why}")
+        console.warning(f"{place.path} was not removed: {why}")
     return not why
 
 

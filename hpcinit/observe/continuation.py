@@ -1,8 +1,7 @@
-"""Finds out whether a run will continue automatically.
+"""Finds out whether a run will continue automatically: by a requeue, a later job of its chain, or a dependent job.
 
-It continues after a requeue, with a later job of its chain, or with a job that depends on it. A second job that writes
-to the same checkpoint folder can damage checkpoints. So any advice to submit a run again is given only after this
-check.
+hpcinit checks this before it advises to submit a run again, because two jobs must not save into the same checkpoint
+folder.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def continues(path: Path, now: state.State) -> str:
         return f"unknown: Slurm does not answer, and the job may still run or restart; wait, then {_look(path)}"
     if not now.over and not now.purged:
         return f"job {now.job_id} is still in the queue ({now.name}), and Slurm may restart it; later {_look(path)}"
-    if now.others:  # the chain's end is recorded, so these jobs run nothing (submit/lib/chain.sh)
+    if now.others:  # the record shows that the chain is finished, so these jobs run nothing (submit/lib/chain.sh)
         jobs = ", ".join(now.others)
         return f"the chain still has job {jobs} in the queue, which will run nothing: hpcinit cancel {path.name}"
     return "; ".join(_dependents(path, now)) if now.engine.has_queue else ""
@@ -43,7 +42,7 @@ def _look(path: Path) -> str:
 
 def _dependents(path: Path, now: state.State) -> Iterator[str]:
     """Yield a sentence for each unfinished run in the same folder whose job was submitted to start after this run."""
-    # Slurm drops a dependency once it is fulfilled; the script keeps it.
+    # Slurm drops a dependency when it is fulfilled, but the batch script still contains it.
     jobs = {job.partition("_")[0] for job in (now.job_id, *job_record.jobs(job_record.last_submission(path)))}
     waits_for = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, jobs))})(?![\d-])")
     here = path.absolute()

@@ -28,7 +28,7 @@ class Task:
     """One task of a sweep. Its state is NOT_SUBMITTED if sbatch refused its job.
 
     sweep: the folder of the sweep.
-    given: this task's values of the overrides that differ between the tasks.
+    given: the overrides in which the tasks differ, such as 'lr=0.1'.
     path: the run folder. If the task was submitted again, it is the folder of the new run.
     """
 
@@ -63,7 +63,7 @@ def name_of(path: Path) -> str:
 
 
 def combinations(path: Path) -> dict[int, tuple[str, ...]]:
-    """Return for each task of a sweep, by its number, the overrides in which it differs from other tasks.
+    """Return the overrides in which the tasks of a sweep differ, by task number.
 
     path: the folder of the sweep.
 
@@ -87,7 +87,7 @@ def task_folders(path: Path, numbers: Iterable[int], newest: bool = True) -> lis
     """Return the run folders of the tasks of a sweep.
 
     numbers: the tasks.
-    newest: whether to return the folder of the new run for a task that was submitted again.
+    newest: for a task that was submitted again, whether to return the folder of the new run.
     """
     again = resubmitted.of_sweep(path) if newest else {}
     return [again.get(str(number), path / str(number)) for number in numbers]
@@ -98,8 +98,8 @@ def with_states(
 ) -> list[Task]:
     """Return the tasks of a sweep with their states.
 
-    known: the result of combinations().
-    states: the folder and the state of each task. A task without a job has a RequestError instead of a state.
+    known: the overrides of each task, from combinations().
+    states: the folder of each task with its state, or with a RequestError if it has no job.
     """
     return [
         Task(number, sweep, words, path, _submitted(now))
@@ -176,9 +176,9 @@ def add_runs_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """Return the folder of the run with the path, name or job id `word`. If several have the id, return the latest.
+    """Return the folder of the run with the path, name or job id `word`. If several runs match, return the latest.
 
-    Raise RequestError, which lists the latest runs, if there is no such run.
+    If there is no such run, raise a RequestError that lists the latest runs.
     """
     for path in (Path(word), runs_dir / word) if word else ():
         # A task of a sweep has no script: the tasks share the one in the sweep's folder.
@@ -190,8 +190,8 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
         mine = _queue(found)
         if other := next((path for path in matches if _queue(path) != mine), None):
             raise RequestError(
-                f"two clusters or engines have a job {word}: give the name of the run instead, {found.name} or "
-                f"{other.name}"
+                f"two runs on different clusters or engines have the job id {word}: use the name of the run instead, "
+                f"{found.name} or {other.name}"
             )
         return found
     last = ", ".join(path.name for path in known[-5:]) or "none"
@@ -199,9 +199,11 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
         raise RequestError(
             f"job {word} is not a run of hpcinit in {runs_dir.absolute()}: Slurm reports it as {job.state}"
             + (f", with the script {job.command}" if job.command else "")
-            + f"; use squeue --jobs={word} or sacct, or --runs-dir if hpcinit submitted it from another folder"
+            + f"; see squeue --jobs={word} or sacct. If hpcinit submitted it from another folder, add --runs-dir"
         )
-    what = f"no run {word!r}: no run folder or job has this name" if word else "no run given: name one, or its job id"
+    what = (
+        f"no run {word!r}: no run folder or job has this name" if word else "no run given, expected its name or job id"
+    )
     raise RequestError(f"{what}; the latest in {runs_dir.absolute()}: {last}")
 
 

@@ -1,4 +1,4 @@
-"""Starts a command beside a run's ranks: with `srun --overlap` on Slurm, as a child process with cluster=local."""
+"""Starts a command on the nodes of a run: with `srun --overlap` on Slurm, as a child process with cluster=local."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcinit.records.spec import Spec
 from hpcinit.slurm import nodelist, queue, slurm_client
 from hpcinit.slurm.slurm_client import Unreachable
 
-# In sh, because the nodes may have another Python. The last arguments are candidates.
+# A sh script, because the nodes may have another Python. Its last arguments are the Pythons to try.
 START = """code=$1 query=$2; shift 2
 for python do
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2> /dev/null || continue
@@ -51,8 +51,8 @@ class RunningJob:
     def host(self, rank: int) -> str:
         """Return the node on which a rank runs, according to the record of its last start.
 
-        If there is no record, return the node that block distribution gives the rank. Raise RequestError if the rank
-        does not exist.
+        If there is no record, return the node on which Slurm's block distribution starts the rank. Raise RequestError
+        if the rank does not exist.
         """
         size = self.spec.world_size
         if not 0 <= rank < size:
@@ -77,12 +77,13 @@ def running(word: str, runs_dir: Path) -> RunningJob:
         raise Failure(f"Slurm does not reply ({now.reason}), so the nodes of {path.name} are unknown; try again later")
     if now.over:
         raise RequestError(
-            f"{path.name} has ended ({now.name}), so its ranks are gone; to see what happened: hpcinit why {path.name}"
+            f"{path.name} has ended ({now.name}), so it has no ranks any more. To see what happened: hpcinit why "
+            f"{path.name}"
         )
     if now.name not in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
         waits = f", because of {now.reason}" if now.reason else ""
         raise RequestError(
-            f"{path.name} has not started: job {now.job_id} is {now.name}{waits}; follow it with: "
+            f"{path.name} has not started: job {now.job_id} is {now.name}{waits}. To follow the job: "
             f"hpcinit watch {path.name}"
         )
     plan = spec.load(path / run_folder.SPEC, to_run=False)
@@ -103,10 +104,10 @@ def running(word: str, runs_dir: Path) -> RunningJob:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a command that runs on the ranks' nodes, made from `env`.
+    """Return the environment variables for a command that runs on the nodes of the ranks.
 
-    The variables of a Slurm job in which this shell runs are removed. One variable is added. It shows that the process
-    is a command of the user and not a rank.
+    If this shell runs in a Slurm job, the variables of this job are excluded. The variable MARK shows that the process
+    is not a rank.
     """
     kept = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     kept.pop(run_folder.ENV_FOLDER, None)
@@ -146,7 +147,7 @@ def _beside(job: RunningJob, nodes: Sequence[str]) -> list[str]:
 
 
 def collector(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command that runs stack_collector.py on a node, with the query `asked`.
+    """Return the command that sends the request `asked` to stack_collector.py on a node.
 
     The node needs Python 3.9 or later, but not hpcinit.
     """

@@ -18,8 +18,8 @@ from hpcinit.observe import find_runs
 from hpcinit.observe.poll import Polls
 from hpcinit.records import run_folder
 
-STATE_S = 1.0  # --follow: between two looks at the run's state and for new logs
-READ_S = 0.1  # the same for new lines, times the number of logs
+STATE_S = 1.0  # with --follow, the time between two checks of the run's state and for new log files
+READ_S = 0.1  # with --follow, the time between two checks for new lines, per log file
 
 
 class Tail:
@@ -42,10 +42,7 @@ class Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
     def rest(self) -> str:
-        """Return the text after the last line feed, and forget it, so that it is returned only once.
-
-        If a rank was killed, this is the last text that it printed.
-        """
+        """Return the incomplete last line, but only once. A killed rank may leave such a line."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 
@@ -53,7 +50,7 @@ class Tail:
 class Source(NamedTuple):
     """The log of a rank or of the batch script.
 
-    rank: the rank; None: the batch script.
+    rank: the rank, or None for the batch script.
     task: the number of the sweep's task, or None.
     prefix: the text that is printed before each line.
     """
@@ -63,11 +60,10 @@ class Source(NamedTuple):
     prefix: str = ""
 
     def shown(self, line: str, as_json: bool, to_terminal: bool = False) -> str:
-        """Return a line of the log as it is printed.
+        """Return a line of the log as `hpcinit logs` prints it.
 
         as_json: whether to return a JSON object.
-        to_terminal: whether to keep only the text after the last carriage return (of a progress bar), and to remove
-        control sequences except colors.
+        to_terminal: whether to show only the last state of a progress bar, and no control sequences except colors.
         """
         if not as_json:
             return self.prefix + (console.colored(line.rstrip("\r").rpartition("\r")[2]) if to_terminal else line)
@@ -94,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     )
     which.add_argument("--all", action="store_true", help="every rank; for a sweep, every rank of every task")
     which.add_argument("--job", action="store_true", help="the output of the batch script")
-    parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the run is over")
+    parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the run has ended")
     return console.add_verbosity_options(parser, "one JSON object per line of a log, with its rank")
 
 
@@ -105,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
     if find_runs.is_sweep(path) and not options.all:
         numbers = ranges(find_runs.combinations(path))
         raise RequestError(
-            f"{path} is a sweep with the tasks {numbers}: name one task, hpcinit logs {options.run}/0, or use --all"
+            f"{path} is a sweep with the tasks {numbers}: name one task, as in hpcinit logs {options.run}/0, or use "
+            "--all"
         )
     there = ranks(path)
     missing = [] if options.follow or options.all or options.job else sorted(set(wanted) - set(there))

@@ -1,11 +1,9 @@
-"""Finds and removes what hpcinit wrote outside of run folders, for `hpcinit clean --outside`.
+"""Finds and removes what hpcinit wrote outside of run folders, for `hpcinit clean --outside` and `--all`.
 
-It removes nothing that a job or a process of this user may be using, and nothing that hpcinit did not write. With
-XDG_CACHE_HOME=/scratch/me, for example, ~/.cache/hpcinit may be a checkout.
-
-A job in the queue may later load an op from the cache. So the cache stays while this user has a job in the queue, and
-while Slurm does not answer. A process may be using a folder on this machine's disk. So everything there that a process
-has locked stays.
+The module removes only what hpcinit wrote, and nothing that a job or a process of this user may be using:
+- The cache of compiled ops stays while this user has a job in the queue, and while Slurm does not answer, because a job
+  may load an op later.
+- A folder on this machine's disk stays while a process has locked it.
 
 A process may start between the check and the removal, so a folder is renamed, checked again, and then removed.
 """
@@ -45,7 +43,7 @@ class Place:
 
     what: what the folder contains.
     why_kept: a function that returns why the folder must not be removed now, or ''.
-    disk: whether it contains the files of jobs on this machine's own disk.
+    disk: whether the folder is on this machine's own disk and contains files of jobs.
     """
 
     path: Path
@@ -55,7 +53,7 @@ class Place:
 
 
 def places(runs_dir: Path, env: Mapping[str, str]) -> list[Place]:
-    """Return the folders outside of run folders that hpcinit wrote for this user, if this machine can access them."""
+    """Return the folders outside of run folders that hpcinit wrote for this user and that this machine can access."""
     found = [*_node_disks(env), *_homes(env), *_interrupted(runs_dir, "a run whose removal was interrupted")]
     return [one for one in found if safe_files.is_own(one.path, folder=True)]
 
@@ -66,7 +64,7 @@ def remove(place: Place) -> str:
     Raise OSError if a folder can't be removed.
     """
     if place.disk:
-        scratch.sweep(place.path, kernels=True)  # except what its users have locked
+        scratch.sweep(place.path, kernels=True)  # keeps the folders that a process has locked
         dumps = place.path / safeguards.FLIGHT
         left = next((one for one in place.path.iterdir() if one != dumps), None)
         if why := place.why_kept() or (f"{left} belongs to another host" if left else ""):
@@ -100,7 +98,7 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
     in_use = partial(_why_in_use, ops)
     yield Place(ops, "compiled DeepSpeed ops, for all machines with this home folder", in_use)
     yield Place(nodes, "nodes that failed, and those added with hpcinit nodes --add")
-    # Another clean may be about to put the ops back.
+    # Another `hpcinit clean` may be about to rename the folder of ops back.
     yield from _interrupted(ops.parent, "left by an interrupted removal", in_use)
     yield from _interrupted(nodes.parent, "left by an interrupted removal")
 
@@ -108,7 +106,7 @@ def _homes(env: Mapping[str, str]) -> Iterator[Place]:
 def _why_in_use(ops: Path) -> str:
     if shutil.which("squeue") is None:
         return (
-            "squeue is not on PATH, so it is unknown whether jobs with this home folder use it; to remove it anyway: "
+            "squeue is not on PATH, so hpcinit cannot check whether jobs use this folder; to remove it anyway: "
             f"rm -r {shlex.quote(str(ops))}"
         )
     try:

@@ -39,7 +39,7 @@ class Run:
 
     @property
     def parts(self) -> list[tuple[Path, state.State]]:
-        """Return the run folders and their states: one for a job or a chain, one per submitted task for a sweep."""
+        """Return the folder and the state of the run. For a sweep, return those of each submitted task."""
         if self.now:
             return [(self.path, self.now)]
         return [(task.path, task.state) for task in self.tasks if task.state.name != find_runs.NOT_SUBMITTED]
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def status(self) -> int:
-        """Return the exit status for a command that waits for the run. For a sweep, return the highest of its tasks."""
+        """Return the exit status of the run, for a command that waits for it. For a sweep, it is the highest one."""
         return max((now.status for _, now in self.parts), default=1)
 
 
@@ -63,7 +63,7 @@ def read(paths: Sequence[Path], queue: QueueQuery | None = None, newest: bool = 
     """Return the runs in the folders `paths`, in the same order.
 
     queue: a squeue process that is already running and lists all of the user's jobs, or None.
-    newest: whether to show the folder and the state of the new run for a task that was submitted again.
+    newest: whether a task that was submitted again is shown as its new run.
     """
     known = [_combinations(path) for path in paths]
     folders: list[Path] = []
@@ -108,7 +108,7 @@ def without_folder(runs_dir: Path, queue: QueueQuery) -> list[Run]:
     """Return the runs whose folder in `runs_dir` was deleted although a job is still in the queue."""
     try:
         jobs = queue.jobs()
-    except Unreachable:  # the states of the other runs show it
+    except Unreachable:  # the states of the other runs show that Slurm does not answer
         return []
     found: dict[str, Run] = {}
     there = set(os.listdir(runs_dir)) if runs_dir.is_dir() else set()  # noqa: PTH208 - names of a thousand folders

@@ -11,14 +11,14 @@ from hpcinit.records import job_record
 
 QUICK_S, SLOW_S = 1.0, 10.0  # between two queries of the controller
 PATIENCE = 5  # after n seconds without a change, the interval is n/5
-PURGED_S = 60.0  # stop waiting for a job that Slurm has not known for so long
-FEW = 20  # up to this many jobs, their exit records are read every time; for more, only Slurm is queried
+PURGED_S = 60.0  # stop waiting for a job if Slurm has not listed it for this long
+FEW = 20  # for up to this many jobs, the exit records are read, too; for more jobs, only Slurm is queried
 
 
 class Polls:
     """The latest states of several runs, in the attribute `now`. One query covers all runs.
 
-    first: the state of the first run, for a caller that follows a single job.
+    first: the state of the first run, which must not be a sweep.
 
     The constructor raises RequestError if one of the folders is not a run.
     """

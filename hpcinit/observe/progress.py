@@ -1,4 +1,4 @@
-"""Reads the progress that a program reported with `run.progress()`, and notes on an early stop or a hang."""
+"""Reads the progress that a program reported with `run.progress()`, and describes early stops and hangs."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def values(document: Mapping[str, Any]) -> list[str]:
 
 
 def age_s(path: Path, now_s: float) -> float | None:
-    """Return how many seconds ago the run made its last step, or None if that is unknown.
+    """Return how many seconds ago the run finished its last step, or None if that is unknown.
 
-    This is the last step of any rank in the heartbeats, or rank 0's last call to `run.progress()`, whichever is later.
+    This is the latest step in the heartbeats of all ranks and in rank 0's `run.progress()`.
     """
     attempts = [entry for entry in _entries(path / heartbeats.FOLDER) if entry.is_dir()]
     last = max(attempts, key=lambda entry: entry.stat().st_mtime, default=None)
@@ -117,8 +117,11 @@ def not_finite(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def silence_note(path: Path, now: State) -> str:
-    """Return a note such as 'no rank has printed anything for 4 min', or ''. Use it if the program reports no steps."""
-    from hpcinit.records import hang_report  # noqa: PLC0415 - for runs that run
+    """Return a note such as 'no rank has printed anything for 4 min', or ''.
+
+    Only a run whose program reports no steps gets this note.
+    """
+    from hpcinit.records import hang_report  # noqa: PLC0415 - only needed for a running job
 
     report = hang_report.without_output(path, now.job_id, now.restart, time.time())
     return report.lines()[0] if report else ""
@@ -127,14 +130,14 @@ def silence_note(path: Path, now: State) -> str:
 def stop_note(path: Path, now: State, document: Mapping[str, Any] | None = None) -> str:
     """Return why a run that succeeded stopped before its last step ('time limit', 'preempted', ...), or ''.
 
-    document: what read() returned, if the caller has it. A run that reached its last step did not stop early.
+    document: what read() returned. It shows whether the run reached its last step.
     """
     record = safe_files.json_or_empty(path / run_folder.STOPPED) if now.name == "COMPLETED" else {}
     try:
         if not record or (document and document["step"] >= document["total"]):
             return ""
-        # Ranks of an array task record a number that differs from the task's name '17_1'. Only that task uses the
-        # folder.
+        # Ranks of an array task record another job id than '17_1'. The record is of this task, because no other task
+        # uses the folder.
         own = record["job"] in ("", now.job_id) or "_" in now.job_id
         return sentence(record["reason"]) if own else ""
     except (KeyError, TypeError):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from hpcinit.base.errors import RequestError
 from hpcinit.records import job_record
 
-MOST_CHARACTERS = 300  # of what distinguishes a run
-NOT_SHOWN = ("name", "wait", "again")  # the name is that of the run folder; the others do not describe the run
+MOST_CHARACTERS = 300  # most characters of the text that distinguishes a run
+NOT_SHOWN = ("name", "wait", "again")  # `name` is in the name of the run folder; the others do not describe the run
 
 
 class Submission(NamedTuple):
@@ -50,9 +50,9 @@ def submitted(path: Path) -> float | None:
 
 
 def distinguish(submissions: Sequence[Submission]) -> list[str]:
-    """Return, for each run, the part of the user's input that differs from other runs of the same program.
+    """Return, for each run, what the user typed differently than for the other runs of the same program.
 
-    If a program has only one run, return everything that the user typed for it.
+    For the only run of a program, return everything that the user typed.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for number, one in enumerate(submissions):
@@ -82,8 +82,8 @@ def parameters(given: Sequence[str], arguments: Sequence[str]) -> dict[str, str]
     given: the overrides that differ between the tasks, such as "+lr=0.1".
     arguments: the arguments of the task's program.
 
-    With the Hydra launcher, only the program's arguments differ, such as lr=0.1. Hydra's own keys among them are
-    skipped, because no user typed them.
+    With the Hydra launcher, only the program's arguments differ, such as lr=0.1. Arguments for Hydra itself (hydra.*)
+    are skipped.
     """
     pairs = [word.lstrip("+~").partition("=") for word in given if "=" in word]
     found = {name: value for name, _, value in pairs if name != "job.args"}

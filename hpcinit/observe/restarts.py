@@ -11,7 +11,7 @@ from hpcinit.base.text import counted
 from hpcinit.records import elastic_restarts, run_folder
 from hpcinit.records.requeues import Restart, read
 
-__all__ = ["Restart", "read"]  # of records/requeues.py
+__all__ = ["Restart", "read"]  # both are defined in records/requeues.py
 
 REASONS = {
     run_folder.PREEMPTED: "preempted",
@@ -34,9 +34,10 @@ def left(found: Sequence[Restart]) -> int | None:
 
 
 def document(path: Path) -> Mapping[str, Any]:
-    """Return the restarts for JSON output.
+    """Return the restarts for JSON output: the number of requeues, how many are left, and two lists.
 
-    The keys are count, left, attempts: [{job_id, restart, time, reason, step, ...}] and inside: [...].
+    attempts: the requeues.
+    inside: the restarts inside a job.
     """
     found = read(path)
     return {

@@ -13,7 +13,7 @@ from hpcinit.records import run_folder
 
 
 def note(run: Path, again: Path) -> None:
-    """Record that the run `again` replaces `run`. Ignore an OSError; `status` then shows both runs.
+    """Record that the run `again` replaces `run`. If the record can't be written, `status` shows both runs.
 
     run: the folder of a run or of a sweep's task.
     """
@@ -50,17 +50,17 @@ def sweep_of(run: Path) -> Path | None:
 
 
 def _place(run: Path) -> tuple[Path, str]:
-    """Return where the replacement of `run` is recorded: the folder, and the key in its record.
+    """Return the folder that records which run replaced `run`, and the key in the record.
 
-    For a task of a sweep, these are the sweep's folder and the task's number. For any other run, they are `run` and ''.
+    A sweep's folder has the records of all its tasks. The key is the task's number, or '' if `run` is no task.
     """
     return (sweep, run.name) if (sweep := sweep_of(run)) else (run, "")
 
 
 def _noted(folder: Path) -> dict[str, Path]:
-    """Return the run that replaced each task of the sweep in `folder`, by the task's number.
+    """Return the runs that replaced others, according to the record in `folder`. The keys are as in _place().
 
-    If `folder` is that of a single run, the key is ''. Runs that no longer exist are ignored.
+    Runs that no longer exist are skipped.
     """
     found: dict[str, Path] = {}
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Makes what `status` and `watch` show of a run: the fields of its JSON document, and texts for people."""
+"""Collects what `status` and `watch` show of a run: the fields of its JSON document, and texts for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcinit.observe.state import State
 from hpcinit.records import job_record, results, world_size
 from hpcinit.slurm import reasons
 
-OLD_S = 60.0  # the age of the last step is shown from here on
+OLD_S = 60.0  # the age of the last step is shown if it is higher than this
 
 
 def documents(run: Run) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,7 @@ def times(now: State) -> str:
 
 
 def times_alone(now: State) -> str:
-    """Return the same as times(), without 'for' or 'starts about', for a column of the table."""
+    """Return what times() returns, but without 'for' or 'starts about', for a column of the table."""
     if now.name == "RUNNING" and now.elapsed_s is not None:
         left = "" if now.left_s is None else f", {duration(now.left_s)} left"
         return f"{duration(now.elapsed_s)}{left}"

@@ -1,11 +1,11 @@
 """Samples the ranks of one run on one node: their Python stacks, process states and CPU time.
 
-`hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc, because neither
-hpcinit nor the run's environment may exist outside a container.
+`hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc, because hpcinit
+and the run's environment may exist only inside a container.
 
-A thread in each rank, which runtime/lifecycle/stack_signal.py starts, writes the rank's stacks. If C code keeps the
-GIL, this thread can't run. It then gets a signal, whose handler writes the stacks. A process without that handler never
-gets the signal, because the signal would end the process. None of this interrupts the program.
+A thread in each rank (runtime/lifecycle/stack_signal.py) writes the rank's stacks on request. If C code keeps the GIL,
+this thread can't run. This program then sends the thread a signal, and a handler in C writes the stacks. It sends no
+signal to a process without the handler, because the signal would end the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PROC = Path("/proc")
-RUN, MARK = "HPCINIT_RUN", "HPCINIT_EXEC"  # environment variables: the run folder; this process is none of the run's
+RUN, MARK = (
+    "HPCINIT_RUN",
+    "HPCINIT_EXEC",
+)  # environment variables: RUN is the run folder; MARK is set in processes that are not ranks
 # Name of the file in memory to which a rank's handler writes, as in runtime/lifecycle/stack_signal.py.
 LABEL = re.compile(r"/memfd:hpcinit-stacks (\d+) (\d+) (\d+) (0x[0-9a-f]+) (\d+) (\d+)\b")
 # Variables that give a process its place in a process group or in a Slurm step.
@@ -33,7 +36,7 @@ OF_A_RANK = re.compile(
 )
 CHUNK = 800  # characters; Slurm mixes the output of tasks only between lines below 1 KiB
 PREFIX = "hpcinit-stacks"
-SETTLED_S, HANDLER_S = 0.03, 1.0  # the stacks are complete if they do not grow for so long; the handler's limit
+SETTLED_S, HANDLER_S = 0.03, 1.0  # stacks are complete after SETTLED_S without new text; time limit of the handler
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)')
 TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250}
 GIL_S = 3.0  # Python code gives the GIL to another thread within 5 ms, but on a loaded machine that thread may wait
@@ -104,8 +107,8 @@ def main(argv: list[str]) -> int:
 def beside(asked: dict[str, Any]) -> int:
     """Replace this process with a command in the environment and folder of a rank. Return only if that fails.
 
-    The variables with the rank's place in its process group are removed. A program that joined the group would disturb
-    the run.
+    The variables that describe the rank's place in its process group are removed, because a program that joins this
+    group would disturb the run.
     """
     found = [one for one in ranks(asked) if asked["rank"] in (None, one.rank)]
     own = os.environ
@@ -122,9 +125,9 @@ def beside(asked: dict[str, Any]) -> int:
         note = f"on {host}, beside rank {rank.rank} (process {rank.pid}, in $HPCINIT_RANK_PID)"
     else:
         which = "no rank" if asked["rank"] is None else f"no process of rank {asked['rank']}"
-        note = f"{which} on {host}: the command has this shell's environment, not the run's"
+        note = f"{which} on {host}: the command runs with this shell's environment, not the run's"
     env[MARK] = asked["run"]
-    if asked["started"]:  # a line that exec_command.py removes: from here on, errors are the command's
+    if asked["started"]:  # exec_command.py removes this line; errors below it are those of the command
         print(asked["started"], file=sys.stderr)
     if not found or asked["verbose"]:
         print(f"hpcinit: {note}", file=sys.stderr)
@@ -141,7 +144,10 @@ def beside(asked: dict[str, Any]) -> int:
 
 
 def encoded(document: dict[str, Any]) -> list[str]:
-    """Return the document as lines, which stacks.decoded() can find and join in the output of several nodes."""
+    """Return the document as short lines, which stacks.decoded() joins again.
+
+    It finds them even among the output of other nodes.
+    """
     data = base64.b64encode(zlib.compress(json.dumps(document).encode())).decode(errors="replace")
     parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
     return [f"{PREFIX} {document['host']} {at} {len(parts)} {part}" for at, part in enumerate(parts)]
@@ -150,7 +156,7 @@ def encoded(document: dict[str, Any]) -> list[str]:
 def ranks(asked: dict[str, Any], proc: Path = PROC) -> list[Process]:
     """Return the processes on this node that are ranks of the run, sorted by rank."""
     found = {one.pid: one for one in _processes(asked, proc)}
-    for one in list(found.values()):  # a process below which there are surer ones only starts them
+    for one in list(found.values()):  # a process with descendants that are more likely ranks only starts ranks
         above = one.parent
         while above in found:
             if found[above].level < one.level:
@@ -241,7 +247,7 @@ def _label(place: Path) -> Any:
 
 
 def _own_pid(place: Path) -> int:
-    """Return the id that a process or thread has inside its own container, where it differs from the id on the node."""
+    """Return the id of a process or thread inside its container, which may differ from its id on the node."""
     for line in (place / "status").read_text(errors="replace").splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
@@ -326,7 +332,7 @@ def _link(file: Path) -> str:
 
 
 def _signal_thread(one: Process) -> bool:
-    """Send the signal to the rank's thread that waits for it, and return whether that succeeded.
+    """Signal the rank's thread that waits for this, so that it writes the stacks. Return whether that succeeded.
 
     In another thread, the signal could interrupt a system call.
     """

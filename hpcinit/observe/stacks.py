@@ -25,8 +25,8 @@ from hpcinit.slurm import nodelist, slurm_client
 from hpcinit.slurm.slurm_client import NotStarted
 
 SAMPLES, APART_S = 3, 0.4
-TIMEOUT_S = 20.0  # for the first node
-LATE_S = 4.0  # for each other node after the one before
+TIMEOUT_S = 20.0  # how long to wait for the first node
+LATE_S = 4.0  # how long to wait for each further node
 MOST_FRAMES = 8
 STOPPED, IN_KERNEL, GIL = "stopped", "in the kernel", "holds the GIL"  # values of RankStack.state
 NO_STACK, STUCK, MOVING = "no stack", "same", "moving"
@@ -34,7 +34,7 @@ ORDER = (STOPPED, IN_KERNEL, GIL)  # these groups are first
 HEARTBEAT_STATES = {STOPPED: heartbeats.STOPPED, IN_KERNEL: heartbeats.IN_KERNEL, GIL: heartbeats.MUTE}
 
 STARTED_BY = re.compile(r"/hpcinit/(?:launch/|runtime/program\.py|(?:cli/main|run|fork)\.py$)|^<frozen|/runpy\.py$")
-Frame = tuple[str, int, str]  # file, line (0: differs between the samples), function
+Frame = tuple[str, int, str]  # file, line (0 if it differs between the samples), function
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Group:
 
     first: the first of these ranks.
     place: where in the program's own code these ranks are.
-    cpu_s: the smallest and the largest CPU time of a rank.
+    cpu_s: the smallest and the largest CPU time of these ranks.
     """
 
     ranks: tuple[int, ...]
@@ -161,8 +161,8 @@ def main(argv: Sequence[str]) -> int:
     )
     if silent and not reports:
         raise Failure(
-            f"no node of job {job.job_id} answered: {error or 'the step printed nothing'}. The run continues. "
-            "hpcinit stacks uses srun --overlap to start a job step beside the ranks"
+            f"no node of job {job.job_id} answered: {error or 'the step printed nothing'}. The run is not affected, "
+            "because hpcinit stacks uses a separate job step (srun --overlap)"
         )
     ranks = [rank_stack(one, report["host"]) for report in reports for one in report["ranks"]]
     groups = fold(ranks)
@@ -200,8 +200,8 @@ def groups_now(run: Path) -> list[Group]:
 def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
     """Return (state, line of the program) for each rank that can't run Python code.
 
-    The state is a value of hang_report.StuckRank.state. If C code holds the GIL, the line is the one that called the C
-    code. Otherwise the line is ''.
+    The state is as in hang_report.StuckRank. If C code holds the GIL, the line is the one that called it. Otherwise, it
+    is ''.
     """
     bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
     return {
@@ -228,7 +228,7 @@ def _ask(job: job_step.RunningJob, nodes: Sequence[str], wanted: Sequence[int]) 
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )
         if done.returncode:
-            raise Failure(f"cannot look at the processes of this machine: {done.stderr.strip()}")
+            raise Failure(f"cannot read the stacks of the processes on this machine: {done.stderr.strip()}")
         return decoded(done.stdout.splitlines()), ""
     step = job_step.srun(job, nodes, command, ("--input=none", "--wait=0", "--kill-on-bad-exit=0"))
     try:
@@ -266,7 +266,7 @@ def decoded(printed: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def rank_stack(sampled: Mapping[str, Any], host: str) -> RankStack:
-    """Return the stack and the state of one rank, judging by its samples."""
+    """Compute the stack and the state of one rank from its samples."""
     samples = sampled["samples"]
     stacks = [_frames(one.get("frames", ())) for one in samples]
     last = stacks[-1] if stacks else ()
@@ -313,7 +313,7 @@ def _frames(found: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
 def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """Return the outermost frames that all samples share, innermost frame first.
 
-    If the next frame is the same function in all samples but on different lines, include it with line 0.
+    If the samples then continue on different lines of the same function, add this function with line 0.
     """
     shared: list[Frame] = []
     for frames in zip(*(reversed(stack) for stack in stacks), strict=False):
@@ -326,9 +326,9 @@ def common(stacks: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
 
 
 def fold(ranks: Iterable[RankStack]) -> list[Group]:
-    """Group the ranks that have equal stacks. Groups with bad states are first, then the smallest groups.
+    """Group the ranks that have equal stacks. Groups in a bad state are first, then small groups.
 
-    Among groups of the same size, those that are waiting in a collective are last.
+    Among groups of the same size, those that wait in a collective are last.
     """
     together: dict[tuple[object, ...], list[RankStack]] = {}
     for one in sorted(ranks, key=lambda one: (one.rank, one.pid)):
@@ -373,7 +373,7 @@ def lines(
     most: how many frames to print per stack; None: all.
     """
     if silent:
-        yield f"no answer from {nodelist.compress(silent)}: is it down? The others answered"
+        yield f"no answer from {nodelist.compress(silent)}: is it down? The other nodes answered"
     if missing:
         where = " on the nodes that answered" if silent else ""
         yield f"no process of {rank_names(missing)}{where}: exited, or not started yet"

@@ -1,4 +1,4 @@
-"""Finds the states of runs. The engines report them, with Slurm's names."""
+"""Reads the states of runs from Slurm or the local engine. Both use Slurm's names for states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def read_all(paths: Sequence[Path], early: queue.QueueQuery | None = None) -> li
     early: a squeue process that is already running and lists all of the user's jobs, or None.
     """
     with slurm_client.on_cluster(None):
-        started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None  # runs meanwhile
+        # squeue runs while the folders are read.
+        started = queue.QueueQuery("--me", ended=True) if early is None and len(paths) > FEW else None
     records: dict[str, list[JobRecord]] = {name: [] for name in ENGINES}  # by engine
     found: dict[Path, State | RequestError] = {}
     for path in paths:

@@ -30,7 +30,7 @@ def lines(run: Run, each_task: bool, about: str = "") -> Iterator[str]:
     """Yield the lines that `hpcinit status` prints for a run if stdout is not a terminal.
 
     each_task: whether to list the tasks of a sweep.
-    about: the run's arguments.
+    about: the arguments of the run, which are printed last.
     """
     if run.now:
         now = run.now
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     if options.csv and options.json:
-        raise RequestError("--csv and --json cannot be combined: give only one of them")
+        raise RequestError("--csv and --json cannot be combined: use only one of them")
     every = find_runs.means_all_runs(options.run)
     runs = _all_runs(options.runs_dir) if every else _named_runs(options.run, options.runs_dir)
     for run in runs:
@@ -98,7 +98,7 @@ def _print(known: Sequence[Run], options: argparse.Namespace, each_task: bool) -
             for document in documents(run):
                 print(json_output.line("status", document))
     elif options.csv:
-        from hpcinit.observe import status_csv  # noqa: PLC0415 - rarely
+        from hpcinit.observe import status_csv  # noqa: PLC0415 - rarely needed
 
         status_csv.write(known)
     elif options.quiet:
@@ -203,7 +203,7 @@ def sort(runs: Sequence[Run], key: str, reverse: bool) -> list[Run]:
     known = [(run, values(run.path)) for run in runs]
     if runs and not any(key in found for _, found in known):
         names = ", ".join(dict.fromkeys(name for _, found in known for name in found)) or "none"
-        raise RequestError(f"--sort is {key!r}, but no run has this value; values of these runs: {names}")
+        raise RequestError(f"--sort is {key!r}, but no run has a value with this name, expected one of: {names}")
     ranked = [(_number(found.get(key)), run) for run, found in known]
     usable = sorted(((number, run) for number, run in ranked if number is not None), key=_first, reverse=reverse)
     return [run for _, run in usable] + [run for number, run in ranked if number is None]

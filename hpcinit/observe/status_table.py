@@ -1,6 +1,6 @@
-"""Makes the table that `status` and `watch` print in a terminal.
+"""Creates the table that `status` and `watch` print in a terminal.
 
-The rich library decides whether to use colors: it obeys NO_COLOR.
+The rich library decides whether to use colors. It honors NO_COLOR.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from hpcinit.slurm import reasons
 
 STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "COMPLETING": "cyan", "UNKNOWN": "magenta"}
 BAR = 12  # characters
-LEAST = 20  # characters for the details beside a row; where a terminal has fewer, they follow below the table
-BAR_COLUMN, STEP_COLUMN = "bar", "step"  # without a title
-LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # the columns that a narrow terminal does without, in this order
+LEAST = 20  # characters for the details in a row; if the terminal has fewer, the details are below the table
+BAR_COLUMN, STEP_COLUMN = "bar", "step"  # columns without a title
+LEFT_OUT = (BAR_COLUMN, "submitted", "time")  # columns that are omitted in a narrow terminal, in this order
 
 
 @dataclass(frozen=True)
 class _Row:
     """One line of the table.
 
-    cells: the content of each column, by name. A sweep's parameter has a column named '=NAME'. Empty cells may be
+    cells: the content of each column, by name. The column for a parameter of a sweep is '=NAME'. Empty cells may be
         omitted.
     details: the text of the last column.
     """

@@ -23,10 +23,10 @@ LOOK_S = 1.0  # interval of reading the run folders; Slurm is queried less often
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit watch",
-        description="Show the state of runs until all are over. The exit status is the highest one of the runs.",
+        description="Show the state of runs until all have ended. The exit status is the highest one of these runs.",
     )
     parser.add_argument(
-        "run", nargs="*", help="run folder, its name, a job id, or all; default: all runs that are not over"
+        "run", nargs="*", help="run folder, its name, a job id, or all; default: all runs that have not ended"
     )
     find_runs.add_runs_dir(parser)
     return console_module.add_verbosity_options(parser, "one JSON object per change, one per line")

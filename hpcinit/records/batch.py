@@ -1,8 +1,8 @@
 """Computes how many samples a training step uses: global batch = micro batch x accumulation x data parallel size.
 
 DeepSpeed uses the same formula (train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
-parallel size). The data parallel size is the number of groups of ranks that process different samples. All ranks of a
-pipeline, context or tensor parallel group process the same samples.
+parallel size). All ranks of a pipeline, context or tensor parallel group process the same samples. The data parallel
+size is the number of such groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Batch:
 
     micro: how many samples a rank processes in one forward pass.
     accumulation: how many forward passes a rank runs per step.
-    data_parallel: how many groups of ranks get different samples.
+    data_parallel: how many groups of ranks process different samples.
     """
 
     micro: int
@@ -57,7 +57,8 @@ def solve(micro: int | None, accumulation: int | None, total: int | None, data_p
         batch = Batch(micro, accumulation, data_parallel)
         if batch.total != total:
             raise RequestError(
-                f"batch.global is {total}, but {batch.equation()}: set two of the three, or batch.global={batch.total}"
+                f"batch.global is {total}, but {batch.equation()}: remove one of batch.micro, batch.accumulation and "
+                f"batch.global, or set batch.global={batch.total}"
             )
         return batch
     key, given = ("micro", micro) if micro is not None else ("accumulation", accumulation or 1)

@@ -1,8 +1,8 @@
-"""Recognizes error messages of other programs: what each one means, which ranks it names, and what to do about it.
+"""Recognizes error messages of other programs: what each message means, which ranks it names, and what to do about it.
 
-There is one table per question. The patterns match messages of torch, NCCL, gloo, the CUDA driver, DeepSpeed,
-Megatron-LM, Python and Slurm. Errors that hpcinit raises need no pattern, because their error record contains the kind.
-A secondary error is an error that another rank's failure caused.
+The tables of patterns match messages of torch, NCCL, gloo, the CUDA driver, DeepSpeed, Megatron-LM, Python and Slurm.
+Errors that hpcinit raises need no pattern, because their error record contains the kind. A secondary error is an error
+that another rank's failure caused.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ SECONDARY = re.compile(
             r"remote process exited or there was a network error",  # NCCL, ncclRemoteError
             r"ncclRemoteError",
             r"NCCL communicator was aborted",
-            r"Watchdog caught collective operation timeout",  # a peer did not join: that one failed or hangs
+            r"Watchdog caught collective operation timeout",  # a peer that failed or hangs did not make the call
             r"Timed out waiting \d+ms for (send|recv) operation",  # gloo
-            r"[Ff]ailed to recv, got 0 bytes",  # TCPStore: the process of its server ended
+            r"[Ff]ailed to recv, got 0 bytes",  # TCPStore: the process that serves the store ended
             r"DataLoader worker .* killed by signal: Terminated",
             r"^SystemExit: 143$",
             r"SignalException: Process \d+ got signal: 15",  # torchrun's agent
             r"Horovod has been shut down",
             r"successfully reached monitoredBarrier, but received errors",
-            r"EngineDeadError|vLLM server can't be reached",  # vLLM, in another process
+            r"EngineDeadError|vLLM server can't be reached",  # another process of vLLM ended
             r"NVRM: Xid .*: 45, ",  # the driver removes a process after another error
         )
     )
 )
-# Python's own sockets break with this text too: a hub's download, a logger. C++ raises RuntimeError and Dist...Error.
+# Python prints the same messages for any socket, such as the socket of a download or a logger. torch's C++ code raises
+# RuntimeError and Dist...Error.
 OF_ANY_SOCKET = re.compile(r"Connection (?:closed|reset) by peer|[Bb]roken pipe")
 OF_RANKS = re.compile(r"^(?:[\w.]*\.)?(?:RuntimeError|Dist\w*Error)\b|gloo|nccl|c10d|TCPStore|UCX|MPI", re.IGNORECASE)
-# The rank that has the store is at fault, whether it is late or has ended.
+# The rank that serves the store is at fault, whether it is late or has ended.
 NAMES_THE_CAUSE = re.compile(r"retrieving ncclUniqueId from \[\d+\]")
-# In a traceback: where a process talks to other ranks, or to its own workers, which end with it.
+# In a traceback: code that communicates with other ranks, or with the rank's own workers.
 TO_RANKS = re.compile(
     r'File "[^"]*(?:torch/distributed/|deepspeed/comm/|horovod/|multiprocessing/|hpcinit/(?:rendezvous|runtime)/)'
 )
@@ -60,40 +61,41 @@ HOST_MEMORY = (
     "request more memory (mem_gb=...; 0: all of a node) or use less: fewer data loader workers, fewer ranks per node"
 )
 _OWN_DEVICE = (
-    "each process must use its own GPU: torch.cuda.set_device(LOCAL_RANK), as many processes per node as GPUs, and "
-    "either all GPUs of the node visible to each process or one each"
+    "each process must use a different GPU: call torch.cuda.set_device(LOCAL_RANK), and start at most as many "
+    "processes per node as it has GPUs; if each process sees only one GPU, use device 0 instead"
 )
 _DIVERGED = (
-    "training diverged, the cluster is not the cause: lower the learning rate, clip gradients, resume from an earlier "
-    "checkpoint"
+    "the training diverged; the cluster is not the cause: lower the learning rate, clip gradients, or resume from an "
+    "earlier checkpoint"
 )
 _HARDWARE = (
-    "exclude the node (+cluster.sbatch.exclude=NODE) and report it to the site; nvidia-smi -q and dmesg on the node "
-    "show the error"
+    "exclude the node (+cluster.sbatch.exclude=NODE) and report it to the cluster's support; nvidia-smi -q and dmesg "
+    "on the node show the error"
 )
 _KERNEL = (
-    "a kernel of the program used an invalid index or address, often a label or a token outside its range: "
-    "CUDA_LAUNCH_BLOCKING=1 shows the line"
+    "a GPU kernel of the program used an invalid index or address, often a label or a token outside its range: run "
+    "again with CUDA_LAUNCH_BLOCKING=1, which shows the line"
 )
 NETWORK = (
     "NCCL could not connect, or lost a connection; run again with +job.env.NCCL_DEBUG=INFO, which shows the interface "
     "(NCCL_SOCKET_IFNAME) and the peer; if the same node fails again, exclude it (+cluster.sbatch.exclude=NODE)"
 )
 SIGNALS = {
-    "Killed": "something sent SIGKILL to the rank: probably the kernel, because the node's memory was full (dmesg on "
-    "the node shows it), or a kill -9; request more memory with mem_gb=...",
+    "Killed": "the rank got SIGKILL, probably from the kernel because the node's memory was full (dmesg on the node "
+    "shows it), or from a kill -9; request more memory with mem_gb=...",
     "Segmentation fault": "C code crashed; python -X faulthandler shows where; a common cause is a torch built for "
     "another version of CUDA",
     "Bus error": "a memory-mapped file was truncated, or its disk is full: run df -h on that node for /tmp, TMPDIR and "
     "/dev/shm (files of other users and jobs count too)",
-    "Terminated": "another process, not hpcinit or Slurm, sent SIGTERM to the rank: a kill command, a watchdog of the "
-    "node, or the program itself; ask the site whether the node has a watchdog",
-    "Hangup": "SIGHUP: the terminal or the ssh connection was closed; start the program with sbatch, tmux or nohup",
-    "Interrupt": "another process, not hpcinit or Slurm, sent SIGINT to the rank: a kill -INT, or the program itself; "
-    "read the rank's log",
-    "Aborted": "C code aborted; its message is at the end of that rank's log",
+    "Terminated": "neither hpcinit nor Slurm sent this SIGTERM: it was a kill command, a watchdog of the node, or the "
+    "program itself; ask the cluster's support whether the node has a watchdog",
+    "Hangup": "the process got SIGHUP, because the terminal or the ssh connection was closed; start the program with "
+    "sbatch, tmux or nohup",
+    "Interrupt": "neither hpcinit nor Slurm sent this SIGINT: it was a kill -INT, or the program itself; read the "
+    "rank's log",
+    "Aborted": "C code aborted the process; its message is at the end of that rank's log",
 }
-DIFFERENT_CALLS = "the ranks run different code or data at this point: compare what they do before this call"
+DIFFERENT_CALLS = "the ranks run different code or have different data: compare what they do before this call"
 
 
 class Message(NamedTuple):
@@ -117,30 +119,30 @@ KINDS = (
     Message(failure_kinds.HANG, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\].*timeout",
      "that rank did not reach its first collective in time: its own log shows what it did instead"),
     Message(failure_kinds.START_UP, r"retrieving ncclUniqueId from \[(?P<ranks>\d+)\]",
-     "that rank has the store, and its process had ended: its own log shows why"),
+     "that rank serves the store for all ranks, and its process had ended: its own log shows why"),
     Message(failure_kinds.HANG, r"not received the Notify record from remote rank \[(?P<ranks>\d+)\]"  # Ascend's HCCL
      r"|[Mm]issing ranks: \{?(?P<missing>[\d, ]+)|timed out task names: .*?task:(?P<task>\d+)"  # torchfrtrace, JAX
      r"|/task:(?P<lost>\d+) (?:recorded )?(?:heartbeat timeout|has been set to ERROR)"
      r"|stopped sending heartbeats.*?/task:(?P<silent>\d+)",
      "that rank did not reach the collective or barrier: its own log shows what it did instead"),
-    # The last ones are of NCCL, MPI, gloo and Horovod: a message of another size than the receiver expects.
+    # The last patterns are of NCCL, MPI, gloo and Horovod: the size of a message is not what the receiver expects.
     Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
      r"|op\.preamble\.length <= op\.nbytes|Culprit rank (?P<ranks>\d+); Error type: \w*MISMATCH"  # torchfrtrace
      r"|[Mm]essage truncated ?[:;,]|MPI_ERR_TRUNCATE|distributed collective mismatch|Mismatched MPI operations"
      r"|Mismatched data types|Mismatched \w+ tensor shapes|Mismatched \w+ root ranks",
      DIFFERENT_CALLS),
-    # torch's TCPStore of the rank that waits for all: '3/4 clients joined'
+    # from torch's TCPStore, on the rank that waits for all others: '3/4 clients joined'
     Message(failure_kinds.START_UP, r"waiting for clients\. \d+/\d+ clients joined|store[ _]based[ _]barrier"
      r"|mismatch in rank count|Invalid rank requested|[Tt]imed out initializing process group",
      "start as many processes as the world size, and read the log of the node that did not connect"),
     Message(failure_kinds.HANG, r"wait timeout after \d+ ?ms, keys",
-     "the ranks waited in the store for another one: its log and its stack show what it did instead"),
+     "the ranks waited in torch's store for another rank: that rank's log and stack show what it did instead"),
     Message(failure_kinds.HOST_MEMORY, r"(?:exceptions|lang)\.OutOfMemoryError|OOM when allocating .*CPU:\d",
      HOST_MEMORY),
     Message(failure_kinds.CUDA_MEMORY, r"CUDA out of memory|(HIP|XPU|NPU) out of memory|CUDA error: out of memory"
      r"|Failed to CUDA calloc|Cuda failure (?:2 )?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
      r"|NCCL WARN .*out of memory|OOM when allocating tensor|RESOURCE_EXHAUSTED: Out of memory", _CUDA),
-    # cuBLAS reports this if it finds no memory for its handle; a broken context is rarer.
+    # cuBLAS reports this if there is no memory for its handle. In rare cases, the CUDA context is broken.
     Message(failure_kinds.CUDA_MEMORY, r"(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
      "the library could not start, usually because the GPU's memory is full (nvidia-smi shows other processes on it); "
      "if not, run once with CUDA_LAUNCH_BLOCKING=1"),
@@ -148,34 +150,34 @@ KINDS = (
     Message(failure_kinds.SHARED_MEMORY, r"unable to allocate shared memory|DataLoader worker .* Bus error"
      r"|to (?:write|mmap|resize|allocate).* </torch_|/dev/shm/nccl-"
      r"|Error while creating shared memory segment",
-     "the node's /dev/shm is full: fewer data loader workers, "
-     "or torch.multiprocessing.set_sharing_strategy('file_system')"),
+     "the node's /dev/shm is full: use fewer data loader workers, "
+     "or call torch.multiprocessing.set_sharing_strategy('file_system')"),
     # NCCL registers memory, which 'ulimit -l' limits
     Message(failure_kinds.NETWORK, r"ibv_reg_mr.*Cannot allocate memory",
-     "the limit of locked memory is too low on that node: ulimit -l in the job must be unlimited"),
+     "the limit of locked memory is too low on that node: `ulimit -l` in the job must print unlimited"),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* killed by signal: Killed"
      r"|^MemoryError|_ArrayMemoryError|Cannot allocate memory|DefaultCPUAllocator: |^std::bad_alloc"
      r"|node running low on memory|low on resource: memory|\bOOMKilling\b|SystemOOM|memory pressure \(OOM\)",
      HOST_MEMORY),
     Message(failure_kinds.SIGNAL, r"DataLoader worker .* killed by signal: ",
-     "a worker of the data loader crashed, often in a library that decodes its data: run it with num_workers=0 and "
-     "python -X faulthandler"),
+     "a DataLoader worker crashed, often in a library that decodes data: run the program with num_workers=0 and "
+     "python -X faulthandler, which shows where"),
     Message(failure_kinds.PROGRAM, r"DataLoader worker .* exited unexpectedly with exit code",
-     "the code of the data set ended its worker: with num_workers=0 the rank's log shows the traceback"),
+     "the code of the data set ended a DataLoader worker: run with num_workers=0 to see the traceback"),
     Message(failure_kinds.CUDA_MEMORY, r"\bOutOfMemoryError\b", _CUDA),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
-     "a DataLoader worker exited: its memory ran out (raise mem_gb, or use fewer workers), or the code of the data set "
-     "crashed; with num_workers=0 the rank's log shows the traceback"),
+     "a DataLoader worker exited, because memory ran out (raise mem_gb, or use fewer workers), or because the code of "
+     "the data set crashed (run with num_workers=0 to see the traceback)"),
     Message(failure_kinds.DISK, r"No space left on device|Disk quota exceeded|StorageFull|QuotaExceeded"
      r"|low on resource: ephemeral-storage",
-     "free space (df -h, quota), or write to another disk: runs_dir, TMPDIR"),
+     "free disk space (df -h and quota show how much is used), or use another disk: set runs_dir or TMPDIR"),
     # torch.save on a full disk: https://github.com/pytorch/pytorch/issues/121833
     Message(failure_kinds.DISK, r"inline_container\.cc.* unexpected pos|PytorchStreamWriter failed writing"
      r"|: iostream error",
      "torch could not finish writing a file, usually because the disk is full: check df -h and quota where the program "
      "saves"),
     Message(failure_kinds.PROGRAM, r"^SystemExit: \d+$",
-     "the program called sys.exit with this status; read in the rank's log what it printed before"),
+     "the program called sys.exit with this status; the rank's log shows what it printed before"),
     Message(failure_kinds.IMPORT, r"^(?:\w+: )?(ModuleNotFoundError|ImportError)|python.*: No module named ",
      "the ranks' Python lacks this module: check cluster.venv, cluster.conda, cluster.modules or container.image"),
     Message(failure_kinds.NO_GPU, r"Torch not compiled with CUDA enabled|has no attribute '_cuda_setDevice'"
@@ -187,7 +189,7 @@ KINDS = (
     # https://docs.nvidia.com/deploy/xid-errors: 13, 31 and 43 are errors of the program, the others of the device.
     Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43), ", _KERNEL),
     Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|uncorrectable|"
-     r"amdgpu: GPU reset|HW Exception by GPU|"
+     r"amdgpu: GPU reset|HW Exception by GPU|ERROR_DEVICE_LOST|"
      r"system not yet initialized",
      _HARDWARE),
     Message(failure_kinds.PROGRAM, r"device-side assert\b|illegal memory access|misaligned address"
@@ -195,12 +197,12 @@ KINDS = (
     Message(failure_kinds.PROGRAM, r"Cuda failure (?:1 )?'invalid argument'|CUDA error: invalid argument"
      r"|no kernel image is available|CUDA driver version is insufficient|invalid resource handle"
      r"|nccl version \d+, expected",
-     "the versions of torch, NCCL, CUDA and the driver may not fit each other: run python -m torch.utils.collect_env"),
-    # Of a program or of a device: the message does not show which.
+     "the versions of torch, NCCL, CUDA and the driver may not be compatible: run python -m torch.utils.collect_env"),
+    # An error of the program or of the device. The message does not show which.
     Message(failure_kinds.GPU, r"CUDA error|Cuda failure|unhandled cuda error|HIP error",
      "run once with CUDA_LAUNCH_BLOCKING=1; if only ranks on one node fail, look for Xid errors in its dmesg"),
     Message(failure_kinds.PORT, r"[Aa]ddress already in use|EADDRINUSE",
-     "another process uses the port: hpcinit chooses another one at the next start"),
+     "another process uses the port: at the next start, hpcinit chooses another port"),
     Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      _DIVERGED),
     Message(failure_kinds.NOT_A_NUMBER, r"Loss is inf|loss: inf\b|[Nn]on-?finite|\bNaNs\b", _DIVERGED),
@@ -213,18 +215,20 @@ KINDS = (
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),
     Message(failure_kinds.NETWORK, r"^ssh (?:probably )?could not connect|not reachable via ssh|^ssh: "
      r"|Host key verification failed|Permission denied \((?:publickey|keyboard|password|gssapi)",
-     "the launcher uses ssh: ssh HOST hostname must work without a password, from the first node to each other node"),
-    # torch.multiprocessing.spawn; its process 3 is rank 3 of a node's ranks
+     "the launcher uses ssh: from the first node, `ssh HOST hostname` must work for each other node without a "
+     "password"),
+    # Printed by torch.multiprocessing.spawn. Its process 3 is local rank 3 of a node.
     Message(failure_kinds.SIGNAL, r"ProcessExitedException: process (?P<ranks>\d+) terminated with signal",
      "the message does not show who sent the signal: for SIGKILL, dmesg on the node shows whether its memory was full"),
     Message(failure_kinds.NETWORK, r"HTTPS?ConnectionPool|Max retries exceeded|Failed to resolve|urlopen error"
      r"|[Cc]ould(?:n't| not) connect to",
-     "the program could not download: compute nodes often have no access to the Internet; download before the job"),
+     "a download failed: compute nodes often have no access to the Internet; download on a login node before the job"),
     Message(failure_kinds.UNKNOWN, r"RendezvousClosedError|has no attribute 'is_failed'",
-     "the agent left because another one had closed the rendezvous: after a failure, or at the end of the training"),
+     "torchrun's agent exited, because the agent of another node had closed the rendezvous after a failure or at the "
+     "end of the program"),
     Message(failure_kinds.START_UP, r"RendezvousTimeoutError",
-     "fewer agents than --nnodes joined in time: look for the node on which torchrun did not start, and in its output "
-     "for the reason"),
+     "fewer torchrun agents than --nnodes connected in time: find the node on which torchrun did not start; its output "
+     "shows the reason"),
     Message(failure_kinds.NETWORK, r"DistNetworkError|DistStoreError|Rendezvous\w+Error"
      r"|client socket has timed out|connectFullMesh failed|Name or service not known|name resolution",
      "a rank could not connect to torch's TCPStore, or lost the connection; first read the log of the node that has "
@@ -246,15 +250,18 @@ KINDS = (
     Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal: (?:1$|.*SIGHUP)", SIGNALS["Hangup"]),
     Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal", SIGNALS["Terminated"]),
     Message(failure_kinds.NETWORK, r"lost communication with a remote daemon", NETWORK),
-    Message(failure_kinds.NODE, r"DUE TO JOB NOT ENDING WITH SIGNALS", "Slurm drains this node: ask the site"),
+    Message(failure_kinds.NODE, r"DUE TO JOB NOT ENDING WITH SIGNALS",
+     "Slurm drains this node, because processes of the job did not end: ask the cluster's support"),
     Message(failure_kinds.SIGNAL, r"Segmentation fault|Bus error|Illegal instruction|core dumped"
      r"|Caught signal \d+", SIGNALS["Segmentation fault"]),
     Message(failure_kinds.SCRIPT, r"Error response from daemon|not enough slots available|OMPI was not built with",
      "the launcher or the container runtime refused to start the program: read its message"),
+    Message(failure_kinds.SCRIPT, r"Unable to create step for job",
+     "srun requested nodes, tasks or memory that the job does not have: compare its options with those of the job"),
     Message(failure_kinds.SCRIPT, r"command not found$|/sh: .*: not found$",
      "a command was not found: check cluster.modules, cluster.setup, cluster.venv"),
     Message(failure_kinds.UNKNOWN, r"ncclInternalError|NCCL error",
-     "NCCL does not show the cause here: run again with +job.env.NCCL_DEBUG=INFO"),
+     "NCCL does not report the cause: run again with +job.env.NCCL_DEBUG=INFO"),
 )  # fmt: skip
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|(?<!\w)"[^"\n]*"(?!\w)""")
 
@@ -267,7 +274,7 @@ ADVICE = {
 
 
 def unquoted(error: str) -> str:
-    """Return an error message without its quoted parts, which can be values, as in KeyError: 'nan'."""
+    """Return an error message without its quoted parts, because they may be values, as in KeyError: 'nan'."""
     return _QUOTED.sub("''", error)
 
 
@@ -297,7 +304,7 @@ def is_timeout(record: ErrorRecord) -> bool:
 
 
 def secondary_name(record: ErrorRecord) -> str:
-    """Return the name of the secondary error in the record, or '' if the recorded error is not a secondary one."""
+    """Return the name of the recorded error if another rank's failure caused it, otherwise ''."""
     if record.kind in failure_kinds.SECONDARY:
         return failure_kinds.SECONDARY[record.kind]
     found = SECONDARY.search(record.foreign)
@@ -306,10 +313,10 @@ def secondary_name(record: ErrorRecord) -> str:
 
 @functools.lru_cache(maxsize=64)
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
-    """Return the row of KINDS that matches an error message, and the ranks that the message blames.
+    """Return the row of KINDS that matches an error message, and the ranks at fault that the message names.
 
-    Return None if no row matches. Quoted text is ignored, because it may be a value, as in KeyError: 'nan'. Only
-    patterns that contain quotes themselves also match quoted text.
+    Return None if no row matches. Most patterns do not see quoted text, because it may be a value, as in KeyError:
+    'nan'. A pattern that contains a quote sees the whole message.
     """
     plain = unquoted(error)
     for row in KINDS:
@@ -332,8 +339,8 @@ def kind(error: str) -> tuple[str, str]:
 def of_record(record: ErrorRecord) -> tuple[str, str]:
     """Return (kind, advice) for an error record.
 
-    The patterns are applied to the error of the other program, also if hpcinit's message quotes it. If none matches,
-    the kind in the record counts. A kind that this version does not know becomes 'program'.
+    The other program's message decides, even if hpcinit's error only quotes it. If no pattern matches it, return the
+    recorded kind, or 'program' if that is unknown.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:
@@ -341,7 +348,7 @@ def of_record(record: ErrorRecord) -> tuple[str, str]:
     return found
 
 
-# Messages that several causes have. NCCL's have a reason only below 'Last error'.
+# Messages that can have several causes. NCCL's messages show the reason only below 'Last error'.
 SEVERAL_CAUSES = re.compile(
     r"unhandled (?:cuda|system) error(?!(?s:.*)Last error:\s*\S)|(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED"
     r"|CUDA error: (?:unspecified launch failure|unknown error|invalid argument|invalid resource handle)"
@@ -349,11 +356,11 @@ SEVERAL_CAUSES = re.compile(
     r"|[Mm]essage truncated|heartbeat timeout|has been set to ERROR|Rendezvous\w+Error|'is_failed'"
 )
 _LAST = re.compile(r"Last error:\s*(\S.*)")  # NCCL's message below torch's
-_OPEN = re.compile(r":\s*$")  # of load_state_dict, whose reasons follow in further lines
+_OPEN = re.compile(r":\s*$")  # load_state_dict prints its reasons in the next lines
 
 
 def has_several_causes(error: str) -> bool:
-    """Return whether several causes have this message, such as NCCL's 'unhandled system error'."""
+    """Return whether this message can have several causes, such as NCCL's 'unhandled system error'."""
     return SEVERAL_CAUSES.search(error) is not None
 
 
@@ -363,7 +370,7 @@ def detail(error: str) -> str:
 
 
 def short(error: str) -> str:
-    """Return an error message on one line. For an error of NCCL, the line contains NCCL's reason."""
+    """Return an error message on one line. For an NCCL error, include the reason that NCCL gives."""
     line = brief(error)
     if last := _LAST.search(error):
         return f"{line.partition(':')[0]}: NCCL error: {brief(last[1])}"

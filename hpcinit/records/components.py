@@ -1,6 +1,6 @@
-"""The components of a heterogeneous job whose ranks form one world. Any other job has exactly one component.
+"""The components of a heterogeneous job. A job that is not heterogeneous has exactly one component.
 
-Ranks are numbered across the components, in the order of the components.
+The ranks of all components form one world. They are numbered in the order of the components.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ def ranks(parts: Sequence[Component]) -> int:
 
 
 def ranks_in_a_row(parts: Sequence[Component]) -> int:
-    """Return the largest size for which every block of consecutive ranks of that size is on one node.
-
-    For example, 4 means that ranks 0 to 3 share a node, and so do ranks 4 to 7.
-    """
+    """Return the largest number N for which ranks 0 to N-1 share a node, ranks N to 2N-1 share a node, and so on."""
     return math.gcd(*(part.ranks_per_node for part in parts))
 
 
@@ -51,4 +48,4 @@ def node_of(parts: Sequence[Component], rank: int) -> int:
         if rank < part.ranks:
             return nodes + rank // part.ranks_per_node
         nodes, rank = nodes + part.nodes, rank - part.ranks
-    raise IndexError(f"no component has rank {rank}")
+    raise IndexError(f"rank {rank} is not in any component")

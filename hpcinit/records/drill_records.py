@@ -1,8 +1,7 @@
-"""Reads and writes what each rank records for `hpcinit drill`.
+"""Defines the files in which the ranks of `hpcinit drill` record their steps, and reads them.
 
 A rank writes one line per optimizer step, and one per file that it creates outside of the drill's folder. The drill
-sets the variable ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes the lines, and
-hpcinit/drill reads them.
+sets the environment variable ENV_DRILL to a new folder for each attempt. runtime/drill_recorder.py writes the lines.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from typing import Any
 from hpcinit.base import safe_files
 from hpcinit.records.run_folder import from_known_fields
 
-ENV_DRILL = "HPCINIT_DRILL"  # environment variable: the folder of this attempt. All files in its parent may be written
-OUTSIDE = "outside.jsonl"  # {path, action, refused} of each file that a rank wrote elsewhere, or wanted to
-PROGRESS = "progress.jsonl"  # {step, time, values} of each run.progress() of rank 0; time: since 1970
-# While the file PAUSE exists, a rank announces each change of a file in CHANGES, as {seen, path, torn}, and then waits
-# for the file `seen`.
+ENV_DRILL = "HPCINIT_DRILL"  # environment variable: the folder of this attempt. Ranks may write anywhere in its parent
+OUTSIDE = "outside.jsonl"  # {path, action, refused} for each file that a rank changed, or tried to change, elsewhere
+PROGRESS = "progress.jsonl"  # {step, time, values} for each run.progress() of rank 0; time: seconds since 1970
+# While the file PAUSE exists, a rank appends {seen, path, torn} to CHANGES before it changes a file, and then waits
+# until the file `seen` exists.
 PAUSE, CHANGES = "pause", "changes.jsonl"
-# In Step.rng: generators that the program created; whether a loader, or a shuffling sampler, uses torch's generator.
+# Keys of Step.rng. OWN: prefix of generators that the program created. LOADER, SHUFFLE: a loader, or a shuffling
+# sampler, uses torch's default generator.
 OWN, LOADER, SHUFFLE = "own ", "loader", "shuffle"
 COPY = "copy "  # in Step.variables: tensors that have the shapes of the weights, such as a moving average (EMA)
 
@@ -40,8 +40,9 @@ class Step:
     batch: a checksum of the inputs since the previous step, or 0 if there were none.
     inputs: how many input tensors `batch` contains.
     passes: how many passes over its training data the program has started, or 0 if it uses no DataLoader.
-    generators: for each generator in `rng` that the program created, its number. A new object has a new number.
-    variables: numbers of the program, such as a counter in an object, and sums of its other tensors.
+    generators: a number for each generator that the program created, by its key in `rng`. A new generator gets a new
+        number.
+    variables: the program's variables by name: numbers, lengths of lists, and sums of tensors.
     """
 
     at: int

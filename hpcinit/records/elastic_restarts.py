@@ -17,12 +17,13 @@ from hpcinit.base.text import brief
 from hpcinit.records import run_folder, scratch
 
 LATEST = 1e11  # seconds since 1970: the year 5138
-LOST = "its node was lost"  # Restart.how, if a spare node has taken the place
+LOST = "its node was lost"  # Restart.how, if a spare node has replaced the node
 ASIDE = "before-"  # errors/before-43.0.0/, hang/before-43.0.0/
 # Environment variable of the ranks after a warm restart: the number of the restart in this step, 1 for the first.
 ENV_ROUND = "HPCINIT_ROUND"
-# The parts of a warm restart, in the order of time. They end with: the order that ends all ranks, the end of the last
-# rank, the fork of new ones, the return of init(), the return of run.load(), the first run.progress().
+# The phases of a warm restart, in order. 'detect' ends when hpcinit orders all ranks to end, 'end' when the last rank
+# has ended, 'fork' when the new ranks are forked. 'rendezvous' ends when init() returns, 'load' when run.load()
+# returns, and 'first_step' at the first run.progress().
 PHASES = ("detect", "end", "fork", "rendezvous", "load", "first_step")
 
 
@@ -37,9 +38,8 @@ class Restart:
     step: the last reported training step, or -1.
     time: seconds since 1970.
     secondary: whether another rank's failure caused this error.
-    furthest: for a warm restart, the last step that rank 0 reported or that a complete checkpoint contains, whichever
-        is later. For other restarts, -1.
-    phases: the duration in seconds of each phase in PHASES, as far as it was measured.
+    furthest: the highest step that a rank of the first node has reported or saved. -1 unless this is a warm restart.
+    phases: the duration in seconds of each phase in PHASES that has ended.
     """
 
     job: str
@@ -57,9 +57,9 @@ class Restart:
     def __post_init__(self) -> None:
         numbers = (self.number, self.rank, self.step, self.furthest)
         if not 0 <= self.time < LATEST or any(not -1 <= one < 2**31 for one in numbers):
-            raise ValueError(f"a time or a number is out of range: {asdict(self)}")
+            raise ValueError(f"a field is out of range: {asdict(self)}")
         if not all(isinstance(value, (int, float)) for value in self.phases.values()):
-            raise ValueError(f"phases is {self.phases!r:.40}, expected seconds by name")
+            raise ValueError(f"phases is {self.phases!r:.40}, expected a dict with seconds as values")
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.how}" + (f" ({self.error})" if self.error else "")
@@ -80,24 +80,22 @@ def from_json(line: str) -> Restart:
 
 
 def cause(found: Sequence[Restart]) -> Restart:
-    """Return the earliest restart that no other rank caused, or the earliest of all if there is none."""
+    """Return the earliest restart whose error is not secondary, or the earliest of all if all errors are secondary."""
     return min(found, key=lambda one: (one.secondary, one.time))
 
 
 def round_folder(step: str, number: int) -> str:
-    """Return World.job of the ranks after a restart inside the job. It names their folders, too.
+    """Return World.job of the ranks after restart `number` inside the job, such as '43.0e2.1'.
 
-    For step '43.0.1' (job 43, step 0, requeue 1) and the second restart, the name is '43.0e2.1'.
+    In this example, the job is 43, the step 0, the restart 2 and the requeue 1. Without a restart (0), return `step`.
+    Folders in the run folder have these names.
     """
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step
 
 
 def agents_folder(step: str) -> str:
-    """Return World.job for the rendezvous of torchrun's agents.
-
-    For step '43.0.1' (job, step, requeue), that is '43.0a.1'.
-    """
+    """Return World.job for the rendezvous of torchrun's agents or of fork servers, such as '43.0a.1' for '43.0.1'."""
     head, _, restart = step.rpartition(".")
     return f"{head}a.{restart}"
 

@@ -23,7 +23,7 @@ class ErrorRecord:
     phase: what the rank was doing: 'start-up', 'training', 'saving', ...
     step: the last reported training step, or -1.
     job: World.job, which is unique to this attempt.
-    kind: one of base/failure_kinds.py if hpcinit raised the error, or '' if another program did.
+    kind: the kind of an error that hpcinit raised (see base/failure_kinds.py). '' if another program raised it.
     rank_at_fault, host_at_fault: the rank whose failure caused this error, or None and '' if unknown.
     quoted: the output of another program that hpcinit's message quotes.
     """
@@ -44,10 +44,7 @@ class ErrorRecord:
 
     @property
     def foreign(self) -> str:
-        """Return the error message of the other program.
-
-        If hpcinit raised the error, that is the text that hpcinit quoted. Otherwise, it is the error itself.
-        """
+        """Return the error message of the other program: the error itself, or the text that hpcinit's error quotes."""
         return self.quoted if self.kind else self.error
 
     @property
@@ -87,7 +84,7 @@ def _named(folder: Path, name: str) -> list[Path]:
 def of_last_attempt(found: list[Found], job_id: str, restart: int | None) -> list[Found]:
     """Return the error records that belong to one attempt of a job.
 
-    A record names its attempt as 'JOB.STEP.RESTART'. Records with other names, as those of torchrun, always count.
+    A record names its attempt as 'JOB.STEP.RESTART'. Records with other names, such as torchrun's, are always returned.
 
     job_id: Slurm's id of the job, or '' if unknown.
     restart: the number of the attempt, or None for any.

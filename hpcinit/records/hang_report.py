@@ -21,22 +21,24 @@ from hpcinit.records import run_folder, scratch, timeline
 from hpcinit.records.heartbeats import GONE, IN_KERNEL, MUTE, STOPPED, NodeHeartbeats, RankHeartbeat
 
 STACK = "rank-{rank}.txt"
-# silent_s and complete, by rank 0: for how long no rank has printed anything, and whether each rank that can
-# write its stack has had the time for it.
+# Written by rank 0. silent_s: for how long no rank has printed anything. complete: whether the ranks have had enough
+# time to write their stacks.
 SILENT = "silent.json"
-ENDS = "ends.txt"  # exists after the rank that wrote the report has decided that all ranks end
-NO_STEPS = "no-steps.txt"  # exists while a rank that reports its steps takes none: the others write their stacks then
+ENDS = "ends.txt"  # exists if the rank that wrote the report has decided to end all ranks
+NO_STEPS = (
+    "no-steps.txt"  # exists while a rank that reports steps finishes none, so that other ranks write their stacks
+)
 RECORD = "report.json"  # a HangReport
 REPORT = "report.txt"  # the same as text, for people
 ELSEWHERE = "elsewhere"  # state of a rank whose stack shows no collective
-ENDED = "ended"  # state of a rank whose program has ended, or has not started: hpcinit waits for other ranks
+ENDED = "ended"  # state of a rank in which hpcinit waits for other ranks, before or after the program
 MAIN = "main thread {ident:#018x}"  # as faulthandler writes a thread's number
-DEAD_S = 60.0  # clocks of two nodes may differ by seconds, and a file may appear late over NFS
-MOST_STUCK = 8  # ranks without a collective that a report lists
-SAME_SHARE = 0.5  # of a silence: a rank in one function for so long is taken as stuck there
+DEAD_S = 60.0  # so long, because clocks of two nodes may differ and a file may appear late over NFS
+MOST_STUCK = 8  # most ranks outside of collectives that a report lists
+SAME_SHARE = 0.5  # a rank that stays in one function for this share of the silence counts as stuck there
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)')
-SAMPLED = re.compile(r"cpu_s ([\d.]+) of_s ([\d.]+) same_s ([\d.]+)")  # below MAIN, by output_watch
-NOTED = re.compile(r"on (\S+) pid (\d+)(?: loader (pid (\d+).+))?")  # below MAIN, by output_watch
+SAMPLED = re.compile(r"cpu_s ([\d.]+) of_s ([\d.]+) same_s ([\d.]+)")  # a line below MAIN, written by output_watch
+NOTED = re.compile(r"on (\S+) pid (\d+)(?: loader (pid (\d+).+))?")  # a line below MAIN, written by output_watch
 THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 # Where torch waits for other ranks. Its decorators are frames named 'wrapper' in c10d_logger.py.
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -44,9 +46,9 @@ LOADER = ("torch/utils/data/dataloader.py", "_get_data", "_try_get_data")  # whe
 BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")  # DDP and FSDP reduce gradients below it, in C++
 INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)|^<frozen")
-BELOW_PROGRAMS = re.compile(rf"{STANDARD_LIBRARY.pattern}|-packages/torch/")  # what hpcinit calls at its end, too
+BELOW_PROGRAMS = re.compile(rf"{STANDARD_LIBRARY.pattern}|-packages/torch/")  # code that programs and hpcinit call
 PACKAGE = Path(__file__).parents[1]
-PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # below PACKAGE: programs that ship
+PROGRAMS = re.compile(r"jobs/(?!node_|function|hydra_task|replay_)")  # programs that ship with hpcinit
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ class Place:
 
     waits_in: the collective in which the thread waits, 'backward', or '' if it waits in none.
     at: the line of the program, such as 'train.py:57 in step', or '' if unknown.
-    outside: True if the thread is outside of the program: hpcinit hasn't started the program yet, or the program has
-        ended and hpcinit waits for other ranks.
+    outside: True if the program has not started yet, or has ended while hpcinit waits for other ranks.
     loader: the DataLoader worker for which the thread waits, such as 'its DataLoader worker (pid 4242, ...)', or ''.
     worker: the process id of that worker, or 0 if unknown.
     host, pid: the node and the process id of the rank.
@@ -75,7 +76,7 @@ class Place:
 
 @functools.cache  # the same files are on the stacks of all ranks
 def is_of_hpcinit(file: str) -> bool:
-    """Return whether a file in a stack belongs to the package hpcinit, wherever the rank has its copy of the package.
+    """Return whether a file in a stack belongs to the package hpcinit, even if the rank uses another copy of hpcinit.
 
     Programs that ship with hpcinit, such as hpcinit/jobs/smoke.py, don't count, because they run like a user's program.
     """
@@ -103,7 +104,7 @@ def place(text: str) -> Place:
 def _place_of(frames: Sequence[re.Match[str]]) -> Place:
     """Return where a thread is, according to its frames. The innermost frame is first."""
     program = [one for one in frames if not (BELOW_PROGRAMS.search(one["file"]) or is_of_hpcinit(one["file"]))]
-    # A program that is an installed package itself (`-m package`) has no frame of the user.
+    # If the program is an installed package (`-m package`), the stack has no frame of the user's code.
     frame = next((one for one in program if is_user_code(one["file"])), program[-1] if program else None)
     at = f"{PurePath(frame['file']).name}:{frame['line']} in {frame['name']}" if frame else ""
     loader = any(one["file"].endswith(LOADER[0]) and one["name"] in LOADER[1:] for one in frames)
@@ -145,7 +146,7 @@ def place_of_error(traceback: str) -> Place:
 
 
 def places(folder: Path, since: float = 0.0) -> dict[int, Place]:
-    """Return, for every rank whose stack is in `folder` (hang/JOB of a run), where its main thread is.
+    """Return where the main thread of each rank is, from the stack files in `folder` (hang/JOB of a run).
 
     since: skip stacks written before this time, by the clock of the file system.
     """
@@ -172,9 +173,9 @@ class Waiting:
 
 
 def different_call(calls: Sequence[Waiting]) -> Waiting | None:
-    """Return the ranks that wait in a different call than most ranks do.
+    """Return the ranks that wait in a different collective call than most ranks.
 
-    If all ranks wait in the same call, or if there are more than two calls, return None.
+    Return None unless there are exactly two calls, and one of them has fewer ranks.
     """
     if len(calls) != 2:
         return None
@@ -201,7 +202,7 @@ class StuckRank:
     state: ELSEWHERE if the rank wrote a stack, ENDED if its program has ended or has not started, or else the state of
         its process as in RankHeartbeat.state.
     at: the line of the program. If the rank wrote no stack, the line that called C code that holds the GIL, or ''.
-    loader, worker: as in Place.
+    loader, worker: the same as in Place.
     """
 
     rank: int = -1
@@ -217,9 +218,9 @@ class StuckRank:
         if self.state == ENDED:
             return f"{who} is not running its program: the program has ended, or has not started"
         if self.loader:
-            return f"{who} waits for {self.loader}, at {self.at or 'no Python line'}"
+            return f"{who} waits for {self.loader}, at {self.at or 'an unknown line'}"
         if self.state == ELSEWHERE:
-            return f"{who} is not in a collective: it is at {self.at or 'no Python line'}"
+            return f"{who} is not in a collective: it is at {self.at or 'an unknown line'}"
         return f"{who} does not respond: {_state(self.state, self.pid, self.at)}"
 
 
@@ -240,8 +241,8 @@ class HangReport:
 
     output_silent_s: seconds since any rank printed something.
     cpu: pairs of a CPU use, in percent of one core, and the ranks that use that much.
-    certain: whether the hang is certain. It is if some ranks wait in a collective, others don't, and each rank has
-        stayed in the same function for at least half of the silence.
+    certain: whether this is certainly a hang. It is if some ranks wait in a collective for others, and no rank has left
+        its function for at least half of output_silent_s.
     """
 
     rank: int | None = None
@@ -262,24 +263,20 @@ class HangReport:
     def nobody_waits(self) -> bool:
         """Return whether all ranks are running the program and none is waiting in a collective.
 
-        Such ranks might be busy with data, or waiting for a GPU. Only the dumps of the flight recorder can show that
-        they wait for a GPU.
+        Such ranks may be busy with data, or wait for a GPU. Only the flight recorder's dumps can show which.
         """
         shown = self.waiting or self.silent_nodes or self.unheard or self.text
         return not shown and all(one.state == ELSEWHERE and not one.loader for one in self.stuck)
 
     @property
     def shows_who_is_late(self) -> bool:
-        """Return whether ranks are waiting in a collective and the report names a rank or node for which they wait."""
+        """Return whether ranks wait in a collective and the report names the rank or node for which they wait."""
         late = self.rank is not None or self.silent_nodes or self.unheard or different_call(self.waiting)
         return bool(self.waiting and late)
 
     @property
     def headline(self) -> str:
-        """Return the sentence about the rank or node at fault.
-
-        If there is none, return the first sentence of the report.
-        """
+        """Return the sentence about the rank or node at fault, or the first sentence of the report if there is none."""
         blamed = () if self.nobody_waits else (*self.silent_nodes, *self.stuck)
         return next(map(str, blamed), "") or self.lines()[0]
 
@@ -292,13 +289,13 @@ class HangReport:
             silence = f"no rank has printed anything for {duration(self.output_silent_s)}"
         found = [silence, *map(str, self.waiting)]
         if self.unheard:
-            found.append(f"{rank_names(self.unheard)} never reported anything")
+            found.append(f"{rank_names(self.unheard)} sent no heartbeat and wrote no stack")
         used = ", ".join(f"{rank_names(ranks)} {percent} %" for percent, ranks in self.cpu)
         return (
             *found,
             *map(str, self.silent_nodes),
             *map(str, self.stuck[:MOST_STUCK]),
-            *([f"{counted(more, 'more rank')} like these"] if (more := len(self.stuck) - MOST_STUCK) > 0 else []),
+            *([f"and {counted(more, 'more rank')}"] if (more := len(self.stuck) - MOST_STUCK) > 0 else []),
             *([f"CPU time, in percent of a core: {used}"] if used else []),
         )
 
@@ -312,7 +309,7 @@ def from_document(document: Mapping[str, Any]) -> HangReport:
     Unknown keys are ignored. Raise ValueError, TypeError or AttributeError for values of the wrong type.
     """
     report = run_folder.from_known_fields(HangReport, document)
-    report.lines()  # raises if a field does not fit its sentence
+    report.lines()  # raises an error if a field has a value of the wrong type
     return report
 
 
@@ -323,19 +320,19 @@ def report(
 
     now_s: the current time in seconds since 1970. It is compared with the last heartbeat of each node.
     size: the world size.
-    fresh_s: after how many seconds without a heartbeat a node counts as silent. It is DEAD_S instead for a node with
-        one rank, and for a node on which a rank wrote a stack or has a bad state.
+    fresh_s: after how many seconds without a heartbeat a node counts as silent, if it has several ranks, and none
+        of them has a stack or a bad state. For any other node, the limit is DEAD_S.
     """
     by_rank = {heartbeat.rank: (node.host, heartbeat) for node in nodes for heartbeat in node.heartbeats}
     silent_s, last_steps = _last([heartbeat for _, heartbeat in by_rank.values()])
     waiting = _waiting(stacks)
     unheard = sorted(set(range(size)) - set(by_rank) - set(stacks))
-    for rank, where in stacks.items():  # it has reported no step yet
+    for rank, where in stacks.items():  # a rank without a heartbeat has reported no step yet
         by_rank.setdefault(rank, (where.host, RankHeartbeat(rank, where.pid, -1, None)))
     silent = []
     for node in nodes:
-        # Several ranks, none of them with a stack or a bad state: the node or its disk is at fault, and a shorter age
-        # suffices. In all other cases a clock that is off by seconds must not make the node look silent.
+        # If none of several ranks has a stack or a bad state, the node or its disk is at fault, so fresh_s is enough.
+        # Otherwise, a node's clock that is wrong by seconds must not make the node look silent.
         explained = any(heartbeat.rank in stacks or heartbeat.state for heartbeat in node.heartbeats)
         if now_s - node.time > (fresh_s if len(node.heartbeats) > 1 and not explained else DEAD_S):
             ranks = tuple(heartbeat.rank for heartbeat in node.heartbeats)
@@ -366,7 +363,7 @@ def report(
 
 
 def _waiting(stacks: Mapping[int, Place]) -> tuple[Waiting, ...]:
-    """Return the ranks that wait in a collective, one Waiting for each call. The one with the most ranks is first."""
+    """Return the ranks that wait in a collective, one Waiting per call. The call with the most ranks is first."""
     together: dict[tuple[str, str], list[int]] = {}
     for rank, where in sorted(stacks.items()):
         if where.waits_in:
@@ -378,11 +375,10 @@ def _waiting(stacks: Mapping[int, Place]) -> tuple[Waiting, ...]:
 def before_errors(stacks: Mapping[int, Place], raised: Mapping[int, Place]) -> dict[int, Place]:
     """Return where each rank is in its program.
 
-    If the program of a rank has failed, the rank is no longer in it when it writes its stack. For such a rank, the
-    place of the error counts.
+    If the program had already failed when its rank wrote the stack, return the place of the error instead.
 
-    stacks: for each rank, the place that its stack shows.
-    raised: for each rank whose program raised an error, the place of the error.
+    stacks: the place in each rank's stack.
+    raised: the place of the error, for each rank whose program raised one.
     """
     return {rank: raised.get(rank, where) if where.outside else where for rank, where in stacks.items()}
 
@@ -393,13 +389,14 @@ def without_output(
     """Return a hang report for ranks that report no steps, or None if a rank still prints something.
 
     now_s: the current time in seconds since 1970, or None if the job no longer runs.
-    raised: the place where each rank raised a timeout of its collective after the ranks stopped printing.
+    raised: for each rank with a timeout error, the place of the collective that timed out.
     """
     for folder in _folders(run, SILENT, job_id, restart):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             marker, noted = safe_files.read_json(folder / SILENT), (folder / SILENT).stat().st_mtime
             silent_s, complete = float(marker["silent_s"]), marker.get("complete") is True
-            stacks = places(folder, noted - silent_s - 1.0)  # older ones are of an earlier silence; silent_s is rounded
+            # Older stacks are from an earlier silence. Subtract 1 s more, because silent_s is rounded.
+            stacks = places(folder, noted - silent_s - 1.0)
             stacks = before_errors(stacks, raised or {})
             if now_s is not None:
                 silent_s += max(0.0, now_s - noted)
@@ -451,17 +448,17 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
     """Return the stuck ranks for which other ranks may be waiting.
 
-    A rank whose program has ended waits for other ranks itself. So it counts only if ranks wait in a collective and no
-    other rank is stuck.
+    These are the ranks that are still in their program. If there are none, but other ranks wait in a collective, these
+    are the ranks whose program has ended.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
 
 
 def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangReport:
-    """Return the report, with the current process state filled in for each rank that wrote no stack.
+    """Return the report with the current state of each rank that wrote no stack.
 
-    now: for each rank, its state and line, as in StuckRank.
+    now: the state and the line of each rank, as in StuckRank.
     """
     stuck = []
     for one in report.stuck:
@@ -474,8 +471,8 @@ def with_states(report: HangReport, now: Mapping[int, tuple[str, str]]) -> HangR
 def left(run: Path, job_id: str, restart: object) -> HangReport | None:
     """Return the hang report of an attempt, from the run's folder hang/JOB.STEP.RESTART, or None if there is none.
 
-    job_id: the id of the job. For an array task such as '18_1', folders of any job id match. Slurm names the task's
-        steps after another id, and no other job uses the run folder.
+    job_id: the id of the job. For a task of an array, such as '18_1', folders of all job ids match, because Slurm uses
+        another id for its steps.
     restart: the number of the restart, or None for any.
     """
     for folder in _folders(run, RECORD, job_id, restart):
@@ -495,9 +492,9 @@ def _folders(run: Path, name: str, job_id: str, restart: object) -> Iterator[Pat
 
 
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
-    """Return the seconds since any rank took a step, and for each last reported step the ranks that reported it.
+    """Return how many seconds ago any rank took a step, and which ranks reported which step as their last.
 
-    A rank whose heartbeat thread doesn't run is skipped, because it may have taken steps since.
+    A rank whose heartbeat thread doesn't run is not listed, because its last step may be a later one.
     """
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}
@@ -526,6 +523,6 @@ def _state(state: str, pid: int, at: str) -> str:
         STOPPED: f"process {pid} is stopped (SIGSTOP, or a debugger); to continue it: kill -CONT {pid}",
         IN_KERNEL: f"process {pid} waits in the kernel for a disk or a driver",
         GONE: f"process {pid} has exited",
-        MUTE: f"process {pid} runs C code that holds the GIL{called or ','} so no other thread of it can run",
+        MUTE: f"process {pid} runs C code that holds the GIL{called or ','} so none of its other threads can run",
     }
     return sentences.get(state, f"process {pid} wrote no stack")

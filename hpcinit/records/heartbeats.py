@@ -10,7 +10,7 @@ from hpcinit.records import run_folder
 
 FOLDER = "heartbeats"
 STOPPED, IN_KERNEL, GONE, MUTE = "stopped", "in the kernel", "gone", "mute"  # values of RankHeartbeat.state
-FRESH_PERIODS = 3  # a heartbeat thread that is late by this many periods does not run
+FRESH_PERIODS = 3  # a heartbeat that is late by this many periods shows that its thread does not run
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class RankHeartbeat:
 
     step: the last training step that the rank reported, or -1.
     silent_s: seconds since that step, or None if the rank has not reported any.
-    state: '' while the rank's heartbeat thread runs. Otherwise the state of the process: 'stopped', 'in the kernel',
-        'gone', or 'mute' if it is in C code.
+    state: '' while the rank's heartbeat thread runs. Otherwise, why it does not run: the process is 'stopped', 'in the
+        kernel', 'gone', or 'mute' (C code holds the GIL).
     """
 
     rank: int

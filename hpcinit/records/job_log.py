@@ -1,7 +1,7 @@
-"""Parses Slurm's messages in logs/job.log: how the tasks of a job ended, in the order in which srun noticed it.
+"""Parses Slurm's messages in logs/job.log: how the tasks of a job ended, in the order in which srun reported it.
 
-tests/records/test_job_log.py contains lines that Slurm 22.05 printed. The messages of slurmstepd about a step are not
-in this log, but in the log of the first rank on the node.
+tests/records/test_job_log.py contains lines that Slurm 22.05 printed. logs/job.log does not contain slurmstepd's
+messages about a step. They are in the log of the node's first rank.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _END_OF_ABORTED = re.compile(r"Terminated|Killed")  # SIGTERM, and SIGKILL after
 _COMPONENT = re.compile(r"^hpcinit: component \d+, ranks from (\d{1,7}): (\S+)$")
 _LOST = re.compile(r"^srun: error: Node failure on (\S+)")
 # srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure
-# Not 'Invalid job credential' and the like: a node that prints this is reachable.
+# 'Invalid job credential' and similar errors do not count, because the node is reachable.
 _UNREACHABLE = re.compile(
     r"^srun: error: Task launch for \S+ failed on node (\S+): (?:Communication connection failure|Socket timed out)"
 )
-# A step is canceled too if one of its tasks fails; Slurm prints a reason only if that is the cause.
+# Slurm also cancels a step after one of its tasks failed, but then prints no reason. Only Slurm 26.05 prints
+# TASK FAILURE.
 _CANCELLED = re.compile(
     r"\*\*\* (?:JOB (\S+) ON (\S+) CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?"
     r"|STEP (\S+) ON (\S+) CANCELLED AT (\S+) DUE TO ([A-Z ]+))"
 )
-# What srun, slurmctld, slurmd or the shell refuse, before any program runs.
+# Errors of srun, slurmctld, slurmd or the shell before any program runs.
 _REFUSED = re.compile(
     r"^(?:srun: fatal: (.+)|srun: error: ((?:Task launch|Unable to (?:create|allocate|confirm)"
     r"|Invalid|Unsupported|Unrecognized|Requested|[Cc]annot|[Cc]ouldn't|MPI: ).+)"
@@ -81,10 +82,10 @@ _STATUSES = {how(-number): 128 + number for number in signal.valid_signals()}
 
 @dataclass(frozen=True)
 class End:
-    """How tasks ended.
+    """A report that some tasks have ended.
 
-    how: in the wording of srun, such as 'Exited with exit code 7' or 'Killed'.
-    after_abort: whether Slurm had already aborted the step.
+    how: how they ended in the wording of srun, such as 'Exited with exit code 7' or 'Killed'.
+    after_abort: whether Slurm aborted the step first, and so ended the tasks.
     """
 
     host: str
@@ -94,15 +95,12 @@ class End:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether these tasks succeeded.
-
-        srun reports only failures. hpcinit prints this line for ranks that finished before another rank failed.
-        """
+        """Return whether these tasks succeeded. hpcinit reports this, because srun reports only failures."""
         return self.how == SUCCEEDED
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether another failure may have ended these tasks: by SIGTERM, or by an abort of the process."""
+        """Return whether another failure may have ended these tasks, for example with SIGTERM or SIGABRT."""
         return self.after_abort or self.how.startswith(("Terminated", "Aborted")) or self.how.endswith(CONSEQUENCES)
 
 
@@ -168,15 +166,15 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 
     All attempts, and all jobs of a chain, write to the same log.
 
-    ranks_per_task: how many ranks each task starts. A task that starts several prints how each of them ended. These
-        messages replace srun's message about the task.
+    ranks_per_task: how many ranks each task starts. If a task printed how its ranks ended, skip srun's message about
+        this task.
     """
     lines = text.splitlines()
     starts = [number + 1 for number, line in enumerate(lines) if line.startswith(f"hpcinit: {NEW_ATTEMPT}")]
     lines = lines[max(starts, default=0) :]
     ends, lost, unreachable, aborted, cancelled = [], [], [], False, None
     named: set[str] = set()  # hosts whose task printed how its ranks ended
-    firsts: dict[str, int] = {}  # the first rank of the component of a host
+    firsts: dict[str, int] = {}  # for each host, the first rank of its component
     before_abort: list[End] = []  # what srun listed before Slurm ended the step
     for line in lines:
         aborted = aborted or bool(ABORTED.search(line))
@@ -216,12 +214,12 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 
 
 def _not_started(lines: Iterable[str], ends: Sequence[End], first: Sequence[End]) -> Iterator[End]:
-    """Yield the ends of the tasks that slurmstepd could not start.
+    """Yield the reports on tasks that slurmstepd could not start.
 
-    slurmstepd's messages may name the nodes of these tasks. If they name none, the tasks that failed first count, and
-    all that failed in the same way.
+    If slurmstepd names their nodes, yield all reports on these nodes. Otherwise, yield the reports in `first` with the
+    same exit status as its first one.
 
-    first: the ends that srun listed before Slurm ended the step, or the first end.
+    first: what srun reported before Slurm ended the step, or only its first report.
     """
     hosts = [found[1] for line in lines if (found := _BEFORE_PROGRAM.match(line))]
     if hosts and any(hosts):
@@ -231,10 +229,9 @@ def _not_started(lines: Iterable[str], ends: Sequence[End], first: Sequence[End]
 
 
 def failures(lines: Iterable[str]) -> Iterator[Failure]:
-    """Yield the failures that srun and Slurm reported, in the order in which srun learned of them.
+    """Yield the failures that srun and Slurm reported, in the order of the log.
 
-    After the first failure, srun terminates the other tasks, which then report 143 or 137. So the first failure is the
-    cause.
+    The first failure is the cause. srun then terminates the other tasks, which report exit status 143 or 137.
     """
     for line in filter(is_from_slurm, lines):
         if found := _TASKS.match(line):
@@ -291,6 +288,6 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 def _time(text: str) -> float | None:
     try:
-        return datetime.fromisoformat(text).timestamp()  # without a time zone: the login node has the same one
+        return datetime.fromisoformat(text).timestamp()  # no time zone is printed: use the login node's
     except ValueError:
         return None

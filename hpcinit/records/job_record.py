@@ -11,7 +11,7 @@ from hpcinit.base import safe_files
 from hpcinit.base.errors import RequestError
 from hpcinit.records import run_folder
 
-_submissions: dict[str, dict[str, Any]] = {}  # submission.json as last read, which `status` needs again
+_submissions: dict[str, dict[str, Any]] = {}  # submission.json as last read; `status` needs it again
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class JobRecord:
     def last(self) -> str:
         """Return the id of the job that last ran the batch script, or ''.
 
-        If the user started the script manually, this is not the job that hpcinit submitted.
+        hpcinit did not submit this job if the user started the script manually.
         """
         return str(self.attempt.get("job", ""))
 
@@ -65,10 +65,7 @@ class JobRecord:
 
     @property
     def clusters(self) -> str:
-        """Return the Slurm cluster of the jobs (cluster.clusters).
-
-        Without Slurm, and for the cluster that SLURM_CONF defines, return ''.
-        """
+        """Return the Slurm cluster of the jobs (cluster.clusters), or '' for the default cluster or without Slurm."""
         return str(self.submission.get("clusters", ""))
 
 
@@ -94,15 +91,15 @@ def submission(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RequestError(f"{path / run_folder.SUBMISSION} cannot be read: {error}") from None
     if not isinstance(document, dict) or not {"job_id", "engine"} <= set(document):
-        raise RequestError(f"{path / run_folder.SUBMISSION} has no job_id and engine: was it edited?")
+        raise RequestError(f"{path / run_folder.SUBMISSION} has no keys job_id and engine. Was this file edited?")
     _submissions[str(path)] = document
     return document
 
 
 def last_submission(path: Path) -> dict[str, Any]:
-    """Return the content of submission.json as this process last read it.
+    """Return the content of submission.json. Read the file only if this process has not read it before.
 
-    If this process has not read the file yet, read it. Raise RequestError if that fails.
+    Raise RequestError if it is not usable.
     """
     return _submissions.get(str(path)) or submission(path)
 
@@ -115,7 +112,7 @@ def jobs(record: Mapping[str, Any]) -> list[str]:
 def last_job(path: Path) -> str:
     """Return the id of the job that last ran the batch script, or ''.
 
-    If the user started the script manually, this is not the job that hpcinit submitted.
+    hpcinit did not submit this job if the user started the script manually.
     """
     return str(safe_files.json_or_empty(path / run_folder.EXIT).get("job", ""))
 
@@ -127,7 +124,7 @@ def exit_status(path: Path) -> int | None:
 
 
 def clusters(path: Path) -> str:
-    """Return the Slurm cluster of the run's jobs (cluster.clusters), or '' for the cluster that SLURM_CONF defines."""
+    """Return the Slurm cluster of the run's jobs (cluster.clusters), or '' for the default cluster."""
     try:
         return str(last_submission(path).get("clusters", ""))
     except RequestError:
@@ -144,14 +141,14 @@ def _unsubmitted(path: Path) -> str:
             + f"; its logs are in {path / run_folder.LOGS}"
         )
     return (
-        f"{path} has a script but no {run_folder.SUBMISSION}: hpcinit was killed during the submission, or Slurm "
+        f"{path} has a batch script but no {run_folder.SUBMISSION}: hpcinit was killed during the submission, or Slurm "
         f"did not confirm the job. {how_to_find(path)}"
     )
 
 
 def how_to_find(path: Path) -> str:
-    """Return what to type to find and cancel the jobs of a run or sweep in `path` that are not recorded."""
+    """Return the commands that find and cancel the unrecorded jobs of a run or sweep in the folder `path`."""
     return (
-        f"Look for the job: squeue --all --me --states=all --format='%A %T %o' | grep -F {path.absolute()}/ ; "
-        "no output means that nothing was submitted. To cancel it: scancel JOB"
+        f"To find the job: squeue --all --me --states=all --format='%A %T %o' | grep -F {path.absolute()}/ ; "
+        "no output means that nothing was submitted. To cancel the job: scancel JOB"
     )

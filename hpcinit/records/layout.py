@@ -1,4 +1,4 @@
-"""Computes how many ranks each kind of parallelism uses. This module doesn't need torch, so it runs on login nodes."""
+"""Computes how many ranks each kind of parallelism uses. It doesn't import torch, so it also runs on login nodes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from hpcinit.base.errors import RequestError
 from hpcinit.base.text import counted
 
-# Outermost first: adjacent ranks differ in the last dimension, so tensor parallel groups stay inside a
-# node. The order is the one of torchtitan's ParallelDims.
+# Outermost first: adjacent ranks differ in the last dimension, so tensor parallel groups stay inside a node.
+# torchtitan's ParallelDims has the same order.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CP_KINDS = ("ulysses", "ring")
 
@@ -54,14 +54,17 @@ class Layout:
                 raise RequestError(f"parallel.{name} is {degree}, expected 1 or more, or -1 for the remaining ranks")
         self._check_experts()
         if len(self._open()) > 1:
-            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, but at most one of them may be")
+            raise RequestError(f"parallel.{' and parallel.'.join(self._open())} are -1, but only one of them may be -1")
 
     def _check_experts(self) -> None:
         name = "dp_replicate" if self.dp_shard == 1 else "dp_shard"
         degree = getattr(self, name)
         if degree != -1 and degree % self.ep:
             near = " or ".join(f"parallel.ep={ep}" for ep in divisors_around(degree, self.ep))
-            raise RequestError(f"ep {self.ep} does not divide {name} {degree}, whose ranks share the experts: {near}")
+            raise RequestError(
+                f"parallel.ep is {self.ep}, expected a divisor of parallel.{name}={degree}, because experts are "
+                f"sharded over these ranks: {near}"
+            )
 
     def degrees(self) -> dict[str, int]:
         """Return the degree of each dimension, outermost dimension first."""
@@ -69,7 +72,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Return how many groups of ranks get different samples: dp_replicate x dp_shard. No degree may be -1."""
+        """Return how many groups of ranks process different samples: dp_replicate x dp_shard. No degree may be -1."""
         return self.dp_replicate * self.dp_shard
 
     def _open(self) -> list[str]:
@@ -78,7 +81,8 @@ class Layout:
     def over(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """Replace the degree that is -1, so that the product of all degrees is world_size, and return the new layout.
 
-        If no value fits, raise RequestError with the equation that is wrong and the nearest layout that fits.
+        If no value gives this product, raise RequestError. Its message has the wrong equation and the nearest valid
+        layout.
 
         Args:
             world_size: the number of ranks.
@@ -97,9 +101,9 @@ class Layout:
         return full
 
     def _filled(self, world_size: int) -> Layout | None:
-        """Return the layout with every degree filled in, or None if no value fits.
+        """Return the layout with every degree filled in, or None if the product of the degrees cannot be world_size.
 
-        Raise RequestError if the expert parallel ranks do not fit.
+        Raise RequestError if the expert parallel degree is invalid for the filled-in degrees.
         """
         rest, remainder = divmod(world_size, math.prod(degree for degree in self.degrees().values() if degree != -1))
         if remainder or not rest or (rest > 1 and not self._open()):
@@ -152,7 +156,7 @@ class Layout:
         return "; ".join([f"{_product(fixed)} = {counted(product, 'rank')}, {relation}", *changes])
 
     def _other_degrees(self, world_size: int, ranks_per_node: int | None) -> Iterator[str]:
-        """Yield changes of a single degree that make the layout fit, such as 'with tp 8: dp_replicate 3'."""
+        """Yield changes of a single degree that make the layout valid, such as 'with tp 8: dp_replicate 3'."""
         wanted = self._wanted()
         for name, degree in wanted.items():
             rest, remainder = divmod(world_size, math.prod(d for n, d in wanted.items() if n != name))
@@ -177,9 +181,9 @@ class Layout:
         return [f"nodes={' or '.join(map(str, near))}"] if near else []
 
     def _other_layout(self, world_size: int, ranks_per_node: int | None) -> list[str]:
-        """Return the nearest layout that fits, as text, or [] if none does. All degrees may change.
+        """Return the nearest valid layout, as text, or [] if there is none. All degrees may change.
 
-        If no layout fits with the expert parallel degree (ep), return one without ep.
+        If no layout with the expert parallel degree (ep) is valid, return one without ep.
         """
         wanted = self._wanted()
         made = [
@@ -193,7 +197,7 @@ class Layout:
         return []
 
     def _wanted(self) -> dict[str, int]:
-        """Return the degrees above 1, and also dp_replicate (1) if there is no data parallelism and no degree is -1."""
+        """Return the degrees above 1. If there is no data parallelism and no degree is -1, add dp_replicate."""
         free = not self._open() and self.data_parallel == 1
         return {n: d for n, d in self.degrees().items() if d > 1 or (free and n == "dp_replicate")}
 

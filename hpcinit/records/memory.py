@@ -1,19 +1,21 @@
 """Computes how much GPU memory each rank needs for parameters, gradients, optimizer states and buffers, in bytes.
 
-P is the number of parameters divided by tp and pp. N is the number of ranks that shard these parameters. The sizes of
-states and gradients were measured on real ranks (tests/records/test_memory.py). These were not measured, but follow
-from the sources (docs/reference/memory.md): NVMe, temporaries, autocast's copies and the parameters that ZeRO 3
-gathers. Sources:
+P is the number of parameters divided by tp and pp. N is the number of ranks that shard these parameters.
 
-ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054),
-    section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes with K = 12 (master copy, momentum, variance: 4
-    each); section 5: stage 1 needs 2P + 2P + KP/N, stage 2 2P + (2P + KP)/N, stage 3 (2P + 2P + KP)/N.
-DeepSpeed's estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs in runtime/zero.
+tests/records/test_memory.py measures states and gradients on real ranks. These sizes were not measured: memory on NVMe,
+temporaries, the copies that autocast makes, and the parameters that ZeRO 3 gathers. They follow from these sources
+(docs/reference/memory.md):
+
+ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054):
+    Section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes. K is 12 (master copy, momentum, variance: 4 each).
+    Section 5: stage 1 needs 2P + 2P + KP/N, stage 2 2P + (2P + KP)/N, stage 3 (2P + 2P + KP)/N.
+DeepSpeed's estimate_zero2_model_states_mem_needs and estimate_zero3_model_states_mem_needs in runtime/zero:
     They compute 18 instead of 16 bytes per parameter. The optimizer step copies the gradients of the shard to fp32,
     4P/N. The bucket sizes are from runtime/zero/config.py.
-torch: the pages of fully_shard (parameters are sharded in their own dtype, gathered in param_dtype, reduced in
-    reduce_dtype), DistributedDataParallel (gradient_as_bucket_view) and torch.optim (foreach takes about sizeof(params)
-    more).
+torch's documentation:
+    fully_shard: parameters are sharded in their own dtype, gathered in param_dtype and reduced in reduce_dtype.
+    DistributedDataParallel: gradient_as_bucket_view.
+    torch.optim: foreach takes about sizeof(params) more.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-STATES = {"adamw": 8, "muon": 4, "momentum": 4, "sgd": 0}  # bytes per parameter: fp32, two states, one or none
+STATES = {"adamw": 8, "muon": 4, "momentum": 4, "sgd": 0}  # bytes per parameter, for two, one or no states in fp32
 GPU, CPU, NVME = "gpu", "cpu", "nvme"
-ALWAYS, PASS, STEP = "always", "pass", "step"  # pass: forward and backward. step: of the optimizer, after it
+ALWAYS, PASS, STEP = "always", "pass", "step"  # pass: forward and backward pass. step: the optimizer step after it
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Demand:
 
     @property
     def own(self) -> int:
-        """Return P, the number of parameters in a rank's part of the model. All layers count as equally large."""
+        """Return P, the number of parameters divided by tp and pp. This assumes that all layers are equally large."""
         return -(-self.parameters // (self.layout.tp * self.layout.pp))
 
     @property
@@ -96,9 +98,9 @@ class Demand:
 
     @property
     def copies(self) -> int:
-        """Return the number of ranks over which ZeRO shards the parameters of a rank's part of the model.
+        """Return N for ZeRO, which shards over all data parallel ranks.
 
-        All data parallel ranks count, including ranks that process different parts of a sequence.
+        Ranks that process different parts of a sequence count as data parallel here.
         """
         return self.layout.dp_replicate * self.layout.dp_shard * self.layout.cp
 
@@ -121,10 +123,10 @@ class Part:
 
 
 def total(parts: Sequence[Part], place: str) -> int:
-    """Return the most memory needed in `place` at any time.
+    """Return the highest memory use in `place`, in bytes.
 
-    This is the sum of all parts that are always needed, plus the parts of a pass or of an optimizer step, whichever are
-    larger.
+    This is the sum of all parts that are always needed, plus the parts of a pass or of an optimizer step, whichever
+    are larger.
     """
     sums = {
         during: sum(part.bytes for part in parts if part.place == place and part.during == during)
@@ -134,7 +136,7 @@ def total(parts: Sequence[Part], place: str) -> int:
 
 
 def _per(name: str, each: int, of: int, shards: int = 1, place: str = GPU, during: str = ALWAYS) -> Part:
-    """Return the part `name` of the memory: `each` bytes for each of `of` elements, divided among `shards` ranks."""
+    """Return the part `name` of the memory: `of` elements of `each` bytes, divided among `shards` ranks."""
     how = f"{each} B x {_short(of)}" + (f" / {shards}" if shards > 1 else "")
     return Part(name, each * -(-of // shards), how, place, during)
 
@@ -160,7 +162,8 @@ def ddp(demand: Demand) -> Iterator[Part]:
     yield _per("parameters", 4, demand.own)
     yield _per("gradients", 4, demand.own)
     yield _per("optimizer states", STATES[demand.optimizer], demand.own)
-    if demand.param != "fp32":  # autocast keeps its casts until the end of the forward pass, autograd until backward
+    # autocast keeps its copies until the end of the forward pass, and autograd keeps them until the backward pass.
+    if demand.param != "fp32":
         yield _per("autocast's copies", BYTES[demand.param], demand.own, during=PASS)
     yield from _temporaries(demand)
 
@@ -169,7 +172,7 @@ def fsdp(demand: Demand, shards: int) -> Iterator[Part]:
     """Yield the parts of the memory with FSDP: (4P + 4P + states)/N.
 
     During forward and backward, FSDP also needs two unsharded blocks (one is prefetched), the gradients of one block,
-    and a copy of them for the reduction.
+    and a copy of these gradients for the reduction.
     """
     yield _per("parameters", 4, demand.own, shards)
     yield _per("gradients", 4, demand.own, shards)
@@ -197,7 +200,7 @@ def _zero_0(demand: Demand) -> Iterator[Part]:
     yield _per("optimizer states", STATES[demand.optimizer], demand.own)
     yield _per("gradients in fp32", 4 * mixed, demand.own, during=STEP)
     if demand.copies > 1:
-        yield _per("all-reduce bucket", each, min(demand.own, 500_000_000), during=PASS)  # engine.py, a literal
+        yield _per("all-reduce bucket", each, min(demand.own, 500_000_000), during=PASS)  # a literal in engine.py
     yield from _temporaries(demand)
 
 
@@ -221,7 +224,7 @@ def _zero_1_to_3(demand: Demand) -> Iterator[Part]:
         yield _per("gradients in fp32", 4, own, shards, states)
         if zero.stage < 3:
             yield _per("staged shard", each, own, shards, CPU)
-        if states == NVME:  # optimizer_utils.py: offload_optimizer.buffer_count is 4 of the largest sub-group
+        if states == NVME:  # optimizer_utils.py: 4 buffers (buffer_count), each as large as the largest sub-group
             yield _per("NVMe's buffers, optimizer", 4 * 4, group, place=CPU)
     yield _per("reduce bucket", each * zero.buffers, zero.reduce_bucket_size)
 
@@ -233,7 +236,7 @@ def _zero_parameters(demand: Demand) -> Iterator[Part]:
         return
     place = {"none": GPU}.get(zero.offload_param, zero.offload_param)
     yield _per("parameters", each, own, demand.copies, place)
-    if place == NVME:  # partitioned_param_swapper.py: offload_param.buffer_count 5 x buffer_size 1e8
+    if place == NVME:  # partitioned_param_swapper.py: 5 buffers (buffer_count) of 1e8 elements (buffer_size)
         yield _per("NVMe's buffers, parameters", each * 5, 100_000_000, place=CPU)
     if zero.hpz > 1:
         yield _per("hpZ's second shard", each, own, zero.hpz)

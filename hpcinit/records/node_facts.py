@@ -1,4 +1,4 @@
-"""The facts about a node that node/node_probe.py collects: folders, interfaces, GPUs, NCCL's interface."""
+"""What node/node_probe.py finds on a node: folders, network interfaces, GPUs, and the interface that NCCL uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Interface:
 class Name:
     """How one node resolves the host name of another node.
 
-    back: the name to which the first address resolves.
+    back: the name to which the first address resolves (reverse lookup).
     error: why the name or the address could not be resolved, or ''.
     """
 
@@ -72,8 +72,8 @@ class Gpu:
     ecc: 'Enabled', 'Disabled' or ''.
     ecc_errors: the number of uncorrected errors since the driver was loaded.
     pcie_gen, pcie_width: the PCIe link as it is now. An idle link may use a lower generation than it supports.
-    slowed: the bits with which NVML explains why the clocks are reduced.
-    recovery: what the GPU needs to work again, such as 'Reset'.
+    slowed: NVML's bit mask of the reasons for which the clocks are reduced.
+    recovery: what a failed GPU needs to work again, such as 'Reset'.
 
     All clocks are in MHz.
     """
@@ -125,7 +125,7 @@ class Address:
 class Nccl:
     """The interface and address that NCCL uses on a node, or why NCCL found none.
 
-    wanted: the value of NCCL_SOCKET_IFNAME.
+    wanted: the value of NCCL_SOCKET_IFNAME, or ''.
     addresses: all addresses of the node.
     seconds: how long NCCL took to answer.
     """

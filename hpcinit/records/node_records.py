@@ -1,8 +1,8 @@
 """Records the failures of each node. There is one file per cluster, with one line of JSON per failure.
 
-hpcinit only appends lines, so two submissions can write at the same time without a lock. If they damage a line
-(O_APPEND over NFS), that line is ignored. To clear the history of a node, hpcinit appends a line after which earlier
-failures of that node no longer count.
+hpcinit only appends lines, so two submissions can write at the same time without a lock. If they overwrite each other's
+line (O_APPEND over NFS), a reader skips the damaged line. To clear the history of a node, hpcinit appends a line of the
+kind FORGOTTEN: earlier failures of this node then no longer count.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DOCTOR = "doctor"  # ... and by `hpcinit doctor --remember`
 AT_ONCE = {ADDED: "added manually", DOCTOR: "found by hpcinit doctor"}  # one such line excludes the node
 FORGOTTEN = "forgotten"
 KINDS_SHOWN = 4
-# https://docs.nvidia.com/deploy/xid-errors: the ones that a faulty GPU or link causes. Not 13, 31, 43 and
-# 45, which a wrong address in a program causes, nor 63, a memory row that was replaced in time.
+# Xid errors that a faulty GPU or link causes: https://docs.nvidia.com/deploy/xid-errors. A wrong address in a program
+# causes 13, 31, 43 and 45. Xid 63 reports that a faulty memory row was replaced in time.
 DEVICE_XIDS = {46, 48, 62, 64, 74, 79, 94, 95, 119, 120, 140}
 
 
@@ -54,7 +54,7 @@ class NodeFailure:
 
 @dataclass(frozen=True)
 class NodeHistory:
-    """A node and those of its failures that still count, oldest first."""
+    """A node and its failures that have not expired, oldest first."""
 
     host: str
     failures: tuple[NodeFailure, ...]
@@ -63,16 +63,16 @@ class NodeHistory:
         return self.until(limit, 0) is not None
 
     def until(self, limit: int, expiry_h: float) -> float | None:
-        """Return until when the node is excluded, in seconds since 1970, or None if it is not excluded."""
+        """Return when the exclusion of the node ends, in seconds since 1970, or None if the node is not excluded."""
         times = [one.time for one in self.failures if one.kind in AT_ONCE]
         if len(self.failures) >= limit:
-            times.append(self.failures[-limit].time)  # when this one expires, fewer than the limit remain
+            times.append(self.failures[-limit].time)  # after this failure expires, fewer than `limit` remain
         return max(times) + expiry_h * 3600 if times else None
 
     def summary(self, expiry_h: float, why: bool = True) -> str:
         """Return the failures in one line, such as '2 failures in 24 h: NODE_FAIL, Xid 79'.
 
-        why: whether to add the reason that the user gave with --add, or that the doctor found.
+        why: whether to add the reason for which the user or `hpcinit doctor` excluded the node.
         """
         seen = [one for one in self.failures if one.kind not in AT_ONCE]
         kinds = list(dict.fromkeys(one.kind for one in seen))
@@ -113,7 +113,9 @@ def append(path: Path, found: Iterable[NodeFailure]) -> None:
 
 
 def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> list[NodeFailure]:
-    """Return the failures in `found` that the file has never contained, not even before its history was cleared.
+    """Return the failures in `found` that are not in the file yet.
+
+    The file still contains failures that the user cleared, so they are not added again.
 
     known: the failures in the file.
     """
@@ -123,7 +125,7 @@ def new_record(found: Iterable[NodeFailure], known: Sequence[NodeFailure]) -> li
 
 
 def node_states(known: Iterable[NodeFailure], now: float, expiry_h: float) -> list[NodeHistory]:
-    """Return the nodes with failures that still count at the time `now`, worst node first."""
+    """Return the nodes with failures that have not expired at the time `now` and were not cleared, worst node first."""
     known = list(known)
     since = {one.host: now - expiry_h * 3600 for one in known}
     for one in known:

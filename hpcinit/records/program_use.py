@@ -1,4 +1,4 @@
-"""Records how much of hpcinit's API a program uses, and which options have no effect because it doesn't use more.
+"""Records whether a program calls hpcinit.init() and run.wrap(), and which options have no effect without them.
 
 Rank 0 writes program_use.json before the program starts, and again in hpcinit.init() and in run.wrap(). So the record
 is correct even if the program is killed or replaces its process.
@@ -18,7 +18,7 @@ from hpcinit.records.layout import Layout
 from hpcinit.records.spec import MLFLOW, Comm, Hang, Samples, Spec, Training
 from hpcinit.records.stop_reasons import Stopping
 
-# The steps of a program, in their order.
+# What the program has called: nothing yet, hpcinit.init(), or run.wrap() as well.
 STEPS = NOTHING, INIT, WRAP = "nothing", "init", "wrap"
 _MISSING = {NOTHING: "the program did not use hpcinit", INIT: "the program did not call run.wrap"}
 _ADVICE = {
@@ -50,7 +50,7 @@ class ProgramUse:
 
 
 def of_spec(spec: Spec, uses: str) -> ProgramUse:
-    """Return the record for a program, without the options that have their default values.
+    """Return the record for a program. Options with their default values are not listed as ineffective.
 
     uses: which of hpcinit's functions the program has called so far: NOTHING, INIT or WRAP.
     """
@@ -64,7 +64,7 @@ def start(folder: Path, spec: Spec) -> None:
 
 
 def advance(folder: Path, use: ProgramUse) -> None:
-    """Replace the record after the program called init() or wrap(), unless the record already shows a later call."""
+    """Replace the record after the program called init() or run.wrap(), unless it already shows a later call."""
     found = read(folder)
     if found and STEPS.index(found.uses) < STEPS.index(use.uses):
         _write(folder, use)
@@ -87,7 +87,7 @@ def read(folder: Path) -> ProgramUse | None:
 
 
 def _of_init(spec: Spec) -> Iterator[str]:
-    """Yield the options that work only with hpcinit.init()."""
+    """Yield the options that need hpcinit.init()."""
     usual = Layout().over(spec.world_size, spec.ranks_in_a_row)
     if spec.layout != usual or spec.training.wrap != Training.wrap:
         yield "parallel"
@@ -108,7 +108,7 @@ def _of_init(spec: Spec) -> Iterator[str]:
 
 
 def _of_wrap(spec: Spec) -> Iterator[str]:
-    """Yield the options that work only with run.wrap(). With DeepSpeed, parallel.wrap is excluded: init() uses it."""
+    """Yield the options that need run.wrap(). parallel.wrap=deepspeed does not need it, because init() uses it."""
     if spec.training.wrap != Training.wrap and not spec.training.wrapper.needs_deepspeed:
         yield "parallel.wrap"
     yield from _of_training(spec)

@@ -1,7 +1,7 @@
-"""Writes the log of a rank whose output goes to a file. If the disk is full, lines are lost, but the rank continues.
+"""Keeps print() from failing if a rank's stdout is a file on a full disk. Lines are lost, but the rank continues.
 
-With launch=srun, a rank prints to a pipe and Slurm writes the log. With launch=fork, launch=torchrun and cluster=local,
-the log file is the rank's stdout, so print() in the user's program would raise OSError when the disk is full.
+With launch=srun, a rank prints to a pipe, and Slurm writes the log. With launch=fork, launch=torchrun and
+cluster=local, the rank's stdout is the log file itself, so print() would raise OSError when the disk is full.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
     """
     log = None
     try:
-        log = path.open("ab", buffering=0)  # the umask is the user's
+        log = path.open("ab", buffering=0)  # the user's umask applies
     except OSError as error:
         if error.errno not in background_writer.DISK:
             raise
-        say(f"warning: {path} cannot be opened: {error.strerror}; the output of this rank goes to the log of the job")
+        say(f"warning: cannot open {path}: {error.strerror}; the output of this rank is in the log of the job instead")
     try:
         yield log
     finally:
@@ -40,10 +40,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Log(io.FileIO):
-    """A log file that drops text if the disk is full.
-
-    Once the disk accepts text again, a line in the file reports the loss.
-    """
+    """A log file that drops text while the disk is full. Afterwards, a line in it reports how much is lost."""
 
     _lost, _why = 0, ""
 

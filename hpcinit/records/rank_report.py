@@ -1,7 +1,6 @@
-"""What one rank of a `hpcinit doctor` job found, including the links it measured: doctor/rank-N.json.
+"""The report of one rank of a `hpcinit doctor` job, including the links that it measured: doctor/rank-N.json.
 
-The rank writes its report again after each stage. If it hangs or its node fails, the results of the earlier stages
-remain.
+The rank writes its report after each stage. If it hangs or its node fails, the results of earlier stages remain.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class AllReduce:
     def bus_gb_s(self) -> float:
         """Return the bus bandwidth, 2 (n - 1) / n x size / time for n ranks.
 
-        Unlike size / time, it can be compared with the bandwidth of a link for any number of ranks:
+        For any number of ranks, it can be compared with the bandwidth of a link:
         https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """
         return 2 * (self.ranks - 1) / self.ranks * self.size / self.seconds / 1e9 if self.seconds > 0 else 0.0
@@ -69,8 +68,9 @@ class AllReduce:
 class Copies:
     """How fast a GPU copies data, in 10^9 bytes per second.
 
-    The three values are for copies from pinned host memory, to pinned host memory, and within the GPU's memory (one
-    way).
+    to_device_gb_s: from pinned host memory to the GPU.
+    from_device_gb_s: from the GPU to pinned host memory.
+    on_device_gb_s: within the GPU's memory, in one direction.
     """
 
     to_device_gb_s: float
@@ -128,10 +128,10 @@ def read(folder: Path) -> list[Report]:
     return sorted(run_folder.read_records(Report, folder / FOLDER, "rank-*.json"), key=lambda one: one.rank)
 
 
-# Which links are measured, in which order, and which of them are slow.
+# Below: which links are measured, in which order, and which of them are slow. Each kind of link forms rings:
 #
-# inside    rank i and i + 1 of a node, around it                       NVLink, PCIe, shared memory
-# between   local rank r of a node and the same of the next, around     the network, with every adapter that ranks use
+# inside    ranks i and i + 1 of a node                                 NVLink, PCIe, shared memory
+# between   local rank r of a node, and local rank r of the next node   the network, with every adapter that ranks use
 
 K = TypeVar("K", bound=Hashable)
 
@@ -143,7 +143,7 @@ class Pair(NamedTuple):
 
 
 def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
-    """Return the pairs of ranks whose link is to be measured, each once. Links inside nodes are first.
+    """Return the pairs of ranks between which the link is measured. Links inside nodes are first.
 
     nodes: the ranks of each node.
     """
@@ -154,7 +154,7 @@ def links_of_phase(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 
 
 def _ring(items: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pairs of neighbors in a ring. Two items have one link, one item has none."""
+    """Return the pairs of neighbors in a ring of `items`. For two items, return one pair, and for one item none."""
     if len(items) < 2:
         return []
     around = [(items[i], items[(i + 1) % len(items)]) for i in range(len(items))]
@@ -179,14 +179,14 @@ def measurement_phases(wanted: Sequence[Pair]) -> list[list[Pair]]:
 
 
 class Rule(NamedTuple):
-    """Defines when a measured time, such as that of a link, is too long.
+    """Defines when a measured time, for example of a link, is too long.
 
-    A link is slow only if its time is too long in every round. One round is not enough, because another job may use the
-    network for a moment. A time is too long if all of these are true:
+    A time is too long if it exceeds all three limits, which are relative to the median of all times. A link is slow if
+    its time is too long in every round, because another job may disturb a single round.
 
-    factor: it is more than `factor` times the median of all times.
-    mads: it is more than `mads` median absolute deviations above the median.
-    least: it is more than `least` above the median.
+    factor: the time is more than `factor` times the median.
+    mads: the time is more than `mads` median absolute deviations above the median.
+    least: the time is more than `least` above the median.
     """
 
     factor: float

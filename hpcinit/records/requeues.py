@@ -17,8 +17,8 @@ class Restart:
 
     restart: the number of the attempt that starts.
     reason: why the previous attempt ended.
-    step: the furthest training step of all previous attempts, or None.
-    without_progress: how many consecutive restarts, including this one, did not get beyond that step.
+    step: the last training step that any previous attempt reached, or None.
+    without_progress: how many consecutive restarts, including this one, did not get beyond this step.
     max_restarts: how many restarts the job may have, or None for no limit.
     """
 
@@ -37,7 +37,9 @@ def attempt(env: Mapping[str, str]) -> str:
 
 
 def record_unusable(folder: Path, node: str, env: Mapping[str, str]) -> None:
-    """Record for hpcinit.after that this attempt of the job cannot use a node. Raise OSError if that fails.
+    """Record that this attempt of the job cannot use a node, so that hpcinit.after excludes it at the next restart.
+
+    Raise OSError if the record cannot be written.
 
     folder: the run folder.
     """

@@ -1,7 +1,7 @@
 """The result of a run: result.json, such as `{"value": 0.25}`, `{"value": [0.25, 3]}` or any other JSON value.
 
-A hyperparameter search needs one or more numbers. Reporting a result never fails a training run: if JSON cannot contain
-the value, hpcinit prints a warning.
+A hyperparameter search needs one or more numbers. A training run never fails because of its result: if the value cannot
+be written as JSON, hpcinit prints a warning.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def write(folder: Path, value: Any) -> None:
 
 
 def write_or_print(folder: Path, value: Any) -> None:
-    """Write the result. If that fails, retry until the process ends, and then print the result. Never raise OSError.
+    """Write the result. If that fails, retry until the process ends, and then print the result.
 
-    An error here would fail a training run that has finished and saved, and would also end the other ranks.
+    Never raise OSError, because an error would fail a training run that has finished and saved.
     """
     path, text = folder / run_folder.RESULT, json.dumps({"value": value})
     if not _unwritten:
@@ -90,7 +90,7 @@ def write_or_print(folder: Path, value: Any) -> None:
 def _print() -> None:
     background_writer.flush()
     for path, text in _unwritten.items():
-        say(f"error: {path} could not be written; free disk space and write this result to it: {text}")
+        say(f"error: cannot write {path}. Free disk space, and write this result into the file: {text}")
 
 
 def read(folder: Path) -> Any:
@@ -118,7 +118,7 @@ def read_numbers(folder: Path) -> Value | None:
     except RequestError as error:
         raise RequestError(f'{file} cannot be used: {error}; expected content such as {{"value": 0.25}}') from None
     if any(math.isnan(item) for item in (found if isinstance(found, tuple) else (found,))):
-        raise RequestError(f"{file} contains {value}, expected a number: did training diverge?")
+        raise RequestError(f"{file} contains {value}, expected a number. Did the training diverge?")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Defines the names of the files in a run folder and the reasons for a restart, and reads records of other versions."""
+"""Defines the names of the files in a run folder and the reasons for a restart, and reads records from JSON files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hpcinit.base import safe_files
 
-SPEC = "spec.json"  # login node writes, ranks read
-CONFIG = "config.yaml"  # the composed config, to read and to run again
+SPEC = "spec.json"  # the settings that the job reads, written at submission: records/spec.py
+CONFIG = "config.yaml"  # the composed config, for the user and for a resubmission
 SCRIPT = "job.sh"  # the script as submitted
 PROVENANCE = "provenance.json"  # versions, git commit, command line, names of variables
-PICKLE = "submitted.pkl"  # of a function: submitit's, under a name without the job id
-SUBMISSION = "submission.json"  # the job id; its presence means: submitted
-EXIT = "exit.json"  # by the batch script: its start, replaced by its end
-SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task, which runs in the folder with its number
+PICKLE = "submitted.pkl"  # a submitted function, in submitit's format
+SUBMISSION = "submission.json"  # the job id; the file exists only if the run was submitted
+EXIT = "exit.json"  # written by the batch script at its start, and at its end with the exit status
+SWEEP = "sweep.json"  # in the folder of a sweep: the combination of each task. Task N runs in the folder N
 RESUBMITTED = "resubmitted.jsonl"  # the runs that `hpcinit resubmit` made of this run, or of tasks of this sweep
 PROGRESS = "progress.json"  # written by rank 0
 JOB_RETURN = "job_return.pkl"  # by rank 0 of a job of a Hydra multirun: what its function returned or raised
@@ -28,20 +28,20 @@ RESULT = "result.json"  # written by rank 0 or by the program: the result, recor
 STARTUP = "startup.txt"  # by rank 0: what hpcinit set at each start, records/startup_settings.py
 PROGRAM_USE = "program_use.json"  # written by rank 0: records/program_use.py
 TRACKER = "tracker.txt"  # by run.tracker_id() on rank 0: the id of the tracker's run
-STOPPED = "stopped.json"  # job and reason: the ranks stopped before the end, or their program still runs
-CHAIN = "chain.txt"  # by the batch script when its chain is over, for the next job: exit status and job
+STOPPED = "stopped.json"  # job and reason; exists while the program runs, and after an early stop (stop_record.py)
+CHAIN = "chain.txt"  # by the batch script when the chain is finished, for the next job: exit status and job
 RESTARTS = "restarts.jsonl"  # by hpcinit.after, a line for each restart: why, and the furthest step until then
 ELASTIC = "elastic.jsonl"  # launch=torchrun, by the first agent: a line for each restart inside the job
-STOP = "stop"  # by `hpcinit cancel --save`: asks the ranks to save and exit
+STOP = "stop"  # by `hpcinit cancel --save`: requests that the ranks save and exit
 CANCELLED = "cancelled.json"  # by `hpcinit cancel`: the jobs that it canceled
-WORLD_SIZE = "world-size.json"  # by a rank: a process group that differs from the job's
+WORLD_SIZE = "world-size.json"  # written by a rank if the size of a process group differs from the job's
 LOGS = "logs"
 JOB_LOG = "logs/job.log"  # output of the batch script
 RANK_LOG = "logs/rank-{rank}.log"
 TIMELINE = "timeline"  # start-up events of every rank: timeline/JOB/HOST.jsonl, records/timeline.py
 HANG_REPORTS = "hang"  # by the ranks of a job that hangs: their stacks and the report, records/hang_report.py
-UNUSABLE = "unusable"  # by the check of a node, or a fork server, for hpcinit.after: JOB.RESTART.NODE, an empty file
-NCCL = "nccl"  # by the check of a node: the interface that NCCL uses, JOB.RESTART.NODE.json, records/node_facts.py
+UNUSABLE = "unusable"  # empty files JOB.RESTART.NODE, by the check of a node or a fork server, for hpcinit.after
+NCCL = "nccl"  # files JOB.RESTART.NODE.json, by the check of a node: NCCL's interface, records/node_facts.py
 ERRORS = "errors"  # one record per rank that raised: errors/rank-3.json
 ENV_FOLDER = "HPCINIT_RUN"  # environment variable: the run folder, in every process of the job
 ENV_ENGINE = "HPCINIT_ENGINE"  # environment variable of all processes of cluster=local: the id of the engine's process
@@ -49,9 +49,9 @@ ENDED_EARLY = 143  # exit status in EXIT of an attempt that Slurm terminated: 12
 HUNG = 76  # exit status of a rank that hpcinit ended because the job hung
 CODE = "code"  # snapshot=git: the copy of the checkout that the job runs
 CODE_FILES = "code.json"  # the names of the files in CODE
-CODE_DIFF = "code.diff"  # its uncommitted changes
-# worlds=each: the folder of a further component, before its number. It has its spec, logs and records, and links to the
-# run's files SHARED_BY_COMPONENTS.
+CODE_DIFF = "code.diff"  # the uncommitted changes in CODE
+# With worlds=each, the second component uses the folder component-1, and so on. Each of these folders has its own spec,
+# logs and records, and links to the files SHARED_BY_COMPONENTS of the run folder.
 COMPONENT = "component-"
 SHARED_BY_COMPONENTS = (SUBMISSION, EXIT, CANCELLED, STOP)
 
@@ -76,10 +76,10 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Create a dataclass of type `kind` from `document`, which is either the result of asdict() or read from JSON.
+    """Create a dataclass of type `kind` from the fields in `document`, which is a JSON object or a result of asdict().
 
-    In JSON, tuples are lists and dataclasses are objects. Keys that only a later version knows are ignored. Raise
-    TypeError if a field without a default is missing, ValueError if a value does not have the type of its field, and
+    Lists in JSON become tuples, and objects become dataclasses. Unknown keys, for example of a later version, are
+    ignored. Raise TypeError if a field without a default is missing, ValueError if a value has the wrong type, and
     AttributeError if `document` is not a mapping.
     """
     types = _types(kind)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def from_known_fields(kind: type[T], document: Mapping[str, Any]) -> T:
 
 
 def from_fields(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return the same as from_known_fields(). Also raise TypeError if `document` has an unknown key, at any level."""
+    """Do the same as from_known_fields(), but also raise TypeError if `document` has an unknown key, at any level."""
     types = _types(kind)  # type: ignore[arg-type]
     if unknown := document.keys() - types.keys():
         raise TypeError(f"unknown key {min(unknown)}")
@@ -105,7 +105,7 @@ def _typed(name: str, kind: Any, value: Any, read: Callable[[Any, Any], Any] = f
         accepted = (int, float) if whole is float else whole
         if whole is Any or (isinstance(value, accepted) and (whole is bool or not isinstance(value, bool))):
             if isinstance(value, str):
-                value.encode()  # UnicodeEncodeError is a ValueError; a lone surrogate fits in no file
+                value.encode()  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
             return value
     raise ValueError(f"{name} is {value!r:.40}, expected {getattr(kind, '__name__', kind)}")
 

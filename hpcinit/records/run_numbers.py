@@ -1,13 +1,11 @@
 """Numbers the runs in a runs_dir: NAME-0042. A number is never reused, even after its folder was removed.
 
-For each name, empty files `.NAME-0042.number` (called marks here) record the highest numbers. The number is in the
-file's name because a name is never half-written, not even over NFS. hpcinit removes a mark only after it has submitted
-runs with higher numbers. So the highest mark remains, even if several login nodes submit at the same time. If all marks
-are missing, only the folders show which numbers are used.
+An empty file `.NAME-0042.number`, called a mark, shows that the number is used. The number is in the file's name,
+because a name is never half-written, not even over NFS. For each name, hpcinit keeps the highest mark and the KEPT
+numbers below it. It removes lower marks only after it has submitted a run.
 
-A submission may be slow, or may see an old list of the folder over NFS. Meanwhile, another run may have used the same
-number, and may even have been removed again. So the last KEPT marks remain as well, and take() refuses a number that
-has a mark.
+take() refuses a number that has a mark, or that is so low that its mark may have been removed. So a slow submission
+can't reuse the number of a run that another submission has created and removed meanwhile.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from pathlib import Path
 
 from hpcinit.base import safe_files
 
-_RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # more digits: not ours, and no room for the next number
-KEPT = 20  # files of a name that remain below the highest one
+_RUN = re.compile(r"(?P<name>.+)-(?P<number>\d{4,9})")  # hpcinit never writes more digits
+KEPT = 20  # marks of a name that remain below the highest mark
 
 
 def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> int:
@@ -29,7 +27,7 @@ def next_number(runs_dir: Path, name: str, promised: Collection[str] = ()) -> in
 
     A number is used if its folder or its mark exists.
 
-    promised: the names of folders that will be created, and so count too.
+    promised: the names of folders that will be created. Their numbers count as used.
     """
     names = {*_names(runs_dir), *promised}
     found = sorted(((number, one) for one in names for number in _numbers(one, name)), reverse=True)
@@ -66,10 +64,7 @@ def unmark(run: Path) -> None:
 
 
 def remove_lower(run: Path) -> None:
-    """Remove old marks after `run` was submitted.
-
-    These are the marks with the same name whose numbers are more than KEPT below the number of `run`.
-    """
+    """After `run` was submitted, remove the marks of the same name that are more than KEPT numbers lower."""
     if not (found := _RUN.fullmatch(run.name)):  # a task of a sweep
         return
     for one in _names(run.parent):
@@ -79,7 +74,7 @@ def remove_lower(run: Path) -> None:
 
 
 def keep(runs: Iterable[Path]) -> None:
-    """Record the highest number of each name before these run folders are removed.
+    """Mark the highest number of each name as used. Call this before these run folders are removed.
 
     Raise OSError if a mark cannot be written.
     """

@@ -1,7 +1,7 @@
 """Sets environment variables that protect a run: a flight recorder for hangs, and kernel caches on the node's own disk.
 
-The variables are set before torch reads them. Variables that the user has set stay unchanged. The run folder contains a
-list of what was set.
+The variables are set before torch reads them. Variables that the user has set stay unchanged. startup.txt in the run
+folder lists the variables that hpcinit set.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpcinit.records import scratch
 
-ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": the variables set for JOB, for a job that starts within it
+ENV_SET = "HPCINIT_SAFEGUARDS"  # "JOB NAME NAME...": the variables set for JOB. A job that starts inside JOB reads this
 AMD_DEVICE = Path("/dev/kfd")  # the driver of AMD's GPUs
 FLIGHT = "flight"  # in the run folder: files flight/JOB.rank_N, for `torchfrtrace FOLDER/flight --prefix JOB.rank_`
 
@@ -36,14 +36,14 @@ class _Variable:
 def _recorder(dumps: str) -> list[_Variable]:
     """Return the variables of torch's flight recorder.
 
-    dumps: the path of the recorder's files without the rank at the end, in an existing folder. If it is '', keep the
-        default, ~/.cache/torch/comm_lib_trace_rank_N. All jobs then write to the same files in the shared home.
+    dumps: the path of the files that the recorder writes. torch appends the rank. The folder must exist. With '', torch
+        uses ~/.cache/torch/comm_lib_trace_rank_N, and each job of the user overwrites these files.
     """
     found = [
         # 3 is torch's current default ("a temporary option" in ProcessGroupNCCL.hpp): a rank whose collective failed
         # exits instead of continuing with wrong values.
         _Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", also=("NCCL_ASYNC_ERROR_HANDLING",)),
-        # Without these two, a timeout of NCCL leaves no record of the collective and the rank that it waited for.
+        # Without these two, no file shows in which collective NCCL timed out, and for which rank it waited.
         _Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         _Variable("TORCH_FR_BUFFER_SIZE", "2000", also=("TORCH_NCCL_TRACE_BUFFER_SIZE",)),
     ]
@@ -53,10 +53,10 @@ def _recorder(dumps: str) -> list[_Variable]:
 
 
 def _pipe(folder: Path) -> _Variable:
-    """Return the variable with which torch creates the pipe FOLDER/flight_N.pipe.
+    """Return the variable that makes torch create a pipe, FOLDER/flight_N.pipe, for each rank N.
 
-    A byte in the pipe makes NCCL write its dump. The folder is on the node's own disk, because torch fails if it can't
-    create the pipe.
+    A rank dumps its flight recorder when a byte is written to its pipe. If torch can't create the pipe, the rank fails.
+    The folder is therefore on the node's own disk.
     """
     return _Variable("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", f"{folder}/flight_")
 
@@ -64,12 +64,12 @@ def _pipe(folder: Path) -> _Variable:
 def _caches(kept: Path) -> list[_Variable]:
     """Return the variables that move the kernel caches to the folder `kept`, which outlives the job.
 
-    The default folders are unsuitable. Triton's is in the home, where the ranks of several nodes race over NFS.
-    Inductor's is /tmp/torchinductor_USER, which another user can create first. MIOpen's is a database in the home,
-    whose locks fail on Lustre. Sites advise a folder in /tmp.
+    The default folders cause failures:
+    - Triton's cache is in the home, where ranks of several nodes race over NFS.
+    - Inductor's is /tmp/torchinductor_USER, which another user can create first.
+    - MIOpen's is a database in the home. Its locks fail on Lustre.
 
-    torch's folder of extensions is unchanged. It contains what you compiled on a login node, and a compute node may
-    have no compiler.
+    The cache of torch's C++ extensions is not moved: a compute node may have no compiler to build them again.
     """
     found = [
         _Variable("TRITON_CACHE_DIR", f"{kept}/triton", also=("TRITON_HOME",)),
@@ -85,10 +85,10 @@ CACHES = tuple(variable.name for variable in _caches(Path()))
 
 
 def safeguards(env: Mapping[str, str], caches: tuple[Path, Path] | None, dumps: str) -> dict[str, str]:
-    """Return the variables to add to `env`. A variable is omitted if `env` already has it under any of its names.
+    """Return the variables to set. Skip a variable that `env` already sets under its current or an older name.
 
     caches: two private folders on this node's disk, one for this job and one for all jobs, or None if there are none.
-    dumps: the path of the flight recorder's files without the rank at the end, or '' if no folder is writable.
+    dumps: the path of the flight recorder's files, to which torch appends the rank. '' if no folder is writable.
     """
     found = {}
     for variable in _recorder(dumps) + ([*_caches(caches[1]), _pipe(caches[0])] if caches else []):
@@ -103,13 +103,13 @@ _applied = False
 def apply(environ: MutableMapping[str, str], folder: Path | None, job: str) -> tuple[str, ...]:
     """Add the safeguards to `environ` and return their names, or () if this process or job already has them.
 
-    Call this before a process group is created and before anything is compiled, because torch reads each variable when
-    it first needs it. Values that hpcinit set for a surrounding job are replaced. If a disk is full or not private, the
-    variables that need the disk are skipped, and describe() reports that.
+    Call this before torch creates a process group or compiles anything, because torch reads each variable when it first
+    needs it. In a job that was started inside another job, the outer job's safeguards are replaced. If the node has no
+    private folder with free space, the caches are not moved, and describe() reports that.
 
     folder: the run folder, or None for a program that was not submitted.
-    job: World.job, which is unique to this attempt, so that a restart doesn't find locks and incomplete files of the
-        attempt before.
+    job: World.job. It differs between attempts, so a restart does not find locks or incomplete files of the previous
+        attempt.
     """
     global _applied  # noqa: PLW0603 - once per process, for both callers: hpcinit.run and init
     before, *names = environ.get(ENV_SET, "").split(" ")
@@ -159,7 +159,7 @@ def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     lines = ["defaults applied (set the variable yourself to override):", *(f"  {n}={environ[n]}" for n in names)]
     if not any(name in environ for name in CACHES):
         lines.append(
-            "caches of compiled code stay shared with other jobs: no folder in TMPDIR, /tmp or /var/tmp is private, "
+            "kernel caches stay in their default folders: none of TMPDIR, /tmp and /var/tmp has a private folder that "
             f"allows executables and has {CACHE_ROOM >> 20} MB free"
         )
     return "\n".join(lines)

@@ -1,7 +1,4 @@
-"""Computes the best time between two checkpoints: the one that wastes the least time.
-
-After Young (1974) and Daly (2006).
-"""
+"""Computes the best time between two checkpoints with the formula of Young (1974) and Daly (2006)."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import math
 
 
 def best_interval_s(save_s: float, between_failures_s: float) -> float:
-    """Return how long to train between two saves so that saving and repeating lost steps together cost the least time.
+    """Return how long to train between two saves so that the least time is lost to saves and to repeated steps.
 
-    The formula is equation 37 in Daly, 'A higher order estimate of the optimum checkpoint interval'. Both arguments
-    must be more than 0.
+    This is equation 37 in Daly, 'A higher order estimate of the optimum checkpoint interval'. Both arguments must be
+    more than 0.
 
     save_s: for how many seconds a save blocks training.
     between_failures_s: the mean time between two failures, in seconds.

@@ -1,12 +1,11 @@
 """A private folder on this node's disk, which is removed when the last process of the job ends.
 
-Slurm does not clean /tmp after a job. So every process that uses such a folder has a shared lock on a file in it. The
-kernel releases the lock however the process ends. The last process removes the folder. If a job was killed, the next
-start on the node removes its folders. Compiled kernels are in a different folder, which stays. Processes lock that
-folder too while they use it.
+Slurm does not clean /tmp after a job. Every process that uses such a folder has a shared lock on a file in it, which
+the kernel releases even if the process is killed. The last process of a job removes the folder. If a job was killed,
+the next start on the node removes its folder. Compiled kernels are in a different folder, which stays.
 
-TMPDIR may be on a disk that several nodes share, and often a node cannot see another node's locks there. So a node
-removes only folders whose names end in its own host name.
+TMPDIR may be on a disk that several nodes share, and a node often cannot see another node's locks there. So a node
+removes only folders whose names end with its own host name.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LOCK = "in-use"
-GONE = ".gone"  # suffix of a folder that is being removed: renamed first, so that no process can start to use it
+GONE = ".gone"  # a folder gets this suffix before it is removed, so that no process can start to use it
 TRIES = 100
 KEPT, KEPT_S = "kernels", 14 * 24 * 3600.0  # kernels stay for two weeks without a job on the node
 ENV_LOCAL_DISK = "HPCINIT_LOCAL_DISK"  # the local disk of the nodes, from the cluster file
@@ -37,9 +36,9 @@ def folder_name(job: str) -> str:
 def base(env: Mapping[str, str], room: int = 0) -> Path | None:
     """Return this user's folder on the node's disk, in the first suitable place, or None if no place is suitable.
 
-    The places are the site's local disk, TMPDIR, /tmp and /var/tmp. Compiled extensions are loaded from the folder, so
-    a file system that is mounted with noexec is not suitable. If another user created the folder or can enter it, it is
-    not suitable either, because code that this user writes there would run as you.
+    The places are the site's local disk, TMPDIR, /tmp and /var/tmp. A file system that is mounted with noexec is not
+    suitable, because compiled code is loaded from the folder. A folder that another user owns or can enter is not
+    suitable either, because that user's code could run as you.
 
     room: how many bytes must be free on the disk.
     """
@@ -59,7 +58,7 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
 
 
 def parents(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the places in which base() looks, in this order. A variable that is not set counts as ''."""
+    """Return the places in which base() looks, in this order. An unset variable gives ''."""
     return (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp")
 
 
@@ -72,7 +71,7 @@ def in_use(folder: Path) -> bool:
     """Return whether a process is using the job's folder `folder`. If that cannot be determined, return True."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):  # kernels, and what was never a job's folder
+    except (FileNotFoundError, NotADirectoryError):  # the folder of kernels, or a folder that is not a job's
         return False
     except OSError:
         return True
@@ -92,7 +91,7 @@ def take(parent: Path, job: str) -> Path:
 
     parent: the folder that base() returned.
     """
-    # The name of the host is part of it because TMPDIR may be on a shared disk.
+    # The folder's name contains the host name, because TMPDIR may be on a shared disk.
     folder = parent / f"{folder_name(job)}-{os.uname().nodename}"
     lock = _hold(folder)
     os.set_inheritable(lock, True)  # a command that this process executes keeps the lock
@@ -117,7 +116,7 @@ def kept(parent: Path) -> Path:
 def _hold(folder: Path) -> int:
     """Create `folder` if needed, lock a file in it, and return the descriptor of the lock.
 
-    Raise OSError if the folder cannot be created, or if other processes keep removing it.
+    Raise OSError if the folder cannot be created, or if it is removed again each time.
     """
     for _ in range(TRIES):
         # Both errors occur if the last other process removes the folder at the same time.
@@ -129,7 +128,7 @@ def _hold(folder: Path) -> int:
             if _is_still(folder / LOCK, lock):
                 return lock
             os.close(lock)
-    raise OSError(f"{folder} is not a folder, or was removed {TRIES} times while it was created")
+    raise OSError(f"cannot create {folder}: it is not a folder, or other processes removed it {TRIES} times")
 
 
 def sweep(parent: Path, *, kernels: bool = False) -> None:
@@ -160,7 +159,7 @@ def _leave(folder: Path, lock: int) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # in use, without a lock (then leave it), or removed already
+    with contextlib.suppress(OSError):  # the folder is in use, has no lock (keep it), or is removed already
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Detects secrets: first by what the value looks like, then by parts of the name. The user can overrule both."""
+"""Detects secrets in variables and arguments: by the form of the value, or by the name. The user can overrule both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_TEXT = re.compile(
 )
 # Names that are secrets only with a random value: OPENAI_KEY=8c1f..., but not --sort-key image_2.
 OFTEN = re.compile(r"(^|_)(KEY|PASS|AUTH|PW|PSK|BEARER)$")
-# What a value is under any name. The first that matches counts.
+# Values that are secrets under any name. The first match counts.
 FORMS = {
     # Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Slack, NVIDIA, JWT, Google. Not task-... and risk-...
     "a token of a well-known service": re.compile(
@@ -38,15 +38,15 @@ PATH = re.compile(r"(~|\.{1,2})?/\S*|https?://\S*")
 OPTION = re.compile(r"[-+]*[\w./@-]+")
 # NAME=value within a line of shell code
 ASSIGNED = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]*)")
-ARGUMENT = "args"  # the name of a program's argument that has none
+ARGUMENT = "args"  # used as the name of an argument that belongs to no option
 HIDDEN = "***"
 
 
 def named(name: str, patterns: Sequence[str] = ()) -> bool:
     """Return whether a variable, key or option with this name contains a secret.
 
-    patterns: the user's list: additional names (MY_*), and exceptions that start with '-'. If several match, the last
-        one counts.
+    patterns: the user's list `secret_names`, such as MY_* for more secrets, or -MY_* for names that are no secrets. The
+        last pattern that matches counts.
     """
     plain = _plain(name)
     secret = bool(SECRET.search(plain)) and not ONLY_WHERE.search(plain) and not OF_TEXT.search(plain)
@@ -59,20 +59,20 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
     """Return why `value` under this name is a secret, such as 'a URL with a password', or '' if it is not a secret.
 
-    patterns: the user's list, as in named(). For a name that is an exception, the value is not examined.
+    patterns: the user's list, as in named(). If it has an exception for the name, only the name counts, not the value.
     """
     plain = _plain(name)
     if any(p.startswith("-") and fnmatchcase(plain, _plain(p)) for p in patterns):
-        return "its name" if named(name, patterns) else ""
+        return "because of its name" if named(name, patterns) else ""
     for form, pattern in FORMS.items():
         if pattern.search(value):
             return form
     if HARMLESS.fullmatch(value) or (PATH.fullmatch(value) and not _random(value)):
         return ""
     if named(name, patterns):
-        return "its name"
+        return "because of its name"
     often = OFTEN.search(plain) and not OF_TEXT.search(plain)
-    return "its name and a random value" if often and (value.startswith("sk-") or _random(value)) else ""
+    return "because of its name and its random value" if often and (value.startswith("sk-") or _random(value)) else ""
 
 
 def is_secret(name: str, value: str, patterns: Sequence[str] = ()) -> bool:
@@ -81,7 +81,7 @@ def is_secret(name: str, value: str, patterns: Sequence[str] = ()) -> bool:
 
 
 def unless(name: str) -> str:
-    """Return the part of an error message that shows what to type if the value is not a secret."""
+    """Return what to type if the value is not a secret, for an error message."""
     return f"if it is not a secret: 'secret_names=[-{name}]'"
 
 
@@ -112,7 +112,7 @@ def in_arguments(arguments: Sequence[str], patterns: Sequence[str] = ()) -> Iter
             name, value = ARGUMENT, argument
         if why := reason(name, value, patterns):
             yield at, name, why
-        elif re.search(r"\s", value):  # bash -c 'PGPASSWORD=X psql'. In Python code, token=x is no variable of a shell.
+        elif re.search(r"\s", value):  # bash -c 'PGPASSWORD=X psql'. In Python code, token=x is not a shell variable.
             for variable, why in in_shell(value, patterns):
                 if variable.isupper():
                     yield at, variable, why

@@ -1,7 +1,7 @@
 """The settings of a submission that the job reads, stored as JSON in `spec.json` in the run folder.
 
-The file is not a pickle. Another Python on another machine reads it hours later, and anyone who can write a pickle into
-a shared folder could run code as you.
+JSON is safer than a pickle: another version of Python can read it, and it contains no code that another user could run
+as you.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Program:
 class Comm:
     """How the process group is created.
 
-    backend: torch's backend. With 'auto', hpcinit chooses the backend that fits the device.
+    backend: torch's backend. With 'auto', hpcinit chooses the backend by the device.
     collective_timeout_s: the timeout of collectives. None: torch's default.
     host_template: how to rename hosts, see rename_host().
-    device_id: whether torch gets the rank's device: 'never', 'auto' or 'always'. If torch gets it, NCCL connects at
-        once.
+    device_id: whether to pass the rank's device to init_process_group: 'never', 'auto' or 'always'. If it is passed,
+        NCCL connects at once.
     checkpoint_timeout_s: how long ranks wait for each other in run.save and run.load.
     """
 
@@ -95,7 +95,7 @@ class Samples:
     total: int | None = None
 
     def over(self, data_parallel: int) -> Batch:
-        """Compute the missing sizes and return the Batch. Raise RequestError if the sizes do not fit.
+        """Compute the missing sizes and return the Batch. Raise RequestError if there is no solution.
 
         Args:
             data_parallel: the number of data parallel ranks.
@@ -158,7 +158,7 @@ class Hang:
     action: 'report' the hang, or 'end': report it and end the ranks.
     """
 
-    after_s: float = 240.0  # less than torch's 600 s of collectives, whose error does not name the missing rank
+    after_s: float = 240.0  # less than torch's collective timeout (600 s), whose error does not name the missing rank
     action: str = "report"
 
     def __post_init__(self) -> None:
@@ -219,8 +219,8 @@ class Spec:
     workdir: the folder in which the user's code runs.
     seed_by: 'same' (all ranks get the same seed), 'rank' (each rank gets its own), or 'data' (ranks with different data
         get different seeds).
-    components: the components of a heterogeneous job whose ranks form one world, else (). If there are components,
-        `nodes` is the total number of nodes, and ranks_per_node is that of the first component.
+    components: the components of a heterogeneous job, or () for any other job. In a heterogeneous job, `nodes` is the
+        total number of nodes, and ranks_per_node is the number in the first component.
     """
 
     name: str
@@ -271,15 +271,15 @@ class Spec:
         return replace(self, nonce="random").to_json()
 
     def command(self) -> list[str]:
-        """Return the program with its arguments as a command line, in the form that submission.json contains."""
+        """Return the program with its arguments, as in submission.json."""
         return [self.program.target, *self.program.args]
 
 
 def load(path: Path, to_run: bool = True) -> Spec:
     """Read the Spec in `path`. Raise SpecError if this version of hpcinit cannot use it.
 
-    to_run: True if this process will run the program in the spec. The file must then be one that no other user could
-        have written. False to read a colleague's run.
+    to_run: True if this process will run the program in the spec. The file must then belong to this user, and no other
+        user may be able to write it. False to read a colleague's run.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -288,7 +288,7 @@ def load(path: Path, to_run: bool = True) -> Spec:
             document = json.load(file)
     except OSError as error:
         raise SpecError(
-            f"cannot read {path}: {error.strerror}; is the run folder on a file system that this node can access?",
+            f"cannot read {path}: {error.strerror}. Is the run folder on a file system that all nodes share?",
             quoted=error.strerror or "",
         ) from None
     except ValueError as error:
@@ -316,9 +316,8 @@ def ranks_per_task(folder: Path) -> int:
 def of_this_run(env: Mapping[str, str], world_size: int) -> tuple[Spec, Path] | tuple[None, None]:
     """Return the spec and the folder of the run to which this process belongs, or (None, None) if there is none.
 
-    Also return (None, None) if the world size differs from the spec's. Then this process is not a rank of the
-    submission: the user ran srun inside the job, or started the rank manually. The sizes, the layout and the nonce of
-    the submission do not apply to such a rank.
+    A process with another world size is not a rank of the run, for example if the user ran srun inside the job. The
+    run's settings do not apply to it, so return (None, None).
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder:

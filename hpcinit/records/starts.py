@@ -1,4 +1,4 @@
-"""The values of `launch=`: the ways to start the ranks of a node. To add one, add a line here and a module."""
+"""The values of `launch=`: the ways to start the ranks of a node. To add a way, add a line to STARTS and a module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ class Start:
     """One way to start the ranks of a node.
 
     module: the Python module that each srun task runs (python -m).
-    task_per_rank: True if each rank is a separate srun task, with its own output and exit status. False if one task per
-        node starts and ends the node's ranks, and binds them to cores and GPUs.
-    restarts_ranks: whether agents can restart all ranks inside the job (launch.max_restarts). That needs more ports.
+    task_per_rank: True if each rank is an srun task, with its own output and exit status. False if srun starts one task
+        per node, which starts the node's ranks and binds them to cores and GPUs.
+    restarts_ranks: whether torchrun's agents can restart all ranks inside the job (launch.max_restarts). This needs
+        additional ports.
     """
 
     module: str

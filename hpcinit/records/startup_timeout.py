@@ -17,11 +17,11 @@ from hpcinit.base.errors import RequestError
 # torch's own timeouts of collectives, which hpcinit keeps during training: docs/reference/timeouts.md.
 COLLECTIVE_NCCL_S, COLLECTIVE_OTHER_S = 600.0, 1800.0
 CHECKPOINT_S = 3600.0  # timeout of collectives that save or load a checkpoint: docs/reference/timeouts.md
-# The error that names the missing ranks must be printed before Slurm ends the job: 15 s because the watchdog may be
-# late, and 15 s because clocks differ.
+# hpcinit must print the error that names the missing ranks before Slurm ends the job. Reserve 15 s because the watchdog
+# may be late, and 15 s because clocks differ.
 RESERVE_S = 30.0
-# Seconds since 1970. Slurm 24.11 sets the first, 22.05 does not (tests/data/slurm); there the batch script sets the
-# second.
+# The job's end in seconds since 1970. Slurm 24.11 sets the first variable. Slurm 22.05 does not set it
+# (tests/data/slurm), so the batch script sets the second variable.
 JOB_END = ("SLURM_JOB_END_TIME", "HPCINIT_JOB_END_TIME")
 ENV_LIMIT_S = "HPCINIT_JOB_LIMIT_S"  # the job's time limit in seconds, as it was requested
 CLOCK_SLACK_S = 120.0  # Slurm rounds a limit up to minutes, and clocks of healthy nodes differ by seconds
@@ -38,12 +38,12 @@ class StartupTimeout:
     def __post_init__(self) -> None:
         if not (self.base_s > 0 and self.per_node_s >= 0 and self.max_s > 0):
             raise RequestError(
-                f"timeouts: base {self.base_s:g} s, per node {self.per_node_s:g} s, at most {self.max_s:g} s; expected "
-                "base and maximum above 0, and per node at least 0"
+                f"timeout_base_s is {self.base_s:g}, timeout_per_node_s is {self.per_node_s:g} and timeout_max_s is "
+                f"{self.max_s:g}, expected at least 0 for timeout_per_node_s, and more than 0 for the others"
             )
 
     def start_up(self, nodes: int, left: timedelta | None = None) -> timedelta:
-        """Return the start-up timeout: how long the ranks of `nodes` nodes may take to join, in whole seconds.
+        """Return the start-up timeout: how long the ranks of `nodes` nodes may take to connect, in whole seconds.
 
         Raise RequestError if the job has too little time left.
 
@@ -55,9 +55,9 @@ class StartupTimeout:
         usable = math.floor(left.total_seconds() - RESERVE_S)
         if usable <= 0:
             raise RequestError(
-                f"the job ends in {left.total_seconds():.0f} s (according to {' or '.join(JOB_END)}), too soon for "
-                f"a start-up: hpcinit reserves {RESERVE_S:g} s to report its errors. Request more time with time_min. "
-                "If the job's limit was raised after it started, pass a timeout to init()"
+                f"the job ends in {left.total_seconds():.0f} s (see {' or '.join(JOB_END)}), but hpcinit reserves the "
+                f"last {RESERVE_S:g} s for error messages. Request more time with time_min. If the limit was raised "
+                "after the job started, pass a timeout to hpcinit.init()"
             )
         return timedelta(seconds=min(seconds, usable))
 
@@ -88,11 +88,11 @@ def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
 
 
 def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
-    """Correct the job's end in `environ` if, by this node's clock, it cannot be right. Return a warning, or ''.
+    """Correct the job's end in `environ` if it is impossible by this node's clock. Return a warning, or ''.
 
-    The job's end is a time by the clock of Slurm's controller. The end cannot be right if it is in the past when the
-    job starts, or later than the job's time limit allows. The cause is a wrong clock on this node, or a changed limit.
-    The corrected end is now plus the time limit. If the limit is unknown too, the end is removed.
+    Slurm's controller computes the end with its own clock. If this node's clock is wrong, or the limit was changed, the
+    end may be in the past, or later than the time limit allows. In this case, set the end to now plus the time limit.
+    If the limit is unknown, remove the end.
 
     now_s: the current time in seconds since 1970, by this node's clock.
     """
@@ -105,11 +105,11 @@ def check_clock(environ: MutableMapping[str, str], now_s: float) -> str:
     for other in JOB_END:
         environ.pop(other, None)
     if math.isinf(limit_s):
-        return f"warning: {seen} by this node's clock, and the job's time limit is unknown: is the clock right?"
+        return f"warning: {seen} by this node's clock, so hpcinit ignores it. Is the node's clock wrong?"
     environ.update({JOB_END[1]: str(int(now_s + limit_s)), ENV_LIMIT_S: f"{limit_s:.0f}"})
     return (
-        f"warning: {seen} by this node's clock, and the job's limit is {limit_s:.0f} s: the whole limit now counts "
-        "as remaining. Is the clock right?"
+        f"warning: {seen} by this node's clock, but the job's time limit is {limit_s:.0f} s: hpcinit assumes that the "
+        "whole limit remains. Is the node's clock wrong?"
     )
 
 

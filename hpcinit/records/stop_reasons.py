@@ -12,11 +12,12 @@ from hpcinit.base.errors import RequestError
 SIGNALS = ("USR1", "USR2", "TERM", "HUP", "CONT", None)
 # Slurm checks warning times every 30 s and may send the signal up to 60 s early (sbatch(1), --signal).
 SIGNAL_EARLY = timedelta(seconds=60)
-LARGEST_SHARE = 0.2  # of the time at start-up: a short job would otherwise stop before its first step
+# At most this share of the time left at start-up is reserved. Otherwise, a short job would stop at its first step.
+LARGEST_SHARE = 0.2
 
 
 class Reason(IntEnum):
-    """A reason to stop training early. If ranks have different reasons, the one with the largest value is reported."""
+    """A reason to stop training early. If ranks have different reasons, the reason with the largest value counts."""
 
     ENDED = 1  # SIGTERM of unknown origin
     TIME_LIMIT = 2
@@ -66,7 +67,7 @@ class Stopping:
     """The settings that control how ranks stop early.
 
     margin_s: the time reserved for the last checkpoint.
-    every_steps: after how many steps the ranks agree whether to stop. None: hpcinit chooses an interval that costs less
+    every_steps: how often, in steps, the ranks agree whether to stop. None: hpcinit chooses, so that this costs less
         than 1 % of the time.
     signal: the signal that sbatch's --signal sends, such as 'USR1', or '' for none.
     continues: whether another job of a chain, or a restart, continues the run.
@@ -80,8 +81,8 @@ class Stopping:
     def __post_init__(self) -> None:
         if self.margin_s < 0 or (self.every_steps is not None and self.every_steps < 1):
             raise RequestError(
-                f"stop: margin {self.margin_s:g} s, every {self.every_steps} steps; expected a margin "
-                "of at least 0 s, and at least 1 step"
+                f"stop.margin_s is {self.margin_s:g} and stop.every_steps is {self.every_steps}, expected 0 or more "
+                "seconds, and 1 or more steps"
             )
 
     @property

@@ -1,9 +1,8 @@
 """The start-up events of every rank, in timeline/JOB/HOST.jsonl in the run folder. JOB is one attempt (World.job).
 
-Each node has one file. One file per rank would be too many, and if several nodes appended to the same file over NFS,
-they would overwrite each other's lines. A rank appends each new event at once, as one line, with one write(2) to a file
-opened with O_APPEND. So the events of a rank are on disk even if it hangs or is killed. Times are seconds since 1970 by
-the node's clock. report/startup_phases.py corrects them.
+Each node has one file, because several nodes that append to the same file over NFS would overwrite each other's lines.
+A rank appends each event at once, as one line, so its events are on disk even if it hangs or is killed. Times are
+seconds since 1970 by the node's clock. report/startup_phases.py corrects them.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from hpcinit.records import run_folder, scratch, training_spans
 from hpcinit.records.training_spans import Span
 from hpcinit.slurm import nodelist
 
-# In the order of time. Any may be missing: only ranks of a torchrun agent have 'spawned', only ranks of a fork server
-# have 'forked', and only ranks that hpcinit.run started have 'met'. A rank that hangs or dies lacks all later events.
+# In the order of time. Events may be missing: only ranks of a torchrun agent have 'spawned', only ranks of a fork
+# server have 'forked', and only ranks that hpcinit.run started have 'met'. A rank that hangs or dies lacks all later
+# events.
 EVENTS = {
     "submitted": "sbatch accepted the job",
-    "allocated": "the job got its nodes, or the ranks of the previous start had exited",
-    "started": "the rank's process started (of a forked rank: the fork server; with launch=torchrun: the agent)",
+    "allocated": "the job got its nodes, or, in a restart inside the job, the previous ranks had exited",
+    "started": "the rank's process started (with launch=fork: its fork server; with launch=torchrun: its agent)",
     "spawned": "the rendezvous of the agents was complete, and the agent started the rank's process",
     "interpreter": "Python ran the first line of hpcinit",
     "forked": "the fork server finished its imports and forked the rank",
@@ -45,7 +45,8 @@ ENV_ALLOCATED = "HPCINIT_ALLOCATED"
 # Environment variable of a rank that an agent starts: when the agent started, seconds since 1970; '' for a restart.
 ENV_AGENT_BEGAN = "HPCINIT_AGENT_BEGAN"
 LAST = next(reversed(EVENTS))
-RETURNED = "returned"  # not of the start: the program ended with status 0, which `hpcinit why` needs if others failed
+# Not a start-up event: the program ended with status 0. `hpcinit why` uses it if other ranks failed.
+RETURNED = "returned"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Attempt:
     ranks: the ranks that recorded an event, sorted by rank.
     nodes, world_size: the number of nodes and ranks that should have started.
     hosts: the hosts of the step in Slurm's order, or () if unknown.
-    timeout_s, formula: the start-up timeout in init() on rank 0, or 0 and '' if rank 0 did not get there.
+    timeout_s, formula: the start-up timeout in init() on rank 0, and how it was computed. 0 and '' if unknown.
     spans: what rank 0 did after the start-up.
     """
 
@@ -121,8 +122,8 @@ class Attempt:
     def waited_s(self) -> float | None:
         """Return the longest time that a rank waited for others at start-up, or None if no rank has finished waiting.
 
-        A rank waits in the rendezvous, and again for the process group in init(). The start-up timeout limits each of
-        these waits, so they are not added. Each is measured with the clock of one node.
+        A rank waits twice: in the rendezvous, and for the process group in init(). The two times are not added, because
+        the start-up timeout limits each of them separately.
         """
         found = []
         for rank in self.ranks:
@@ -142,8 +143,8 @@ def path(run: Path, job: str, host: str) -> Path:
 class Writer:
     """Appends start-up events to the file of this node.
 
-    A Writer never raises, because a failed record must not fail the start-up. If an event can't be written, the next
-    write tries again, before it writes its own event.
+    write() never raises, because a start-up must not fail for lack of its record. Events that could not be written are
+    kept, and the next write() writes them first.
     """
 
     def __init__(self, file: Path) -> None:
@@ -153,7 +154,7 @@ class Writer:
     def write(self, rank: int, values: Mapping[str, Any]) -> None:
         line = (json.dumps({"rank": rank, **values}, separators=(",", ":")) + "\n").encode()
         text, self._left = self._left + line, self._left + line
-        with background_writer.suppressed("the timeline of the start"):
+        with background_writer.suppressed("the start-up timeline"):
             if os.write(self._opened(), text) < len(text):
                 self._left = b"\n" + text  # this ends the incomplete line, which a reader skips
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
@@ -169,7 +170,7 @@ class Writer:
         """Close the file. In a forked child, this closes only the child's copy of the descriptor."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
-            with contextlib.suppress(OSError):  # over NFS this is when the lines reach the server
+            with contextlib.suppress(OSError):  # over NFS, the lines reach the server only now
                 os.close(fd)
 
 

@@ -1,6 +1,6 @@
-"""Sets the variables with which a tracker (wandb, mlflow) on rank 0 continues the same tracker run in each attempt.
+"""Sets the environment variables with which wandb or mlflow continues the same tracker run in each attempt.
 
-No tracker is imported. The reasons are in decision 0251.
+hpcinit imports no tracker. The reasons are in decision 0251.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def variables(spec: Spec, folder: Path, environ: Mapping[str, str]) -> dict[str,
     If the user has set the tracker's id, return {}.
     """
     if spec.tracker == WANDB and "WANDB_RUN_ID" not in environ:
-        # The nonce is the same in all attempts, and that of each task and of a resubmission is different.
+        # The nonce is the same in all attempts. Each task of a sweep, and a resubmission, has a different nonce.
         own = hashlib.sha256(f"{WANDB} {spec.nonce}".encode()).hexdigest()[:16]
         return {"WANDB_RUN_ID": own, "WANDB_RESUME": environ.get("WANDB_RESUME", "allow")}
     if spec.tracker == MLFLOW and "MLFLOW_RUN_ID" not in environ and (known := reported(folder)):

@@ -1,7 +1,6 @@
 """What rank 0 did after its start-up, and when: timeline/JOB/training.json, next to the start-up events of all ranks.
 
-The spans follow each other without gaps. The file stays small however long the run is, because SpanRecord merges old
-spans.
+The file contains spans of time without gaps between them. In a long run, old spans are merged, so the file stays small.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ FILE = "training.json"
 # What rank 0 did. Any other name is a phase that the program declared.
 BUILD, FIRST, STEPS, SAVING, LOADING = "building", "first step", "steps", "saving", "loading"
 MOST = 200  # spans in the file
-BLOCK = 10  # old spans that become one of each kind
+BLOCK = 10  # this many old spans are merged into one span of each kind
 
 
 class Span(NamedTuple):
     """A period of time in which rank 0 did one thing. Times are in seconds since 1970.
 
-    The end is 0 if the span had not ended when the file was written.
+    The field `end` is 0 if it is unknown.
 
-    first, last: for training steps, how many steps were finished at the start and at the end of the span. For saving
+    first, last: for training steps, the number of finished steps at the start and at the end of the span. For saving
         and loading, the step of the checkpoint. -1 if unknown.
-    number: how many steps were reported in the span, or how many saves it consists of.
+    number: the number of steps, saves, or merged spans in this span.
     """
 
     what: str
@@ -93,7 +92,7 @@ class SpanRecord:
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield one span for each kind in each block of BLOCK spans. The sums of times and steps stay the same."""
+    """In each block of BLOCK spans, merge the spans of the same kind. Total times and steps stay the same."""
     for at in range(0, len(spans), BLOCK):
         block = spans[at : at + BLOCK]
         begin = block[0].begin

@@ -1,7 +1,7 @@
 """Records a process group whose world size differs from the job's: world-size.json in the run folder.
 
-The sizes differ if a program starts ranks itself, inside ranks that hpcinit started. The result is several small
-process groups. Each group trains separately, often from the same checkpoint, and the job still ends as COMPLETED.
+This happens if a program starts ranks itself, inside ranks that hpcinit started. Each of them creates a small process
+group that trains separately, often into the same checkpoint folder, and the job still ends as COMPLETED.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _ranks(count: int) -> str:
 def differs(spec: Spec, size: int, nodes: int) -> bool:
     """Return whether a group of `size` ranks on `nodes` nodes differs from the submission.
 
-    A submission with one rank per node is an exception, because that rank may be a launcher that starts more ranks. In
-    that case, return False if the group spans all nodes, whatever its size.
+    With one rank per node, each rank may be a launcher that starts more ranks. A group of any size is then fine if it
+    spans all nodes.
     """
     if nodes == spec.nodes and all(part.ranks_per_node == 1 for part in spec.parts):
         return False

@@ -40,7 +40,7 @@ class Wrapper(abc.ABC):
     def problems(self, layout: Layout) -> Iterator[str]:
         """Yield a message for each part of `layout` that this wrapper does not support.
 
-        layout: the degrees of parallelism. All of them must have been computed, so no degree is -1.
+        layout: the degrees of parallelism. No degree may be -1.
         """
         yield from ()
 
@@ -68,12 +68,12 @@ class DDP(Wrapper):
     def problems(self, layout: Layout) -> Iterator[str]:
         if layout.dp_shard > 1:
             yield (
-                f"parallel.wrap is ddp with dp_shard {layout.dp_shard}: DDP shards nothing; use parallel.wrap=fsdp, "
+                f"parallel.wrap is ddp with dp_shard {layout.dp_shard}, but DDP cannot shard: use parallel.wrap=fsdp, "
                 "or parallel.dp_replicate=-1 parallel.dp_shard=1"
             )
 
     def _parts(self, demand: Demand) -> Iterator[Part]:
-        # Together with tensor parallelism run.wrap uses fully_shard, with shards of full size.
+        # With tensor parallelism, run.wrap uses fully_shard even for ddp, with one shard.
         return memory.fsdp(demand, 1) if demand.layout.tp > 1 else memory.ddp(demand)
 
 
@@ -94,7 +94,7 @@ class FSDP(Wrapper):
         return memory.fsdp(demand, demand.layout.dp_shard * demand.layout.cp)
 
     def not_counted(self, demand: Demand) -> Sequence[str]:
-        return () if demand.layers else ("the blocks that FSDP gathers: give model.layers",)
+        return () if demand.layers else ("the blocks that FSDP gathers: set model.layers",)
 
 
 class DeepSpeed(Wrapper):

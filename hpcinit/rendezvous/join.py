@@ -25,19 +25,18 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 
     Raise BringUpError if a rank is missing or was refused.
 
-    generation: how many rendezvous this process has had before. Ranks with different numbers never connect to each
-        other.
+    generation: how many rendezvous this process has had before. Ranks connect only to ranks with the same number.
     """
     world = _with_candidate_ports(world)
     job = f"{world.job}#{generation}"
     folder = Path(os.environ[run_folder.ENV_FOLDER]) if spec else None
     secret, made_of = nonce.find(world, spec), fingerprint.fingerprint(folder)
-    # Without a secret the key still differs per job and restart.
+    # Even without a secret, each job and restart has a different key.
     key = hashlib.sha256(f"{secret.text}|{world.job}".encode()).hexdigest()
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        """Return rank 0's addresses, likeliest first. Store notes about the likeliest address, to print later."""
+        """Return rank 0's addresses, likeliest first. Store the note on the likeliest one in `notes`."""
         best, *others = rank_0.addresses(world, spec.comm.host_template if spec else "")
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]
@@ -57,11 +56,11 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 
 
 def _with_candidate_ports(world: World) -> World:
-    """Return `world` with several candidate ports, and with a job name. If it has both already, return it unchanged.
+    """Return `world` with a job name and several candidate ports.
 
-    The launcher may provide only one port, which the program itself needs. Without a job name (PMI without Hydra), two
-    jobs on a node would have the same ports and key. In that case, the name is made from the parent's process id if all
-    ranks are on one node, or else from the port.
+    A launcher without job names (PMI without Hydra) would give two jobs on a node the same ports and key. So the id of
+    the parent process becomes the name, or the port if there are several nodes. A launcher may also provide only one
+    port, which the program itself needs.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:
@@ -76,7 +75,7 @@ def _open_server(places: list[str], open_at: Callable[[str], RendezvousServer]) 
         try:
             return open_at(place)
         except Refused:
-            raise  # another process is rank 0, at whichever address
+            raise  # another process acts as rank 0, so another address would not help
         except BringUpError as error:
             problems.append(error)
     raise BringUpError("\n".join(map(str, problems)), quoted="\n".join(one.quoted for one in problems))

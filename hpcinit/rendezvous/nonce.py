@@ -2,8 +2,8 @@
 
 The file is for ranks that were started without `hpcinit submit`, for example with `srun python -m hpcinit.run ...` or
 mpirun. The first rank that looks for the file creates it, in the working folder or else in ~/.cache/hpcinit. The other
-ranks read it, and rank 0 removes it after all ranks have connected. If SIGKILL prevents that, the next start in the
-folder removes it. Without a secret, anyone who knows the job's id could act as a rank.
+ranks read the file, and rank 0 removes it after all ranks have connected. If rank 0 is killed before, the next start in
+the folder removes the file. Without a secret, anyone who knows the job's id could act as a rank.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hpcinit.records.spec import Spec
 from hpcinit.world import World
 
 ENV_NONCE = "HPCINIT_NONCE"
-HEAD = "hpcinit-nonce-1 "  # it marks the file, so that another private file is not mistaken for one
-# File systems that only one node or one container sees: ranks of other nodes would not find a file on them.
+HEAD = "hpcinit-nonce-1 "  # the file starts with this, so that another private file is not mistaken for it
+# File systems that only one node or one container has. Ranks of other nodes would not find the file there.
 PRIVATE = {"overlay", "tmpfs", "ramfs", "rootfs", "squashfs", "fuse.fuse-overlayfs", "fuse.squashfuse"}
 FIRST_S = 1.0  # other ranks of a node wait this long for its first rank to create the file
-OLD_S = 86_400.0  # age at which a file is removed although its creator may be alive: no start takes so long
+OLD_S = 86_400.0  # remove a file of this age even if its creator may be alive, because no start-up takes so long
 WARNING = (
-    "warning: the ranks of this job share no secret, because they have no shared writable folder for it: another user "
-    "of its nodes who knows the job id can act as a rank, and then run code as you. To prevent it, add this to "
-    f"the batch script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
+    "warning: the ranks of this job share no secret, because they have no shared writable folder for it. Another user "
+    "of its nodes who knows the job id could act as a rank and run code as you. To prevent this, add to the batch "
+    f"script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
 )
 
 
@@ -59,7 +59,7 @@ class Secret(NamedTuple):
 def find(world: World, spec: Spec | None) -> Secret:
     """Return the secret that the ranks share. If there is none, rank 0 prints a warning.
 
-    Also set HPCINIT_NONCE to the secret, for child processes. Other users cannot read the environment of a process.
+    Also set HPCINIT_NONCE to the secret, for child processes. Other users cannot read a process's environment.
     """
     if spec is not None:
         return Secret(spec.nonce)
@@ -108,7 +108,7 @@ def _candidate_folders() -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the files of this user's start-ups that were killed.
+    """Remove the files that this user's killed start-ups left.
 
     Keep the file `name`, because other ranks of this start-up may use it.
     """
@@ -166,9 +166,8 @@ def _read(path: Path) -> str:
 def _create_secret(path: Path) -> str:
     """Create the file with a new secret, and return the secret. Return '' if that fails.
 
-    If another rank has created the file meanwhile, return that rank's secret. The complete content is written under a
-    temporary name, and then the file is created as a hard link to it. The link cannot replace an existing file, even on
-    network file systems.
+    If another rank creates the file first, return that rank's secret. A hard link makes the complete file visible at
+    once. It cannot replace an existing file, even on network file systems.
     """
     mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     with suppress(OSError):

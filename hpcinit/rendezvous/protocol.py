@@ -1,7 +1,8 @@
 """Defines the messages of the rendezvous: one JSON object per line, with proofs, fingerprints and time stamps.
 
-Until its proof is checked, a message may be from any process. Even after that, it may be from another version of
-hpcinit. So always read its fields with text(), integer() and choice(), which raise NotOurs if a value is not usable.
+Before a process has proved that it has the key, its messages may contain anything. Even afterwards, they may be from
+another version of hpcinit. So always read fields with text(), integer() and choice(), which raise NotOurs for an
+unusable value.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ LONGEST_HOST = 255  # characters
 LONGEST_ERROR = 4_000  # characters of a rank's error that the other ranks receive
 LONGEST_LINE = 65_536  # a peer that sends more without a line end is not a rank of hpcinit
 
-SAME_VERSION = "do all nodes have the same hpcinit?"
+SAME_VERSION = "do all nodes use the same version of hpcinit?"
 SAME_SECRET = (
-    "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text on all of them "
+    "start all ranks in one folder that their nodes share, or set HPCINIT_NONCE to the same random text for all ranks "
     "(export it in the batch script, before srun)"
 )
 
 
 class NotOurs(Exception):
-    """The process at the other end does not speak this protocol, or does not have the key of our ranks."""
+    """The process at the other end does not use this protocol, or does not have the key of this job's ranks."""
 
 
 def proof(key: str, side: str, challenge: str, about: str) -> str:
     """Return a proof that this side has the key. It is valid for one challenge only.
 
-    side: which side gives the proof, so that the other side cannot send it back.
+    side: which side gives the proof, so that the other side cannot send the same proof back.
     challenge: random text that the other side chose.
     about: what else the proof confirms, such as the rank.
     """
@@ -51,10 +52,9 @@ def proof(key: str, side: str, challenge: str, about: str) -> str:
 
 
 def same(one: object, other: str) -> bool:
-    """Compare a value from a message with the expected proof, in constant time. Return whether they are equal.
+    """Return whether a value from a message equals the expected proof `other`. Compare them in constant time.
 
     one: the value, which may have any type.
-    other: the expected proof.
     """
     return isinstance(one, str) and one.isascii() and hmac.compare_digest(one, other)
 
@@ -68,13 +68,10 @@ def key_id(key: str, job: str) -> str:
 
 
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
-    """Return a text field of a message, cut to `longest` characters. Raise NotOurs if the field is not a text.
-
-    Characters that cannot be written to a file are replaced by '?'.
-    """
+    """Return a text field of a message, shortened by cut(). Raise NotOurs if the field is not a text."""
     value = message.get(name)
     if not isinstance(value, str):
-        raise NotOurs(f"{name} is {_brief(value)}, expected a text")
+        raise NotOurs(f"{name} is {_brief(value)}, expected a string")
     return cut(value, longest)
 
 
@@ -128,7 +125,7 @@ class Lines:
         """Add `data`, and return the messages that are now complete. Raise NotOurs if a line is not a JSON object."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST_LINE or any(len(line) > LONGEST_LINE for line in lines):
-            raise NotOurs("a line without an end")
+            raise NotOurs(f"a line of more than {LONGEST_LINE} bytes")
         messages = []
         for line in lines:
             try:
@@ -150,10 +147,10 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
     deadline: a time of time.monotonic(), or None to wait forever.
     """
     while True:
-        if deadline is not None:  # the socket's timeout alone does not suffice: a server may send byte by byte
+        if deadline is not None:  # a timeout per read does not suffice, because a server may send one byte at a time
             connection.settimeout(max(0.01, deadline - time.monotonic()))
             if time.monotonic() > deadline:
-                raise TimeoutError("no complete line arrived in time")
+                raise TimeoutError("no complete message arrived in time")
         data = connection.recv(65_536)
         if not data:
             raise EOFError("the connection was closed")
@@ -161,7 +158,7 @@ def receive(connection: socket.socket, lines: Lines, deadline: float | None = No
             return messages
 
 
-# What a rank sends about itself: its host and process id, and which environment it runs in (world/fingerprint.py).
+# A rank sends its host, its process id and the fingerprint of its environment (world/fingerprint.py).
 
 LONGEST_SHOWN = 400  # characters shown of another rank's value
 
@@ -233,13 +230,13 @@ class StartupFailure:
         )
 
 
-# Rank 0's clock minus this rank's clock, from messages of the rendezvous that are sent anyway.
+# The difference between rank 0's clock and this rank's clock, estimated from messages that are sent anyway.
 #
-# Rank 0 stamps its replies with [when it had read the peer's message, when it sent the reply]. Nothing arrives before
-# it is sent, so each message limits the difference on one side. If a message sent at G was read by rank 0 at D, rank 0
-# is at most D - G ahead. If a message stamped D was read here at G, rank 0 is at least D - G ahead. The middle of the
-# two limits is the offset, and half their distance the uncertainty. This is NTP's estimate (RFC 5905, section 8) with
-# the tightest limit of each direction instead of one round trip.
+# Rank 0's replies contain two times: when rank 0 read the peer's message, and when it sent the reply. A message arrives
+# after it was sent, so each message limits the difference in one direction. If this rank sent a message at G and rank 0
+# read it at D, rank 0's clock is at most D - G ahead. If rank 0 sent a reply at D and this rank read it at G, rank 0's
+# clock is at least D - G ahead. The middle of the two limits is the offset, and half their distance is the uncertainty.
+# This is NTP's estimate (RFC 5905, section 8), with the tightest limits of several messages.
 
 LATEST = 1e11  # seconds since 1970: the year 5138
 
@@ -251,12 +248,10 @@ class ClockOffset:
         self._least, self._most = -math.inf, math.inf
 
     def learn(self, sent: float | None, stamp: object, read: float) -> None:
-        """Improve the estimate with a reply of rank 0.
+        """Improve the estimate with a reply of rank 0. Ignore invalid time stamps, because the start-up must not fail.
 
-        An invalid stamp is ignored, because it is no reason for a start-up to fail.
-
-        sent: when this process sent the message that rank 0 answered, or None if the reply answers none.
-        stamp: two times of rank 0's clock: when it read the message, and when it sent the reply.
+        sent: when this process sent the message, or None if rank 0 sent the reply unprompted.
+        stamp: the two times in the reply, see stamp().
         read: when this process read the reply.
         """
         if not (isinstance(stamp, list) and len(stamp) == 2 and all(map(_is_time, stamp))):
@@ -274,7 +269,7 @@ class ClockOffset:
         """
         if math.isinf(self._least) or math.isinf(self._most):
             return None
-        # Limits that cross mean that a clock was set meanwhile, or drifts. Their gap is then the uncertainty.
+        # If a clock was set or drifts, the lower limit may exceed the upper one. Their gap is then the uncertainty.
         return (self._least + self._most) / 2, abs(self._most - self._least) / 2
 
 
@@ -283,7 +278,7 @@ def _is_time(value: object) -> bool:
 
 
 def stamp(received_at: float) -> dict[str, Any]:
-    """Return the field of a reply with two times: when rank 0 read the message, and when it sends the reply (now).
+    """Return the time stamps in a reply of rank 0: when it read the message, and the current time.
 
     received_at: when the message was read.
     """

@@ -23,9 +23,9 @@ from hpcinit.rendezvous import protocol
 from hpcinit.rendezvous.protocol import StartupFailure
 from hpcinit.world import World
 
-# The peer's half of the handshake: it checks that this is our rank 0, and whether rank 0 accepts it.
+# The client's half of the handshake: it checks that the server is rank 0 of its job, and that rank 0 accepts it.
 
-CONNECT_S = 3.0  # a server that has not proved itself after this time is treated as another program
+CONNECT_S = 3.0  # if a server does not prove itself within this time, it counts as another program
 
 
 class Refused(BringUpError):
@@ -33,7 +33,7 @@ class Refused(BringUpError):
 
 
 class Silent(protocol.NotOurs):
-    """A process accepted the connection but sent nothing in time. It is another program, or rank 0 is overloaded."""
+    """A process accepted the connection but sent nothing in time. It may be another program, or a busy rank 0."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def connect(
     Raise Refused if rank 0 refuses this process. Raise NotOurs, with what was found instead, if rank 0 of this job is
     not at this address and port.
 
-    patience_s: how many seconds to wait for the server's proof.
-    deadline: until when to wait for the server's reply to this process's proof, as a time of time.monotonic(). Allow
-        more time than `patience_s`: rank 0 may be slow on a busy node, and a rank that disconnects now counts as dead.
+    patience_s: how many seconds to wait for rank 0's proof.
+    deadline: until when to wait for rank 0's last reply, as a time of time.monotonic(). A rank that disconnects before
+        this reply counts as dead, so give a busy rank 0 enough time.
     """
     until = time.monotonic() + patience_s
     try:
@@ -126,19 +126,19 @@ def _check_proof(answer: dict[str, Any], request: JoinRequest, challenge: str) -
         return
     key_id, hello = answer.get("key_id"), answer.get("hello")
     if isinstance(hello, str) and hello.startswith(protocol.PROTOCOL) and "proof" not in answer:
-        raise protocol.NotOurs("a rank 0 of another job, of another attempt, or with another version of hpcinit")
+        raise protocol.NotOurs("rank 0 of another job, another attempt or another version of hpcinit")
     if isinstance(key_id, str) and key_id != protocol.key_id(request.key, request.job):
         raise protocol.NotOurs(f"a process of this job with another secret: {protocol.SAME_SECRET}")
     raise protocol.NotOurs("another program's server")
 
 
-# Pauses between two rounds of attempts, growing. Ranks that start at the same time must not wait long if rank 0 is a
-# little slower, and thousands of ranks must not keep connecting at that rate for minutes.
+# The pause between two rounds of attempts grows. It is short at first, because rank 0 may start a little later than the
+# other ranks. It grows, because thousands of ranks must not keep connecting at this rate for minutes.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 1.0
-CONNECTING_RANKS = 4096  # with more ranks the pauses grow, so that rank 0's node gets no more attempts per second.
-# Linux keeps this many connections that wait to be accepted (net.core.somaxconn) and drops the rest. Dropped ones are
-# retried after 1, 3, 7, 15 s. So a larger number of ranks spreads its connections over about the time that rank 0
-# needs for them anyway (docs/development/measurements.md).
+CONNECTING_RANKS = 4096  # with more ranks, pauses grow, to limit the attempts per second
+# Linux keeps at most this many connections that wait to be accepted (net.core.somaxconn), and drops further ones. The
+# kernel retries a dropped connection after 1, 3, 7 and 15 s. So in a larger job, the ranks spread their attempts over
+# the time that rank 0 needs to accept them (docs/development/measurements.md).
 QUEUE, EACH_S = 4096, 0.00025
 LONGEST_SILENCE_S = 60.0  # the longest wait for a server that sends nothing
 
@@ -152,10 +152,10 @@ def spread_s(world_size: int) -> float:
 
 
 class Stage(IntEnum):
-    """How far the start-up has progressed. Every rank has one. The stage only moves forward, and may skip values.
+    """How far the start-up of all ranks has progressed. Each rank has its own copy, which only moves forward.
 
-    When enough ranks have reached a phase, rank 0 moves to the next stage and sends a message. The other ranks move
-    when they receive the message.
+    When all ranks have reached a phase, rank 0 moves to the next stage and sends a message. The other ranks move when
+    they receive it.
     """
 
     GATHERING = 0  # ranks connect
@@ -166,7 +166,7 @@ class Stage(IntEnum):
 
 
 class RendezvousEndpoint(ABC):
-    """This process's end of the rendezvous. Rank 0 and the other ranks have subclasses.
+    """This process's end of the rendezvous. There is a subclass for rank 0, and one for the other ranks.
 
     address: where rank 0 was found.
     own_address: this node's address, as rank 0 sees it.
@@ -185,8 +185,8 @@ class RendezvousEndpoint(ABC):
     def __init__(self, world: World) -> None:
         self._world = world
         self._stage = Stage.GATHERING
-        self._failure: StartupFailure | None = None  # set with Stage.FAILED
-        self._store_port: int | None = None  # known on rank 0 before Stage.STORE
+        self._failure: StartupFailure | None = None  # set in Stage.FAILED
+        self._store_port: int | None = None  # set from Stage.STORE on, on rank 0 earlier
         self._act_on_failure: Callable[[str], None] | None = None
         self._changed = threading.Condition()  # guards all of these
 
@@ -200,7 +200,7 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def missing(self, phase: str) -> str:
-        """Return a message that names the ranks that have not reached `phase`, or '' if they are unknown."""
+        """Return a message that names the ranks that have not reached `phase`, or '' if this rank can't find out."""
 
     @abstractmethod
     def fail(self, error: str) -> None:
@@ -273,7 +273,7 @@ class RendezvousEndpoint(ABC):
             act(reason.message)
 
     def _wait(self, stage: Stage, phase: str, deadline: float, every_s: float) -> None:
-        """Wait until the start-up reaches `stage`. Raise BringUpError if it fails, or at the deadline.
+        """Wait until the start-up reaches `stage`. Raise BringUpError if the start-up fails, or at the deadline.
 
         phase: the phase that all ranks must reach for this stage. Messages name the ranks that have not reached it.
         """
@@ -296,7 +296,7 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
-        """Return the failure to report after the deadline, on this rank and on connected ranks."""
+        """Return the failure if not all ranks were ready in time. On rank 0, report it to the connected ranks, too."""
 
 
 class RendezvousClient(RendezvousEndpoint):
@@ -353,7 +353,8 @@ class RendezvousClient(RendezvousEndpoint):
                             return connect(address, port, self._request, patience, deadline)
                         except protocol.NotOurs as error:
                             seen[where] = str(error)
-                            # It may be our rank 0 with a long queue, and disconnecting moves us to the end of it.
+                            # Next time, wait longer: it may be our rank 0 with a long queue, and a new connection is at
+                            # the end of that queue.
                             if isinstance(error, Silent):
                                 listen_s[where] = min(LONGEST_SILENCE_S, 2 * silence_s)
             except WorldError as error:
@@ -367,31 +368,31 @@ class RendezvousClient(RendezvousEndpoint):
         self._send({"phase": phase})
 
     def missing(self, phase: str) -> str:
-        """Ask rank 0 which ranks have not reached `phase`, and return its answer, or '' if it does not answer."""
+        """Query rank 0 for the ranks that have not reached `phase`. Return its answer, or '' if it does not answer."""
         found = self._ask_who_is_missing(phase)
         return found.message if found else ""
 
     def _ask_who_is_missing(self, phase: str) -> StartupFailure | None:
-        """Query rank 0 and wait 2 s for its answer. Return None if it does not answer."""
+        """Query rank 0 for the ranks that have not reached `phase`. Return None if it does not answer within 2 s."""
         self._send({"who": phase})
         with self._changed:
             self._changed.wait_for(lambda: self._missing is not None or bool(self._failure), 2)
             return self._failure or self._missing
 
     def _too_late(self, phase: str) -> StartupFailure:
-        """Return rank 0's answer about the missing ranks. If it does not answer, return a failure that reports this."""
+        """Return the failure with rank 0's list of missing ranks. If rank 0 does not answer, blame rank 0."""
         found, here = self._ask_who_is_missing(phase), protocol.identity()["host"]
         if found and found.message:
             return found
         return self._fault_of_rank_0(
-            f"no longer answers rank {self._world.rank} on {here}, so the missing ranks are unknown: has one of "
-            "the two nodes lost its network, or is rank 0 frozen?"
+            f"does not respond any more to rank {self._world.rank} on {here}, so the missing ranks are unknown. Has "
+            "one of the two nodes lost its network, or is rank 0 stopped?"
         )
 
     def _fault_of_rank_0(self, what: str) -> StartupFailure:
-        """Return a failure that blames rank 0 itself.
+        """Return a failure whose cause is rank 0 itself.
 
-        what: the rest of the message, which starts with 'rank 0 on ADDRESS'.
+        what: the message after 'rank 0 on ADDRESS'.
         """
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)
@@ -400,7 +401,7 @@ class RendezvousClient(RendezvousEndpoint):
         self._send({"error": error[: protocol.LONGEST_ERROR]})
 
     def close(self) -> None:
-        self._advance(Stage.OVER)  # so that the end of rank 0's connection is not reported as a death
+        self._advance(Stage.OVER)  # first, so that this rank does not report rank 0 as dead
         self._send({"bye": True})
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -411,7 +412,7 @@ class RendezvousClient(RendezvousEndpoint):
         self._socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the listening thread notices it
+        with contextlib.suppress(OSError):  # the receiving thread notices the error
             self._socket.sendall(protocol.encode(message))
 
     def _receive_messages(self) -> None:
@@ -420,8 +421,8 @@ class RendezvousClient(RendezvousEndpoint):
             while True:
                 for message in protocol.receive(self._socket, self._lines):
                     self._handle(message)
-        except (OSError, EOFError):  # expected if all are up or rank 0 announced that it leaves; else rank 0 is dead
-            self._fail(self._fault_of_rank_0("ended during start-up; see its log for the reason"))
+        except (OSError, EOFError):  # ignored if the start-up is over or has failed; else rank 0 is dead
+            self._fail(self._fault_of_rank_0("exited during start-up: read its log for the reason"))
         except protocol.NotOurs as error:
             text = f"sent data that is not a message of the rendezvous ({error}): {protocol.SAME_VERSION}"
             self._fail(self._fault_of_rank_0(text))
@@ -457,6 +458,6 @@ class RendezvousClient(RendezvousEndpoint):
         me = f"rank {self._world.rank} on {protocol.identity()['host']}"
         what = "; ".join(f"{where}: {outcome}" for where, outcome in seen.items())
         return (
-            f"{me} did not find rank 0 at {self._world.master_addr}: {what}. Did rank 0 start there? Does the name "
-            "mean the same host on this node? Does a firewall block the ports?"
+            f"{me} did not find rank 0 at {self._world.master_addr}: {what}. Did rank 0 start there? Does this name "
+            "resolve to the same host on this node? Does a firewall block the ports?"
         )

@@ -57,15 +57,15 @@ class Peer:
 class Roster:
     """The list of all ranks of one attempt. It is not thread-safe: the owner must lock it.
 
-    Every message triggers a check whether all ranks have reached a phase. To make this check fast, the roster counts
-    the ranks in each phase. It loops over all ranks only to name the missing ones.
+    After each message, the server checks whether all ranks have reached a phase. To make this fast, the roster counts
+    the ranks in each phase. It loops over all ranks only to list the missing ones.
     """
 
     def __init__(self, world_size: int, hosts: Sequence[str]) -> None:
         self.world_size = world_size
         self.hosts = hosts
         self.peers: dict[int, Peer] = {}
-        self._host_of: dict[int, str] = {}  # the hosts of the ranks, also of absent ones, as far as peers reported them
+        self._host_of: dict[int, str] = {}  # each rank's host, if any peer has reported it
         self._reached = dict.fromkeys(PHASES, 0)
 
     def enter(self, peer: Peer, ranks_here: Iterable[int] = ()) -> None:
@@ -87,7 +87,6 @@ class Roster:
         self._count(phase, 1)
 
     def _count(self, phase: str, change: int) -> None:
-        """Add `change` to the counts of `phase` and all phases before it."""
         for reached in PHASES[: PHASES.index(phase) + 1]:
             self._reached[reached] += change
 
@@ -106,7 +105,7 @@ class Roster:
         """
         if (peer := self.first_dead()) is None:
             return ""
-        why = f": {peer.error}" if peer.error else "; its own log may show the reason"
+        why = f": {peer.error}" if peer.error else "; its log may show the reason"
         return f"rank {peer.rank} on {peer.host} (pid {peer.pid}) died during start-up, after phase '{peer.phase}'{why}"
 
     def missing(self, phase: str) -> str:
@@ -135,9 +134,9 @@ class Roster:
         return f"{missing} of {self.world_size} ranks are missing: " + "; ".join(parts)
 
     def first_missing(self, phase: str) -> tuple[int | None, str]:
-        """Return a rank that has not reached `phase`, and its host. Return None or '' for what is uncertain.
+        """Return the first rank that has not reached `phase`, and its host.
 
-        If there are hosts from which no rank has connected, return the first of these hosts.
+        Ranks on a host from which no rank has connected are first. An unknown rank is None, and an unknown host is ''.
         """
         for host, ranks in self._absent().items():
             if empty := self._empty_hosts():
@@ -167,21 +166,21 @@ class Roster:
 
 
 def _cut(text: str) -> str:
-    """Shorten a list in a message to a rank, because the message must fit into one line of protocol.LONGEST_LINE."""
+    """Shorten a long list, so that the message fits into protocol.LONGEST_LINE."""
     return text if len(text) <= LONGEST_LIST else f"{text[:LONGEST_LIST].rpartition(',')[0]},..."
 
 
-# The server's thread must get its turn quickly while rank 0's program imports and computes.
+# The server's thread must get the GIL quickly while rank 0's program imports and computes.
 #
-# By default Python makes a thread wait 5 ms for the GIL while another one computes, after every system call. A peer
-# needs about a dozen calls: 60 ms for each rank while rank 0 imports torch. While no rank connects, a short interval
-# costs the program nothing.
+# By default, a thread waits 5 ms for the GIL after every system call if another thread computes. Accepting a rank takes
+# about a dozen calls, so this would cost 60 ms per rank while rank 0 imports torch. A short interval slows down the
+# program only while ranks connect.
 QUICK_S = 0.00002
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A connection from another process, which may turn out to be a rank.
+    """A connection from another process, which may be a rank.
 
     challenge: the challenge that the process must answer. Set after its greeting.
     peer: the rank. Set after the process proved that it has the secret.
@@ -200,8 +199,8 @@ class Connection:
         self.send_line(protocol.encode(message))
 
     def send_line(self, line: bytes) -> None:
-        # The kernel's buffer takes a line or two whole unless the peer has stopped reading. If the peer is gone, the
-        # next read of this connection finds out.
+        # A line fits into the kernel's buffer unless the peer has stopped reading. If the peer has exited, the next
+        # read from this connection reports that.
         with contextlib.suppress(OSError):
             self.socket.send(line)
 
@@ -232,7 +231,7 @@ class Connections:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to close all connections soon."""
+        """Make the thread close all connections soon."""
         self._stopping = True
         with contextlib.suppress(OSError):  # the thread has already ended
             self._waker.send(b"!")
@@ -272,13 +271,13 @@ class Connections:
         for _ in range(64):
             try:
                 accepted, _ = self._listener.accept()
-            except OSError as error:  # nothing is waiting any more, or the peer has gone again
+            except OSError as error:  # no connection is waiting any more, or the peer has disconnected
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._report_out_of_files()
                 return
             with contextlib.suppress(OSError):
                 accepted.setblocking(False)
-                # Without it a second line waits for the receipt of the first, which takes the peer's kernel 40 ms.
+                # Without this option, a second line waits 40 ms until the peer's kernel acknowledges the first one.
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
 
@@ -293,7 +292,7 @@ class Connections:
                 self._on_message(connection, message)
         except BlockingIOError:
             return
-        except Exception as error:  # nothing that a peer sends may end this thread: all other ranks depend on it
+        except Exception as error:  # no message may end this thread, because all ranks depend on it
             self._selector.unregister(connection.socket)
             connection.socket.close()
             self._on_end(connection, error)
@@ -310,7 +309,7 @@ class Connections:
 
 # Rank 0's ports: the first free candidate for the server, the next one for the program's own rendezvous.
 
-FILES_BESIDES = 64  # Python's files, and rank 0's streams and sockets
+FILES_BESIDES = 64  # open files apart from connections: Python's files, and rank 0's streams and sockets
 
 
 def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> tuple[socket.socket, int]:
@@ -328,9 +327,9 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
                 return listener, int(program.getsockname()[1])
         tried, here = "; ".join(refused + others), protocol.identity()
         raise BringUpError(
-            f"rank 0 (pid {here['pid']} on {here['host']}) cannot listen at {address}, tried ports {tried}: rank 0 "
-            f"needs two free ports. Check that {address} is an address of this node, and stop the programs that use "
-            "these ports",
+            f"rank 0 (pid {here['pid']} on {here['host']}) needs two free ports at {address}, but cannot listen on "
+            f"ports {tried}. Check that {address} is an address of this node, and stop the programs that use these "
+            "ports",
             quoted=tried,
         )
     except BaseException:
@@ -340,7 +339,10 @@ def listen(address: str, candidates: tuple[int, ...], request: JoinRequest) -> t
 
 
 def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None, list[str]]:
-    """Return a listener at the first free port, or None, and why the ports before it are not free."""
+    """Listen on the first free port. Also return why the ports before it are not free.
+
+    If no port is free, the socket is None.
+    """
     refused: list[str] = []
     for port in candidates:
         try:
@@ -353,8 +355,8 @@ def _bind(address: str, candidates: Iterable[int]) -> tuple[socket.socket | None
 def look_for_another_rank_0(address: str, ports: Iterable[int], request: JoinRequest) -> None:
     """Raise Refused if another process acts as rank 0 of this attempt on one of `ports`.
 
-    Several processes act as rank 0 if a profile or a shell sets RANK=0 or SLURM_PROCID=0. The ports share one time
-    limit, so the check takes no longer for many silent ports than for one.
+    This happens if a profile or a shell sets RANK=0 or SLURM_PROCID=0. CONNECT_S limits the time for all ports
+    together.
     """
     until = time.monotonic() + CONNECT_S
     for port in ports:
@@ -370,13 +372,14 @@ def allow_many_files(ranks: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < ranks + FILES_BESIDES:
         raise BringUpError(
-            f"rank 0 may only have {hard} open files on {protocol.identity()['host']} (ulimit -Hn), but each of the "
-            f"{ranks} ranks needs two connections: raise the hard limit there to {2 * ranks + 1024} or more"
+            f"rank 0 can have at most {hard} open files on {protocol.identity()['host']} (ulimit -Hn), but needs one "
+            f"for each of the {ranks} ranks: for the rendezvous, and later for torch's store. Raise the hard limit "
+            f"there to {2 * ranks + 1024} or more"
         )
     processes.raise_open_files_limit(ranks)
 
 
-LATE_S = 15.0  # after a failure, ranks that connect this late still get the error: Slurm starts tasks within seconds
+LATE_S = 15.0  # how long rank 0 serves the error after a failure: Slurm starts all tasks within seconds
 
 
 class RendezvousServer(RendezvousEndpoint):
@@ -405,13 +408,13 @@ class RendezvousServer(RendezvousEndpoint):
         self.roster = Roster(world.world_size, world.hosts)
         self.roster.enter(Peer(0, **protocol.identity()), world.ranks_here)
         self._authenticated: dict[Connection, None] = {}  # the authenticated ranks; guarded by _changed
-        self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: when, and who was missing
+        self._reported_missing: dict[str, tuple[float, StartupFailure]] = {}  # by phase: the time, and the failure
         self._request = JoinRequest(0, key, job, made_of)
         self._on_connected = on_connected
         self._reported_topics: set[str] = set()  # topics that are printed only once
         self._waited_long = False
         allow_many_files(world.world_size)
-        fixed = bool(os.environ.get(ports.ENV_PORTS))  # the user's own choice is used as it is
+        fixed = bool(os.environ.get(ports.ENV_PORTS))  # use the user's ports even if they are unsafe
         candidates, warning = (world.master_ports, "") if fixed else ports.outside_ephemeral(world.master_ports)
         if warning:
             say(f"warning: {warning}")
@@ -437,9 +440,9 @@ class RendezvousServer(RendezvousEndpoint):
             return found
         tried = "; ".join(refused)
         raise BringUpError(
-            f"rank 0 found no free port for torch's store at {self.address}, tried {tried} (comm.ports; {self.port} "
-            f"is the port of rank 0, and {self.program_port} is MASTER_PORT): stop the program that listens there, or "
-            "add ports",
+            f"rank 0 found no free port for torch's store at {self.address}, tried {tried}. hpcinit itself uses ports "
+            f"{self.port} and {self.program_port} (MASTER_PORT). Stop the programs that use the other ports, or add "
+            "ports to comm.ports",
             quoted=tried,
         )
 
@@ -510,7 +513,7 @@ class RendezvousServer(RendezvousEndpoint):
         if self.roster.all_reached("up"):
             self._stop()
         if self._stage is Stage.FAILED:
-            self._changed.notify_all()  # for linger_after_failure
+            self._changed.notify_all()  # wakes up linger_after_failure()
 
     def _stop(self) -> None:
         """Announce to all ranks that their connections end on purpose, and close the connections."""
@@ -527,7 +530,9 @@ class RendezvousServer(RendezvousEndpoint):
     def _mark_dead(self, peer: Peer) -> None:
         peer.gone = True
         first = self.roster.first_dead()
-        if first and not self._failure:  # otherwise the others leave too, and the first one is already reported
+        if (
+            first and not self._failure
+        ):  # otherwise, this is a consequence of the first failure, which is already reported
             self._fail(StartupFailure(self.roster.lost(), failure_kinds.PEER_LOST, first.rank, first.host))
 
     def _send_all(self, message: dict[str, Any]) -> None:
@@ -552,7 +557,7 @@ class RendezvousServer(RendezvousEndpoint):
         """Answer a greeting with rank 0's proof and a challenge. Raise NotOurs if the greeting is for another job."""
         if message.get("hello") != protocol.GREETING or message.get("job") != self._request.job:
             if str(message.get("hello")).startswith(protocol.PROTOCOL):
-                # So that another version of hpcinit can report what it found.
+                # Send this, so that another version of hpcinit can report what it found.
                 connection.send({"hello": protocol.GREETING})
             raise protocol.NotOurs("another job")
         key_id = protocol.key_id(self._request.key, self._request.job)
@@ -560,7 +565,7 @@ class RendezvousServer(RendezvousEndpoint):
             self._report_once(
                 "another secret",
                 f"warning: a process at {connection.socket.getpeername()[0]} tried to connect to rank 0 of this job "
-                f"with another secret and was not accepted; if it is one of your ranks: {protocol.SAME_SECRET}",
+                f"with another secret, and rank 0 refused it. If it is one of your ranks, {protocol.SAME_SECRET}",
             )
         theirs, connection.challenge = protocol.text(message, "challenge", 100), protocol.challenge()
         proof = protocol.proof(self._request.key, "server", theirs, self._request.job)
@@ -593,7 +598,7 @@ class RendezvousServer(RendezvousEndpoint):
     def _reason_to_refuse(self, peer: Peer) -> str:
         """Return why an authenticated process cannot be the rank that it claims to be, or '' if it can.
 
-        A process can replace a rank that has disconnected, except rank 0.
+        A new process can replace a rank that has disconnected, but it cannot replace rank 0.
         """
         before = self.roster.peers.get(peer.rank)
         if peer.rank >= self.roster.world_size:
@@ -626,9 +631,9 @@ class RendezvousServer(RendezvousEndpoint):
         connection.said_goodbye |= "bye" in message
 
     def _recently_missing(self, phase: str) -> StartupFailure:
-        """Return the failure that names the missing ranks. It may be up to one second old.
+        """Return the failure that lists the missing ranks, computed at most once per second.
 
-        At the deadline, every rank queries this failure. Computing it for each query would take too long.
+        At the deadline, every rank requests this list.
         """
         at, missing = self._reported_missing.get(phase, (-math.inf, None))
         if missing is None or time.monotonic() - at > 1:

@@ -1,4 +1,4 @@
-"""Finds what wasted the most of the time that Slurm charged for a run, and suggests one change."""
+"""Finds the largest waste of GPU time in a run, and suggests one change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ACTIONS = {
     ledger.START: "shorten cluster.setup, or start from a local disk or a container image",
     ledger.IMPORTS: "launch=fork imports once per node, and an environment on a local disk imports faster",
     ledger.INIT: "the start-up table shows the slow phase and its ranks",
-    ledger.FIRST: "keep the compiled kernels: a cache folder that outlives the job",
+    ledger.FIRST: "keep the compiled kernels in a cache folder that outlives the job",
     ledger.SAVE: "save less often, or only what a restart needs",
     ledger.RESTORE: "keep checkpoints on a faster file system",
     ledger.PHASES: "evaluate less often, or in a separate job",
@@ -35,11 +35,11 @@ ACTIONS = {
     ledger.UNKNOWN: "call hpcinit.init() and run.progress() so that the time can be attributed",
 }
 LEAST_SHARE = 0.02  # a smaller loss needs no action
-GAIN = 0.1  # of the loss, for an advice about the save interval
+GAIN = 0.1  # suggest another save interval only if it avoids at least this share of the loss
 
 
 class Loss(NamedTuple):
-    """The use of charged time that wasted the most GPU time (one row of the ledger).
+    """The row of the ledger that wasted the most GPU time.
 
     unit_s: the lost GPU-seconds, or node-seconds if the jobs had no GPUs.
     text: a sentence about the loss and what to do about it.
@@ -71,7 +71,7 @@ def largest(found: Ledger) -> Loss | None:
 
 
 def _forks(found: Ledger) -> bool:
-    """Return whether fork servers started any ranks. Modules are then imported only once per node."""
+    """Return whether a fork server started any ranks."""
     reports = (start.report for one in found.allocations for start in one.starts)
     return any("forked" in rank.events for report in reports if report for rank in report.attempt.ranks)
 
@@ -83,7 +83,7 @@ def _after(found: Ledger) -> str:
 
 
 def interrupted(found: Ledger) -> list[Allocation]:
-    """Return the allocations that lost training steps because they ended some time after their last save."""
+    """Return the allocations that ended some time after their last save, and therefore lost training steps."""
     return [one for one in found.allocations if one.rows[ledger.REPEATED].at > 0]
 
 
@@ -112,7 +112,7 @@ def _interval(found: Ledger, lost: float) -> str:
 def by_node(found: Ledger) -> Iterator[str]:
     """Yield a sentence for each of the three nodes with the most failures. Skip nodes with only one failure.
 
-    Failures in allocations of one node are not counted, because the program may be the cause.
+    Failures in allocations with a single node are not counted, because the program may be the cause.
     """
     costs: dict[str, float] = {}
     times: Counter[str] = Counter()

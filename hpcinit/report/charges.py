@@ -15,7 +15,7 @@ from hpcinit.slurm.slurm_client import Unreachable
 
 FIELDS = ("JobID", "State", "Submit", "Start", "End", "ElapsedRaw", "NNodes", "AllocTRES", "ReqTRES", "NodeList")
 GPUS = re.compile(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d+)")
-# Why Slurm ended an allocation, by its state in sacct; of other states hpcinit's records have the reason.
+# Why Slurm ended an allocation, by its state in sacct. For other states, hpcinit's records contain the reason.
 REASONS = {
     "PREEMPTED": "preempted",
     "NODE_FAIL": "node_fail",
@@ -42,12 +42,12 @@ def query(arguments: Iterable[str]) -> list[Allocation]:
     restarts: dict[str, int] = {}
     for one in sorted(filter(None, map(_allocation, rows)), key=lambda one: one.begin):
         job = one.job.partition("+")[0]
-        if (first := found.get((job, one.begin))) is not None:  # a further component
+        if (first := found.get((job, one.begin))) is not None:  # another component of a heterogeneous job
             units, gpus = first.units + one.units, first.gpus + one.gpus
             found[job, one.begin] = replace(first, units=units, gpus=gpus, nodes=first.nodes + one.nodes)
             continue
         queued_s = one.queued_s
-        if job in ended and queued_s is not None:  # sacct may repeat the first submission after a requeue
+        if job in ended and queued_s is not None:  # after a requeue, sacct may repeat the first submission time
             queued_s = min(queued_s, max(0.0, one.begin - ended[job]))
         restarts[job] = restarts.get(job, -1) + 1
         ended[job] = one.end
@@ -70,7 +70,7 @@ def _allocation(row: Sequence[str]) -> Allocation | None:
     state = cell["State"].partition(" ")[0]
     if begin is None or not cell["ElapsedRaw"].isdigit():
         return None
-    # Suspended time is not charged, so the charged time may be shorter than from start to end.
+    # Slurm does not charge suspended time, so the charged time may be shorter than the time from start to end.
     if end is None and state not in ("RUNNING", "SUSPENDED", "COMPLETING"):
         end = begin + int(cell["ElapsedRaw"])
     end = max(begin, end if end is not None else time.time())

@@ -1,10 +1,11 @@
-"""Defines the ledger, which shows what the charged time of a run was used for. Its rows add up to the charged time.
+"""The ledger of a run: how much of the charged time went into training, saves, start-up and so on.
 
-Each row is one use of the time, such as training steps that were kept. An allocation is what Slurm charges for: one
-job, or one requeue of it. Other modules divide each allocation into segments, and this module adds up the segments of
-each row.
+The ledger has one row for each of these uses. The rows add up to the time that Slurm charged.
 
-If a time is not exact, it has a lowest and a highest possible value. The rows then have such bounds too.
+An allocation is one job, or one requeue of a job. Other modules divide it into segments, and each segment belongs to
+one row.
+
+If the records do not show an exact time, the ledger shows the lowest and the highest possible value.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TITLES = {
     START: "start: from the nodes to the first line",
     IMPORTS: "imports",
     INIT: "rendezvous, init, building the model",
-    FIRST: "first step, beyond a usual step",
+    FIRST: "extra time of the first step",
     KEPT: "steps kept",
     REPEATED: "steps lost or repeated",
     SAVE: "saving, while the program waits",
@@ -35,7 +36,7 @@ TITLES = {
     IDLE: "idle spare nodes",
     UNKNOWN: "unknown",
 }
-NAMES = {KEPT: "steps", REPEATED: "repeated", FIRST: "first step", IDLE: "idle spares"}  # short, for the bar
+NAMES = {KEPT: "steps", REPEATED: "repeated", FIRST: "first step", IDLE: "idle spares"}  # short names for the bar
 ROWS = [row for row in TITLES if row != QUEUE]  # they add up to what was charged
 ANY = tuple(row for row in ROWS if row not in (IDLE, UNKNOWN))
 
@@ -57,14 +58,14 @@ def exact(at: float) -> Time:
 
 
 class Amount(NamedTuple):
-    """A number of seconds, with the lowest and the highest possible number."""
+    """A duration in seconds, with the lowest and the highest possible value."""
 
     at: float = 0.0
     low: float = 0.0
     high: float = 0.0
 
     def within(self, most: float) -> Amount:
-        """Return the amount with corrected bounds: 0 <= low <= at <= high, and high <= `most` unless `at` is larger."""
+        """Return the amount with `high` limited to `most`. In any case, 0 <= low <= at <= high."""
         return Amount(self.at, max(0.0, min(self.low, self.at)), max(self.at, min(self.high, most)))
 
     def plus(self, other: Amount, factor: float = 1.0) -> Amount:
@@ -73,11 +74,11 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of an allocation, which belongs to one row of the ledger.
+    """A part of an allocation. It belongs to one row of the ledger.
 
-    first, last: for training steps, the number of finished steps at the start and at the end. -1 if unknown.
-    count: the number of steps that were reported in the segment, or the number of saves in it.
-    maybe: the other rows to which a part of the time may belong, because no record separates them.
+    first, last: the number of finished training steps at the start and at the end, or -1 if unknown.
+    count: how many steps were reported, or how many saves were made.
+    maybe: other rows to which some of this time may belong.
     """
 
     row: str
@@ -99,13 +100,13 @@ class Segment:
 class Start:
     """One start of the ranks inside an allocation.
 
-    segments: the parts of the time from the start of the ranks to their end, in order.
-    used: the share of the allocation's nodes that the ranks use.
+    segments: its parts, in the order of time.
+    used: which share of the allocation's nodes runs ranks.
     resumed: the step from which training continued, or -1 if unknown.
-    resumed_within: by how many steps `resumed` may be wrong.
-    stopped: whether the ranks ended as planned: the program completed, or saved and exited.
+    resumed_within: the maximum error of `resumed`, in steps.
+    stopped: whether the program completed, or saved and exited.
     fault: the node that made the ranks fail, or '' if unknown.
-    report: the report on the start-up of the ranks, or None if unknown.
+    report: the start-up report, or None if unknown.
     """
 
     segments: tuple[Segment, ...]
@@ -157,7 +158,7 @@ class Allocation:
                 if start.used < 1:
                     found[IDLE] = found[IDLE].plus(segment.amount, 1 - start.used)
         rest = self.charged_s - sum(amount.at for amount in found.values())
-        # The ranks were suspended in what takes most of the time, as far as known.
+        # If the rows exceed the charged time, the ranks were suspended. Assume that this was in the largest row.
         row = UNKNOWN if rest >= 0 else max(ROWS, key=lambda row: found[row].at)
         found[row] = found[row].plus(Amount(rest, rest, rest))
         return {row: amount.within(self.charged_s) for row, amount in found.items()}
@@ -203,10 +204,7 @@ class Ledger:
 
 
 def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """Return the allocations, with the useless training steps moved to the row REPEATED.
-
-    These are the steps that were lost, or that a later start of the ranks repeated.
-    """
+    """Move the training steps that were lost or repeated to the row REPEATED. Return the new allocations."""
     starts = [(at, start) for at, one in enumerate(allocations) for start in one.starts]
     found = [start for _, start in starts]
     for number, start in enumerate(found):
@@ -223,13 +221,13 @@ def with_repeats(allocations: Sequence[Allocation]) -> list[Allocation]:
 
 
 def _cut(start: Start, step: int, within: int) -> Start:
-    """Return `start`, with the time of its training steps after `step` in the row REPEATED.
+    """Move the training steps after `step` to the row REPEATED.
 
-    within: by how many steps `step` may be wrong.
+    within: the maximum error of `step`.
     """
     segments: list[Segment] = []
     for part in start.segments:
-        unsure = KEPT in part.maybe and (part.last > step or part.last < 0)  # its steps may be of both kinds
+        unsure = KEPT in part.maybe and (part.last > step or part.last < 0)  # some of its steps may be after `step`
         one = replace(part, maybe=_others((*part.maybe, REPEATED), part.row)) if unsure else part
         if one.row != KEPT or one.last <= step:
             segments.append(one)
@@ -258,13 +256,11 @@ def _steps_in(one: Segment) -> bool:
 
 
 def _open_after_save(start: Start, repeated: bool) -> Start:
-    """Return `start`, with its training steps after its last save marked as possibly repeated by the next start.
+    """Mark the steps after the last save as possibly lost. Use this if the first step of the next start is unknown.
 
-    The first step of the next start is unknown. The next start continued from the last save at the earliest, because a
-    program that saves loads what it saved.
+    The next start continued from the last save or a later step, because a program that saves also loads its saves.
 
-    repeated: whether the next start certainly made steps. If `start` has a save, its steps after the save then count as
-        repeated.
+    repeated: whether the next start certainly trained. If so, and if there was a save, the steps move to REPEATED.
     """
     last = max((at for at, one in enumerate(start.segments) if one.row == SAVE), default=-1)
     segments = [*start.segments]
@@ -276,9 +272,9 @@ def _open_after_save(start: Start, repeated: bool) -> Start:
 
 
 def merged(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """Join neighboring segments of the same row, and yield the result.
+    """Join neighboring segments of the same row.
 
-    The boundary between two such segments may be uncertain, and would widen the bounds of the row.
+    The result has narrower bounds, because an uncertain time between two joined segments no longer matters.
     """
     last: Segment | None = None
     for one in segments:

@@ -1,6 +1,6 @@
-"""Reads what a program's log shows about its training: steps with their times, saves, loads, evaluations and ends.
+"""Finds the events of a training run in a program's log: steps, saves, loads, evaluations, errors and signals.
 
-The log may have any format. A time is recognized by its usual forms, and a step by its name or by a progress bar.
+The log may have any format. hpcinit recognizes times in the usual formats, and steps by a name or a progress bar.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-MOST_BYTES = 64 << 20  # of one log
+MOST_BYTES = 64 << 20  # most bytes that are read of one log
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
-HEAD = 90  # characters of a line in which its time is
+HEAD = 90  # how many characters at the start of a line may contain its time
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MONTHS = {
     name: at
@@ -44,7 +44,7 @@ STEPS = [
     re.compile(r"(?i)\b(?:batch|ba)[ =:#]*(\d+)(?:\s*/\s*(\d+))?"),
 ]
 BAR = re.compile(r"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d\d)<")
-RATE = re.compile(r"([\d.]+)(s/it|it/s)")  # at the end of a bar, which shows the larger one
+RATE = re.compile(r"([\d.]+)(s/it|it/s)")  # at the end of a bar: s/it for slow steps, it/s for fast steps
 EPOCH = re.compile(r"(?i)\bepoch[ =:]*\[?(\d+)")
 EACH = [
     (re.compile(r"(?i)(?:elapsed )?time per iteration \(ms\)\s*[:=]\s*([\d.]+)"), 1e-3),
@@ -53,7 +53,8 @@ EACH = [
     (re.compile(r"\b([\d.]+) ?s/(?:it|step|iter|batch)\b"), 1.0),
     (re.compile(r"(?i)\b(?:step|iter)_?time(?:\(s\)|_s)?\s*[:=]\s*([\d.]+) ?s?\b"), 1.0),
 ]
-# The patterns below need 0.1 ms for a line. Most lines, in lower case, contain none of these strings.
+# The patterns below need 0.1 ms per line. So they are used only for lines that contain, in lower case, one of these
+# strings.
 WORDS = re.compile(
     "sav|written|checkpoint-|load|restor|resum|eval|valid|val[ _]|hel|cancelled|watchdog|collective|heartbeat|sig|"
     "preempt|restart|traceback|error|begi|start"
@@ -73,7 +74,7 @@ ENDS = re.compile(
     r"(?i)CANCELLED AT (\S+)(?: DUE TO (\w+(?: \w+)?))?|(?P<hang>watchdog caught|collective operation timeout|"
     r"heartbeat monitor|watchdog.{0,40}time(?:d )?out)|(?P<signal>SIGTERM|SIGUSR1|signal 15|signal 10|preempt)"
 )
-OTHERS = {"ended", "error", "load", "save", "eval"}  # a line about one of these is about no step
+OTHERS = {"ended", "error", "load", "save", "eval"}  # lines about these events do not count as steps
 RESTARTED = re.compile(r"(?i)restarting worker group|restart_count=[1-9]|\brestart \d+ of\b")
 BEGINS = re.compile(r"(?i)\b(?:start|begin|beginn|resum)\w*\b.{0,20}\b(?:step|iter)")
 TOOK = re.compile(r"(?i)(?:\bin|\btook|runtime['\"]?:?) +([\d.]+)( ?ms)?\b|save-checkpoint \.*: \([\d.]+, ([\d.]+)\)")
@@ -81,19 +82,19 @@ CAUSED = re.compile(r"Traceback \(most recent call last\)|srun: error:|OutOfMemo
 
 
 class Event(NamedTuple):
-    """What one line of a log shows.
+    """An event that one line of a log shows.
 
-    time: seconds since 1970, or None if the line shows no time.
+    time: seconds since 1970, or None if unknown.
     kind: line, stepping (the first step starts), step, save, load, eval, hang, signal, restart, ended or error.
     step: the number of the training step, or -1.
     done: whether the line reports the end of a save, a load or an evaluation.
-    each_s: how many seconds a step takes, as printed, or 0.
-    total: the number of steps of the run, as printed, or 0.
+    each_s: the seconds per step that the line shows, or 0.
+    total: the number of steps of the run that the line shows, or 0.
     bar_s: the elapsed time that a progress bar shows, or -1.
-    form: in which form the line shows the step (the index in STEPS), or -1.
-    took_s: how long the save or the evaluation took, as printed, or 0.
-    timed: whether the time is in this line. Otherwise it is the time of an earlier line, or an estimate.
-    early_s, late_s: by how many seconds the event may have happened before, or after, `time`.
+    form: the index in STEPS of the pattern that found the step, or -1.
+    took_s: the duration of the save or the evaluation that the line shows, or 0.
+    timed: whether `time` is in this line. Otherwise it is the time of an earlier line, or an estimate.
+    early_s, late_s: by how many seconds the event may have been earlier, or later, than `time`.
     """
 
     time: float | None
@@ -143,7 +144,7 @@ class Stream:
 def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
     """Return the events of a log, or None if the file is not text or cannot be read.
 
-    near: approximately when the log starts. It provides the date or year for lines that show none.
+    near: approximately when the log starts. Lines without a date or year get it from this time.
     day_first: whether '03/04' means the 3rd of April.
     """
     try:
@@ -157,7 +158,7 @@ def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
     events = [*_events(text, stamps)]
     forms = Counter(one.form for one in events if one.kind == "step")
     form = forms.most_common(1)[0][0] if forms else -1
-    # A bar with another total is of an evaluation, or of a load before the first step.
+    # A bar with another total belongs to an evaluation, or to a load before the first step.
     totals = Counter(one.total for one in events if one.form == form and one.bar_s >= 0)
     total = totals.most_common(1)[0][0] if totals else 0
     for at, one in enumerate(events):
@@ -189,7 +190,7 @@ class _Stamps:
         self._forms = [*TIMES]
         self._last: float | None = None
         self.zoned = False
-        self.resolution_s = 0.0  # of the last time: 1 if it had no fraction of a second
+        self.resolution_s = 0.0  # of the last time: 1 if the line shows whole seconds
 
     def of(self, line: str) -> float | None:
         head = line[:HEAD]
@@ -241,10 +242,10 @@ class _Stamps:
 
 
 class _Form(NamedTuple):
-    """How a line shows a training step.
+    """The patterns that find a training step in a line.
 
-    number: the index of its pattern in STEPS.
-    each: the pattern for the seconds per step, and the unit in seconds. None if the line does not show them.
+    number: the index of the step's pattern in STEPS.
+    each: the pattern for the time per step, and the unit in seconds. None if the line shows no such time.
     """
 
     number: int
@@ -254,8 +255,8 @@ class _Form(NamedTuple):
 class _Lines:
     """Reads the lines of a log. The lines must be passed in order.
 
-    Most lines report steps and differ only in their digits. So the slow patterns are tried only for the first of such
-    lines, and the result is stored by the line with every digit replaced by 0.
+    Most lines report steps and differ only in their digits. So the slow patterns are tried only for the first line of
+    each shape. The shape is the line with every digit replaced by 0.
     """
 
     def __init__(self, stamps: _Stamps) -> None:
@@ -334,7 +335,6 @@ def _number_in(line: str) -> int:
 
 
 def _form(line: str) -> _Form | None:
-    """Return in which form the line shows a training step, or None if it shows none."""
     number = next((at for at, form in enumerate(STEPS) if form.search(line)), None)
     if number is None:
         return None
@@ -350,7 +350,7 @@ def _step(line: str, form: _Form, at: float | None, resolution_s: float) -> Even
     if "<" in line and (bar := BAR.search(line)):
         bar_s = _elapsed(bar)
         epoch = EPOCH.search(line)
-        if int(bar[1]) == step and epoch:  # a bar of each epoch
+        if int(bar[1]) == step and epoch:  # the bar restarts in each epoch
             step, total = step + int(epoch[1]) * int(bar[2]), 0
     each_s = 0.0
     if bar_s >= 0 and (rate := RATE.search(line)) and _number(rate[1]) and float(rate[1]):

@@ -14,7 +14,7 @@ from hpcinit.report.advice import hours
 from hpcinit.report.ledger import Ledger
 
 WIDTH = 60  # of the bar, in characters
-SHOWN = 0.005  # a smaller row is not in the bar
+SHOWN = 0.005  # a row with a smaller share is not in the bar
 COLORS = {
     ledger.KEPT: "#2f7d32",
     ledger.REPEATED: "#c62828",

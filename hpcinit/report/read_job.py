@@ -29,15 +29,16 @@ JOB_IN_TEXT = re.compile(
 )
 CHECKPOINT = re.compile(r"(?i)(?:checkpoint|ckpt|step|iter|batch|\bba|update)[a-z]*[-_=.]*0*(\d+)")
 WEIGHTS = re.compile(r"(?i)\.(?:pt|pth|ckpt|bin|safetensors|distcp|npz|tar|h5|msgpack)$")
-NEAR_S = 90.0  # events so long before or after an allocation belong to it
+NEAR_S = 90.0  # an event up to this long after an allocation belongs to it
 ZONES_S = [0.0, *(sign * 900.0 * number for number in range(1, 57) for sign in (1, -1))]
-COPIED = 0.6  # if this share of the checkpoints has times within a minute, they are the times of a copy
-COPY_SHARE = 0.02  # of the time of all attempts
+COPIED = 0.6  # if this share of the checkpoints was written within a minute, the files are copies
+COPY_SHARE = 0.02  # ... and within this share of the time of all attempts
 MOST_CHOICES = 20_000
+MOST_RECENT = 50  # the pace of a progress bar is the median over this many steps
 
 
 class Known(NamedTuple):
-    """How exact the times of a log are. Piece (read_logs.py) explains the two fields."""
+    """How exact the times of a log are. See the fields of Piece (read_logs.py)."""
 
     loose: bool
     paced: bool
@@ -190,9 +191,10 @@ def _ledger(
 
 
 def _stream(path: Path, allocations: Sequence[Allocation]) -> Stream | None:
-    """Return the events of a log, with their times corrected to Slurm's clock. Return None if it cannot be read.
+    """Return the events of a log with times by Slurm's clock, or None if the file cannot be read.
 
-    Try other time zones and the other order of day and month, and choose those that fit the allocations best.
+    The log may use another time zone, or write the day before the month. Choose the combination with which most events
+    happened during an allocation.
     """
     own = [one for one in allocations if one.job.partition("_")[0] in path.name] or list(allocations)
     near = own[0].begin if own else path.stat().st_mtime
@@ -216,7 +218,7 @@ def _stream(path: Path, allocations: Sequence[Allocation]) -> Stream | None:
 
 def _fit(times: Sequence[float], own: Sequence[Allocation], shift: float) -> float:
     inside = sum(any(one.begin - 5 <= at + shift <= one.end + 5 for one in own) for at in times)
-    return round(inside / len(times), 1)  # a small share is lines that another process wrote later
+    return round(inside / len(times), 1)  # rounded: another process may have written a few lines later
 
 
 def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
@@ -233,7 +235,7 @@ def _from_logs(streams: Sequence[Stream]) -> list[Allocation]:
             )
     found.sort(key=lambda one: one.begin)
     apart: list[Allocation] = []
-    for one in found:  # logs of several nodes
+    for one in found:  # combine the logs of several nodes
         if apart and one.begin < apart[-1].end - 0.5 * (one.end - one.begin):
             apart[-1] = replace(apart[-1], begin=min(apart[-1].begin, one.begin), end=max(apart[-1].end, one.end))
         else:
@@ -245,7 +247,7 @@ def _pieces(
     allocations: Sequence[Allocation], streams: Sequence[Stream], saves: Sequence[Checkpoint]
 ) -> list[list[Piece]]:
     """Return one list for each allocation. It contains a Piece for each start of the ranks."""
-    events: list[list[list[Event]]] = [[] for _ in allocations]  # of each allocation, by stream
+    events: list[list[list[Event]]] = [[] for _ in allocations]  # for each allocation and each stream
     known = [Known(False, True) for _ in allocations]
     for stream in streams:
         if stream.stamped:
@@ -263,7 +265,7 @@ def _pieces(
             for own in events[at]
             if own is not main
             for event in own
-            if event.kind not in ("step", "save", "eval", "load")
+            if event.kind not in ("step", "stepping", "save", "eval", "load")
         ]
         every = sorted([*main, *others], key=lambda event: event.time or 0.0)
         found.append(list(_split(one, every, saves, known[at])))
@@ -272,7 +274,7 @@ def _pieces(
 
 def _by_allocation(stream: Stream, allocations: Sequence[Allocation]) -> Iterator[list[Event]]:
     for one in allocations:
-        # Between two allocations, such as those of a requeue, the middle divides the events.
+        # The middle of the time between two allocations divides their events.
         before = max(((other.end + one.begin) / 2 for other in allocations if other.end <= one.begin), default=0.0)
         after = min(((one.end + other.begin) / 2 for other in allocations if other.begin >= one.end), default=math.inf)
         begin, end = max(one.begin - 5, before), min(one.end + NEAR_S, after)
@@ -323,44 +325,57 @@ def _split(one: Allocation, events: Sequence[Event], saves: Sequence[Checkpoint]
 def _unstamped(
     stream: Stream, allocations: Sequence[Allocation], saves: Sequence[Checkpoint]
 ) -> Iterator[tuple[int, list[Event], Known]]:
-    """Estimate the times of the events in a log that shows no times.
+    """Estimate when the events happened, for a log that shows no times.
 
-    For each attempt in the log, yield the index of its allocation, the events, and how exact their times are.
+    Yield a tuple per attempt: the index of its allocation, its events, and how exact their times are.
     """
     every = _chunks(stream.events)
     own = [at for at, one in enumerate(allocations) if one.job.partition("_")[0] in stream.path.name]
     own = [at for at in own or range(len(allocations)) if allocations[at].begin < stream.written] or [0]
     spans = [_relative(chunk) for chunk in every]
     lengths = [span[-1][0] if span else 0.0 for span in spans]
-    last = own[-1:] if stream.written <= allocations[own[-1]].end + 120 else []  # it wrote the end of the log
+    # If the log ends with the last allocation, the last attempt ran in this allocation.
+    last = own[-1:] if stream.written <= allocations[own[-1]].end + 120 else []
     before = own[: len(own) - len(last)] or own
     place = [before[at] for at in _places(lengths[: len(lengths) - len(last)], [allocations[at] for at in before])]
     for chunk, span, at in zip(every, spans, [*place, *last], strict=True):
         one = allocations[at]
-        # After the last step, a program that failed may have been silent until Slurm's message about the end.
+        # A failed program may have been silent between its last step and Slurm's message about the end.
         is_last = chunk is every[-1] and one.begin < stream.written <= one.end + 120 and one.state == "COMPLETED"
         latest = min(stream.written, one.end) if chunk is every[-1] and one.begin < stream.written else one.end
         yield at, *_placed(chunk, span, one, saves, latest if is_last else None, latest)
 
 
 def _chunks(events: Sequence[Event]) -> list[list[Event]]:
-    """Divide the events by attempt. A new attempt starts where steps go back, or after Slurm's message about an end."""
+    """Divide the events by attempt.
+
+    A new attempt starts after Slurm's message about an end, where the steps go back, and where the program loads a
+    checkpoint between two steps.
+    """
     found: list[list[Event]] = [[]]
     last = -1
+    loading: int | None = None  # the position of the line about a load after the last step
     for event in events:
+        own = found[-1]
+        if event.kind == "load" and last >= 0 and loading is None:
+            loading = len(own)
         if event.kind == "step":
-            if event.step < last:
-                found.append([])
-            last = event.step
+            if event.step < last or loading is not None:
+                at = len(own) if loading is None else loading
+                found[-1:] = [own[:at], own[at:]]
+            last, loading = event.step, None
         found[-1].append(event)
         if event.kind == "ended":
             found.append([])
-            last = -1
+            last, loading = -1, None
     return [chunk for chunk in found if any(event.kind == "step" for event in chunk)] or [list(events)]
 
 
 def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
-    """Return (seconds since the first step, step) for each step, from progress bars or the printed seconds per step."""
+    """Return (seconds since the first step, step) for each step.
+
+    The log shows the times on a progress bar, or else as seconds per step.
+    """
     steps = [event for event in chunk if event.kind == "step"]
     if not steps:
         return []
@@ -370,7 +385,8 @@ def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
         offset = 0.0
         for before, event in pairwise([bars[0], *bars]):
             if event.bar_s < before.bar_s:  # a bar of the next epoch
-                pace = found[-1][0] / max(1, found[-1][1] - bars[0].step)
+                recent = pairwise(found[-MOST_RECENT:])
+                pace = statistics.median([(b[0] - a[0]) / (b[1] - a[1]) for a, b in recent] or [0.0])
                 offset = max(found[-1][0], found[-1][0] + pace * (event.step - found[-1][1])) - event.bar_s
             if not found or event.step > found[-1][1]:
                 found.append((offset + event.bar_s, event.step))
@@ -387,20 +403,20 @@ def _relative(chunk: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def _mean_of_most(values: Sequence[float]) -> float:
-    """Return the mean of the values, or 0 if there are none.
+    """Return the mean without the largest tenth of the values, or 0 if there are no values.
 
-    Omit the largest tenth of the values, which contains first steps and saves.
+    The first step and steps with a save take longer than the others.
     """
     most = sorted(values)[: max(1, len(values) - len(values) // 10)]
     return statistics.fmean(most) if most else 0.0
 
 
 def _places(lengths: Sequence[float], allocations: Sequence[Allocation]) -> list[int]:
-    """Return the index of the allocation for each attempt in a log. The attempts stay in order.
+    """Return in which allocation each attempt probably ran, as indices. The attempts stay in order.
 
-    The allocations whose durations fit best are chosen.
+    Choose the allocations with the most similar durations.
 
-    lengths: the known duration of each attempt in seconds.
+    lengths: the seconds from the first to the last step of each attempt.
     """
     if len(lengths) > len(allocations):
         return [min(at, len(allocations) - 1) for at in range(len(lengths))]
@@ -425,11 +441,11 @@ def _placed(
     written: float | None,
     latest: float,
 ) -> tuple[list[Event], Known]:
-    """Return the events of an attempt with times inside its allocation `one`, and how exact these times are.
+    """Estimate when the events of an attempt happened inside its allocation `one`, and how exact these times are.
 
-    span: what _relative() returned.
-    written: when the last line was written, or None if unknown.
-    latest: a time before which the last step ended.
+    span: (seconds since the first step, step) for each step.
+    written: when the last line of the log was written, or None if unknown.
+    latest: the last step ended at this time or earlier.
     """
     if not span:
         return [event for event in chunk if event.timed and event.time is not None], Known(False, True)
@@ -473,7 +489,7 @@ def _times(
     length, first = span[-1][0], span[0][1]
     number = max(1, span[-1][1] - first)
     own = [save for save in saves if one.begin < save.end <= one.end and first - 1 <= save.step <= span[-1][1] + number]
-    ends = {save.step: save.end for save in sorted(own, key=lambda save: -save.end)}  # the first sign of each step
+    ends = {save.step: save.end for save in sorted(own, key=lambda save: -save.end)}  # the first save of each step
     anchors = sorted(ends.items())
     usual = length / number
     if bars and anchors:
@@ -483,7 +499,11 @@ def _times(
             seconds, later = next((one for one in span if one[1] > step), span[-1])
             offsets.append(saved_at - seconds + pace * (later - step))
         numbers = [step for step, _ in anchors]
-        found = [offsets[max(0, bisect.bisect_right(numbers, step) - 1)] + seconds for seconds, step in span]
+        # The bar of the next epoch starts after the save, so its elapsed time does not include the save. Therefore,
+        # each save adds its duration to the offset. The first save's duration is unknown: assume the usual one.
+        usual_s = statistics.median([b - a for a, b in pairwise(offsets)] or [0.0])
+        offsets.insert(0, offsets[0] - max(0.0, usual_s))
+        found = [offsets[bisect.bisect_right(numbers, step)] + seconds for seconds, step in span]
         return dict(zip((step for _, step in span), accumulate(found, max), strict=True)), Known(False, True)
     if len(anchors) > 1 and anchors[-1][0] > anchors[0][0]:
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(anchors) if b[1] >= a[1]]
@@ -504,7 +524,7 @@ def _times(
     elif written is not None:
         at = max(one.begin, written - length)
     else:
-        after = min(30.0 + usual, max(0.0, one.charged_s - length) / 2)  # it ended soon after its last step
+        after = min(30.0 + usual, max(0.0, one.charged_s - length) / 2)  # assume an end soon after the last step
         at = one.end - after - length
     return {step: at + seconds for seconds, step in span}, Known(not anchors, paced)
 
@@ -514,8 +534,11 @@ def _limits(
 ) -> dict[int, tuple[float, float]]:
     """Return the earliest and the latest possible time of the first and the last step.
 
-    A step ends after the checkpoints of earlier steps were written, and before those of later ones. The time between
-    two steps is at least what the log shows, which progress bars show in whole seconds.
+    The checkpoints limit these times:
+    - A step ends after the checkpoints of earlier steps were written.
+    - It ends before its own checkpoint, or one of a later step, was written.
+    - Two steps are at least as far apart as the progress bars show, less 1 s. Without progress bars, they are at least
+      80 % of the logged time apart.
     """
     sure, whole_s = (1.0, 1.0) if bars else (0.8, 0.0)
     usual = span[-1][0] / max(1, span[-1][1] - span[0][1])
@@ -538,13 +561,13 @@ def _limits(
 
 
 def _between(anchors: Sequence[tuple[int, float]], step: int, usual: float, pace: float) -> float:
-    """Return the estimated time of a step, from the exact times of saved steps.
+    """Estimate the time of a step from the times at which checkpoints were written.
 
-    If the steps between two saves took longer than usual, assume that the additional time was just before the second
-    save.
-    anchors: (step, time) of each saved step.
+    If two saves are further apart than usual, the additional time is assumed to be just before the later save.
+
+    anchors: (step, time) of each checkpoint.
     usual: the seconds per step that the log shows, or 0 if unknown.
-    pace: the seconds per step according to the checkpoints, including the time of saves.
+    pace: the seconds per step between checkpoints, including the saves.
     """
     each = min(usual, pace) or pace
     number = bisect.bisect_left(anchors, (step, 0.0))

@@ -1,8 +1,9 @@
-"""Divides the time of an allocation by what logs and checkpoint files show, with bounds for what they do not show.
+"""Divides an allocation into steps, saves, evaluations and so on, from its logs and checkpoint files.
 
-A log shows only the steps that the program prints, perhaps every 50th. It rarely shows how long a save or an evaluation
-took. If the time between two printed steps is longer than usual, the excess counts as the save or the evaluation
-between them.
+A program may print only every 50th step, and seldom how long a save or an evaluation took. If two printed steps with a
+save or an evaluation between them are further apart than usual, the additional time counts for it.
+
+The result contains bounds for everything that the log does not show.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from hpcinit.report import ledger
 from hpcinit.report.ledger import Segment, Start, Time, exact
 from hpcinit.report.log_events import Event
 
-EXCESS = 0.35  # an interval that took so much longer than usual contains something else
-SLACK = 0.15  # of an excess
-HANG_S, HANG_STEPS = 60.0, 10  # a failed attempt whose last step was longer ago had a hang
+EXCESS = 0.35  # an interval that is longer than usual by this share of a step contains something else
+SLACK = 0.15  # this share of an excess is uncertain
+HANG_S, HANG_STEPS = 60.0, 10  # a failed attempt had a hang if its last step was longer before its end
 UNEVEN = 0.1  # by what share the duration of a few steps may differ from the usual one
-KILL_S = 30.0  # from the signal to the end of the allocation, at most, as far as unknown
+KILL_S = 30.0  # longest time from the signal to the end of the allocation, if the log does not show it
 STARTING = (ledger.START, ledger.IMPORTS, ledger.INIT, ledger.FIRST)
 KINDS = {"save": ledger.SAVE, "eval": ledger.PHASES}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One start of the ranks, from `begin` to `end`, with its events in the order of time.
+    """One start of the ranks, from `begin` to `end`. The events are sorted by time.
 
-    saves: (time, step) of each checkpoint. The time is when its files were complete.
+    saves: when each checkpoint was complete, and its step.
     completed: whether Slurm reports success.
     before: the last step of earlier starts, or -1 for the first start.
     known_steps: the steps of all checkpoints of the run.
-    loose: whether the times of the first and the last step are only guesses.
-    paced: whether the log or checkpoints show how long a step takes.
+    loose: whether the times of the first and the last step are guesses.
+    paced: whether the log or the checkpoints show how long a step takes.
     """
 
     begin: float
@@ -57,7 +58,7 @@ class Piece:
 
     @property
     def around(self) -> tuple[str, ...]:
-        """Return the rows to which any time before the first or after the last known step may belong."""
+        """Return the rows that may be part of the time before the first step or after the last one."""
         return () if self.paced and not self.loose and self.logged else self.possible
 
     @property
@@ -124,7 +125,7 @@ def divide(piece: Piece) -> Start:
     _, every = _usual(piece, steps)
     loaded = max([one.step for one in piece.events if one.kind == "load"], default=-1)
     while len(steps) > 2 and (steps[1][1] - steps[0][1] > 10 * every or steps[0][1] < loaded < steps[1][1]):
-        steps = steps[1:]  # a number of something else
+        steps = steps[1:]  # the first number is not a training step
     usual, every = _usual(piece, steps)
     resumed, within = _resumed(piece, steps[0], every)
     segments = [*_start_up(piece, steps[0], usual, resumed, within)]
@@ -171,8 +172,7 @@ def _with_checkpoints(piece: Piece, steps: list[tuple[float, int]]) -> list[tupl
 
 
 def _usual(piece: Piece, steps: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """Return how many seconds a step usually takes, and how many steps there usually are from one printed step to the
-    next.
+    """Return how many seconds a step usually takes, and how many steps are usually between two printed steps.
 
     steps: (time, step) of each printed step.
     """
@@ -193,7 +193,7 @@ def _usual(piece: Piece, steps: Sequence[tuple[float, int]]) -> tuple[float, int
 
 
 def _inside(piece: Piece, begin: float, end: float) -> dict[str, float]:
-    """Return how many seconds between `begin` and `end` were saves and evaluations according to the log, by row."""
+    """Return the seconds of saves and evaluations between `begin` and `end`, by row, as far as the log shows them."""
     found: dict[str, float] = {}
     room = end - begin
     first = bisect.bisect_left(piece.measured, begin, key=lambda one: one[1])
@@ -206,10 +206,10 @@ def _inside(piece: Piece, begin: float, end: float) -> dict[str, float]:
 
 
 def _resumed(piece: Piece, first: tuple[float, int], every: int) -> tuple[int, int]:
-    """Return the step from which a start of the ranks continued, and by how many steps this may be wrong.
+    """Return the step from which the ranks continued, and the maximum error of this number.
 
     first: the time and number of the first printed step.
-    every: how many steps are usually between two printed ones.
+    every: how many steps are usually between two printed steps.
     """
     at, number = first
     loads = [
@@ -231,7 +231,7 @@ def _first_line(piece: Piece) -> float:
 
 
 def _start_up(piece: Piece, first: tuple[float, int], usual: float, resumed: int, within: int) -> Iterator[Segment]:
-    """Yield the segments before the first step, and the segment of the steps up to the first printed step."""
+    """Yield the segments up to the first printed step: the start-up, and the steps before it."""
     begin = piece.begin
     number = max(1, first[1] - resumed)
     inside = _inside(piece, first[0] - number * usual, first[0])
@@ -242,8 +242,11 @@ def _start_up(piece: Piece, first: tuple[float, int], usual: float, resumed: int
     earliest = max(begin, at - (known.at - known.low) - uneven)
     stepping = Time(at, earliest, min(known.high, at + (known.high - known.at) + uneven + within * usual))
     more = (*piece.around, *((ledger.RESTORE,) if resumed > 0 else ()))
-    if any(begin <= mark[0] < first[0] for mark in _marks(piece)):
+    # If the first step was earlier than estimated, the time after it contains more saves or evaluations.
+    if known.low < known.at - usual or any(begin <= mark[0] < first[0] for mark in _marks(piece)):
         more += (ledger.SAVE, ledger.PHASES)
+    if number > 1:  # an evaluation, for example, may follow a step that the log does not show
+        more += piece.hidden
     now = exact(begin)
     begins = {
         min(at, one.time): Time(min(at, one.time), one.time - one.early_s, one.time + one.late_s)
@@ -254,7 +257,7 @@ def _start_up(piece: Piece, first: tuple[float, int], usual: float, resumed: int
     until = stepping if line == at else begins.get(line, exact(line))
     yield Segment(ledger.START, now, until, maybe=(ledger.IMPORTS, ledger.INIT, *blind))
     now = exact(line)
-    more += (ledger.START, ledger.IMPORTS)  # the line may be of a launcher, which starts the program
+    more += (ledger.START, ledger.IMPORTS)  # a launcher may have printed the line before it started the program
     loads = [one for one in piece.events if one.kind == "load" and one.timed and line <= (one.time or 0.0) <= first[0]]
     if loads and resumed > 0:
         loading, loaded = (min(at, pick(one.time or 0.0 for one in loads)) for pick in (min, max))
@@ -291,6 +294,7 @@ def _overheads(begin: Time, inside: dict[str, float], step: int) -> Iterator[Seg
 def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) -> Iterator[Segment]:
     """Yield the segments between the first and the last printed step."""
     marks = _marks(piece)
+    ends_of_saves = {*piece.saves}
     hidden = piece.hidden
     pairs = list(itertools.pairwise(steps))
     inside = [_inside(piece, a[0], b[0]) for a, b in pairs]
@@ -298,9 +302,10 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
         b[0] - a[0] - sum(own.values()) - usual * (b[1] - a[1]) for own, (a, b) in zip(inside, pairs, strict=True)
     ]
     noise = statistics.median(map(abs, excesses))
-    open_rows = () if piece.paced else piece.possible
+    # Without a log, each step includes its share of the saves and evaluations between two checkpoints.
+    open_rows = piece.possible if not piece.paced else () if piece.logged else tuple(KINDS.values())
     resolution = statistics.median(piece.when(step).high - step[0] for step in steps)
-    resolution = min(1.0, resolution)  # the rest of a wide limit is common to all steps
+    resolution = min(1.0, resolution)  # a larger error is common to all steps
     for (a, b), own, excess in zip(pairs, inside, excesses, strict=True):
         (begin, first), (end, last) = a, b
         number = last - first
@@ -309,7 +314,8 @@ def _stepping(piece: Piece, steps: Sequence[tuple[float, int]], usual: float) ->
         if excess < max(EXCESS * usual, 3 * min(noise, usual), 0.02 * number * usual):
             yield Segment(ledger.KEPT, exact(begin), stop, first, last, number, open_rows)
         else:
-            rows = sorted({*_between(marks, a, b)}, key=lambda row: row in own)
+            saved = [ledger.SAVE] if b in ends_of_saves else []  # b is the end of a save, not a printed step
+            rows = sorted({*saved, *_between(marks, a, b)}, key=lambda row: row in own)
             found = [*rows, *(row for row in hidden if row not in rows)]
             slack = SLACK * excess + min(noise, usual) + resolution
             cut = Time(until - excess, max(begin, until - excess - slack), min(until, until - excess + slack))
@@ -339,20 +345,25 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
     end = piece.end
     total = max((one.total for one in piece.events if one.kind == "step"), default=0)
     left = max(0, total - last) if total else every
+    measured = set[str]()
     for begin, until, row in piece.measured:
         if at <= begin and until <= end:
             number = min(left, round((begin - at) / usual))
             yield Segment(ledger.KEPT, exact(at), exact(begin), last, last + number, 0, piece.around)
             yield Segment(row, exact(begin), exact(until), last + number, last + number, int(row == ledger.SAVE))
             at, last, left = until, last + number, left - number
+            measured.add(row)
     after = [one for one in piece.events if one.timed and one.time is not None and one.time >= at]
     saved = max([at, *(time for time, _ in piece.saves if time <= end)])
     seen = max([saved, *(min(end, one.time or 0.0) for one in after if one.kind in KINDS)])
-    marked = {row for time, row in _marks(piece) if time >= at}
+    # A line without a time has the time of the last step. Of two such lines, only one may show its duration.
+    marked = {row for time, row in _marks(piece) if time >= steps[-1][0]}
     hidden = tuple(row for row in KINDS.values() if row in marked or row in piece.hidden)
     unsure = (*hidden, *piece.around)
     steps_more: tuple[str, ...] = (ledger.KEPT,) if left else ()
-    row = ledger.SAVE if saved > at else ledger.PHASES if ledger.PHASES in marked else ledger.KEPT
+    row = ledger.PHASES if ledger.PHASES in marked else ledger.KEPT
+    if saved > at and not (row == ledger.PHASES and ledger.SAVE in measured):
+        row = ledger.SAVE
     if piece.completed:
         seen = max([seen, *(min(end, one.time or 0.0) for one in after if one.kind == "line")])
         yield Segment(row, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure, ledger.END))
@@ -360,10 +371,12 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
         yield Segment(ledger.END, exact(seen), exact(end), maybe=(*here, *piece.around))
         return
     steps_more += (ledger.REPEATED,)  # the last step was interrupted
+    if not any(one.kind == "save" and not one.done for one in piece.events):
+        unsure += (ledger.SAVE,)  # the program prints no line when a save starts, so it may have been interrupted
     if seen > at:
         yield Segment(row, exact(at), exact(seen), last, last, 1, (*steps_more, *unsure))
         at = seen
-    most = min(end - at, max(1, min(left, every)) * usual)  # of whole steps that were not printed
+    most = min(end - at, max(1, min(left, every)) * usual)  # the duration of steps that were not printed
     hangs = [one.time or 0.0 for one in after if one.kind == "hang"]
     if hangs or end - at - most > max(HANG_S, HANG_STEPS * usual):
         ran = Time(at + most / 2, at, at + most)
@@ -371,12 +384,12 @@ def _tail(piece: Piece, steps: Sequence[tuple[float, int]], usual: float, every:
         stop_at = max(hangs) if hangs else end
         stop = Time(stop_at, max(at, stop_at - 5), min(end, stop_at + KILL_S))
         others = piece.around if hangs else (ledger.END, *unsure)
-        long_step = (ledger.REPEATED,) if piece.estimated else ()  # the last step may be later
+        long_step = (ledger.REPEATED,) if piece.estimated else ()  # the last step may have ended later
         yield Segment(ledger.HANG, ran, stop, maybe=(*long_step, *others))
         yield Segment(ledger.END, stop, exact(end), maybe=(ledger.HANG, *piece.around))
         return
-    # A line does not show that training continued: a launcher prints lines about the end. So what is after the last
-    # step or save is a step, a hang or the end.
+    # Later lines do not show that training continued, because a launcher prints lines about the end. So the time after
+    # the last step or save belongs to a step, a hang or the end.
     signals = [min(end, one.time or 0.0) for one in after if one.kind in ("signal", "ended", "error")]
     stop = exact(max(at, min(signals) if signals else end - min(KILL_S, (end - at) / 2)))
     more = (*steps_more, *unsure, *((ledger.HANG,) if end - at > HANG_S else ()))

@@ -27,7 +27,7 @@ from hpcinit.report import charges, ledger, startup_table
 from hpcinit.report.ledger import Allocation, Segment, Start, exact
 from hpcinit.report.startup_phases import Report
 
-# The row of the phase that ends with the event.
+# For each event of the start-up, the row of the phase that ends with it.
 ROW_OF = {
     "started": ledger.START,
     "spawned": ledger.START,
@@ -47,7 +47,7 @@ ROW_OF_SPAN = {
 GPUS_OF_SCRIPT = re.compile(r"^#SBATCH --gpus-per-node=(?:\w+:)?(\d+)", re.MULTILINE)
 NODES_OF_SCRIPT = re.compile(r"^#SBATCH --nodes=(\d+)", re.MULTILINE)
 SILENCE_STEPS, SILENCE_S = 10, 60.0  # a failed start that was silent for longer had a hang
-CLOCK_S = 2.0  # the times of Slurm and of the batch script are whole seconds
+CLOCK_S = 2.0  # tolerance, because Slurm and the batch script record whole seconds
 
 
 def read(run: Path, known: Mapping[str, Sequence[Allocation]] | None = None) -> list[Allocation]:
@@ -116,16 +116,16 @@ def _allocated(start: timeline.Attempt) -> float | None:
 
 
 def _with_starts(run: Path, one: Allocation, every: Sequence[Allocation], reports: Sequence[Report]) -> Allocation:
-    """Return the allocation `one` with its starts. Each start lasts until the next one.
+    """Add the starts of the ranks to the allocation `one`. Each one lasts until the next.
 
     every: all allocations of the run.
-    reports: the start-up reports of all starts of the run.
+    reports: the start-up reports of the whole run.
     """
     begins = [(_begin(report.attempt), report) for report in reports]
     own = [(begin, report) for begin, report in begins if begin is not None and _place(begin, every) is one]
     if not own:
         segment = Segment(ledger.START, exact(one.begin), exact(one.end))
-        ran = not reports and one.state == "COMPLETED"  # the ranks could not write their timeline
+        ran = not reports and one.state == "COMPLETED"  # the ranks ran, but could not write their timeline
         return replace(one, starts=() if ran else (Start((segment,)),))
     bounds = [one.begin, *(min(max(begin, one.begin), one.end) for begin, _ in own[1:]), one.end]
     found = [
@@ -177,10 +177,11 @@ def _start(run: Path, report: Report, begin: float, end: float, one: Allocation,
 def _startup_rows(
     start: timeline.Attempt, begin: float, end: float, uses_init: bool
 ) -> tuple[dict[str, float], float | None]:
-    """Return how many seconds a rank spent on average in each row of the start-up, and when init() returned on average.
+    """Return the average seconds per rank in each row of the start-up, and the average time at which init() returned.
 
-    The time of init() is None if it returned on no rank. If a rank did not complete the start-up, the rest of the time
-    belongs to the row that it was in.
+    The time is None if init() returned on no rank. If a rank did not complete the start-up, its remaining time counts
+    for the phase in which it was.
+
     uses_init: whether the program calls hpcinit.init() in any start of the run.
     """
     rows = {ledger.START: 0.0, ledger.IMPORTS: 0.0, ledger.INIT: 0.0, ledger.UNKNOWN: 0.0}
@@ -197,7 +198,7 @@ def _startup_rows(
         following = names[names.index(rank.furthest) + 1] if rank.furthest not in ("", timeline.LAST) else ""
         row = ROW_OF.get(following, ledger.START if not rank.furthest else ledger.INIT)
         if not uses_init and rank.furthest == "met":
-            row = ledger.UNKNOWN  # the program, which does not call init()
+            row = ledger.UNKNOWN  # the program runs, but does not call init()
         rows[row] += until - at
     rows[ledger.START] += (start.world_size - len(start.ranks)) * (until - begin)
     size = max(start.world_size, len(start.ranks))
@@ -207,10 +208,11 @@ def _startup_rows(
 def _training(
     spans: Sequence[training_spans.Span], begin: float, end: float, *, hung: bool, stopped: bool, state: str
 ) -> tuple[list[Segment], int]:
-    """Return the segments of the recorded spans from `begin` to `end`, and the step from which training continued.
+    """Return the segments between `begin` and `end`, from the recorded spans, and the step from which training
+    continued.
 
     hung: whether a hang was reported.
-    stopped: whether the program of a rank ended with status 0.
+    stopped: whether the program of a rank exited with status 0.
     state: the state of the allocation in sacct.
     """
     segments: list[Segment] = []
@@ -229,12 +231,12 @@ def _training(
         if number + 1 < len(spans):
             until = min(max(at, spans[number + 1].begin), end)
         row = ROW_OF_SPAN.get(one.what, ledger.PHASES)
-        if row == ledger.KEPT and number > stepped:  # the exit waits for a save in the background
+        if row == ledger.KEPT and number > stepped:  # before its exit, the program waits for a save in the background
             row = ledger.END
         if row == ledger.RESTORE:
             resumed = max(resumed, one.last)
         if row == ledger.FIRST and number + 1 < len(spans) and spans[number + 1].what == training_spans.STEPS:
-            # A usual step's time of the first step is a step.
+            # The end of the first step, as long as a usual step, counts as a step.
             cut = max(at, until - usual)
             segments += _first(segments, at, cut)
             first = spans[number + 1].first
@@ -250,10 +252,10 @@ def _training(
 
 
 def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]:
-    """Return the segments from `begin` to `end`: building the model, and the extra time that the first step took.
+    """Return the segments before the first step: building the model, and the extra time of the first step.
 
-    If `before` already contains the building of the model, return only the second segment. Otherwise the boundary
-    between the two is uncertain.
+    No record shows the boundary between the two. If `before` already contains the building of the model, return only
+    the extra time.
     """
     if any(one.row in (ledger.INIT, ledger.RESTORE) for one in before):
         return [Segment(ledger.FIRST, exact(begin), exact(end))]
@@ -262,7 +264,7 @@ def _first(before: Sequence[Segment], begin: float, end: float) -> list[Segment]
 
 
 def tail(what: str, begin: float, end: float, usual: float, *, hung: bool, stopped: bool, state: str) -> list[Segment]:
-    """Return the segments after the last recorded span: a hang, or an interrupted step and the end.
+    """Return the segments after the last recorded span: a hang, or an unfinished step and then the end.
 
     what: what the rank did in that span.
     usual: how many seconds a step usually takes.

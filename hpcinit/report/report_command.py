@@ -1,4 +1,4 @@
-"""`hpcinit report RUN | JOB | FOLDER | --since 30d`: where the charged time of runs went, and how their starts went."""
+"""`hpcinit report RUN | JOB | FOLDER | --since 30d`: shows how runs used the charged time, and how they started."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from hpcinit.report.ledger import Allocation, Amount, Ledger, Start
 
 DURATION = re.compile(r"(\d+)([hdw])")
 HOURS = {"h": 1, "d": 24, "w": 168}
-MOST_STARTS = 3  # more start-up tables are only in the JSON document
-MOST_RUNS = 15  # with --since, the runs that are listed
+MOST_STARTS = 3  # most start-up tables in the text; the JSON document contains all
+MOST_RUNS = 15  # most runs that --since lists
 
 
 def document(found: Ledger) -> dict[str, Any]:
-    """Return the ledger as a JSON document. Its seconds are elapsed time: multiply them by `gpus` for GPU-seconds."""
+    """Return the ledger as a JSON document. Its seconds are wall-clock time. Multiply them by `gpus` to get
+    GPU-seconds.
+    """
     loss = advice.largest(found)
     unit_s = found.unit_s / found.charged_s if found.charged_s else 1.0
     return {
@@ -91,7 +93,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console_module.parse_arguments(parser(), list(argv))
     if options.since and options.run:
-        raise RequestError(f"--since {options.since} and {options.run!r}: name a run, or use --since for all runs")
+        raise RequestError(
+            f"--since {options.since} reports on all runs, so it cannot be combined with {options.run!r}: remove one "
+            "of them"
+        )
     found = _since(options.since, options.runs_dir) if options.since else [_one(options.run, options.runs_dir)]
     whole = found[0] if len(found) == 1 and not options.since else _together(found, f"runs of {options.since}")
     if options.svg:
@@ -126,7 +131,7 @@ def _one(word: str, runs_dir: Path) -> Ledger:
 
     `word` is a run's name, folder or job id, or the path of a job's logs. Raise RequestError if it is none of these.
     """
-    from hpcinit.report import read_job  # noqa: PLC0415 - only for what may be no run
+    from hpcinit.report import read_job  # noqa: PLC0415 - only for jobs that hpcinit did not submit
 
     if (foreign := read_job.find(word)) is not None:
         return foreign
@@ -146,8 +151,9 @@ def _one(word: str, runs_dir: Path) -> Ledger:
     if not found.allocations:
         record = job_record.submission(path)
         raise RequestError(
-            f"no start-up timeline in {path / run_folder.TIMELINE}: job {record['job_id']} has not started yet, its "
-            f"ranks could not write there (see hpcinit why), or an older hpcinit submitted it"
+            f"{path / run_folder.TIMELINE} contains no start-up timeline, so there is nothing to report. Possible "
+            f"reasons: job {record['job_id']} has not started, its ranks could not write to this folder (check with: "
+            f"hpcinit why {path.name}), or an old version of hpcinit submitted the run"
         )
     return found
 
@@ -167,7 +173,7 @@ def _since(text: str, runs_dir: Path) -> list[Ledger]:
     ]
     found = [one for one in _ledgers(tasks) if one.allocations]
     if not found:
-        raise RequestError(f"no run in {runs_dir.absolute()} that started was submitted in the last {text}")
+        raise RequestError(f"nothing to report: no run of the last {text} in {runs_dir.absolute()} has started")
     return found
 
 
@@ -209,7 +215,7 @@ def _print_one(found: Ledger) -> None:
         return
     _print(pictures.lines(found), pictures.attempt_lines(found))
     if len(reports) > MOST_STARTS:
-        print(f"\nstart-up of the last of {len(reports)} attempts (all: --json)")
+        print(f"\nstart-up of the last of {len(reports)} attempts (for all of them: --json)")
         reports = reports[-1:]
     for report in reports:
         _print([""], startup_table.report_lines(report))

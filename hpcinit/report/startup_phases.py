@@ -10,7 +10,7 @@ from itertools import pairwise
 from hpcinit.base.text import rank_names
 from hpcinit.records.timeline import EVENTS, Attempt
 
-NOT_OF_A_NODE = ("submitted", "allocated")  # by the clocks of the login node and of Slurm's controller
+NOT_OF_A_NODE = ("submitted", "allocated")  # events with times of the login node and of Slurm's controller
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Clock:
 
 
 def clock_offsets(attempt: Attempt) -> dict[str, Clock]:
-    """Return the clock offset of each host, relative to rank 0's node. Hosts whose offset is unknown are omitted.
+    """Return the clock of each host. Omit a host if the rendezvous measured no offset to rank 0's node
+    (rendezvous/protocol.py).
 
-    The rendezvous measures it on each rank (rendezvous/protocol.py). Of the ranks of a host, the most exact measurement
-    counts. If the clock may be right, its offset is 0.
+    Use the measurement with the smallest error. If the offset is smaller than its error, use 0.
     """
     found = {}
     measured = [(rank.clock[1], rank.clock[0], rank.host) for rank in attempt.ranks if rank.clock]
@@ -48,7 +48,7 @@ def corrected(attempt: Attempt, clocks: Mapping[str, Clock]) -> Attempt:
     return replace(attempt, ranks=tuple(ranks))
 
 
-# The event that ends a phase: the phase's name, and whether a rank mostly waits for others in it.
+# For each event that ends a phase: the phase's name, and whether a rank mostly waits for others in this phase.
 NAMES = {
     "allocated": ("queue", False),
     "started": ("Slurm starts the task", False),
@@ -103,7 +103,7 @@ class Phase:
 
     @property
     def spread(self) -> float:
-        """Return how many seconds after the first rank the last rank ended the phase."""
+        """Return the seconds between the first and the last rank that completed this phase."""
         ends = [self.start[rank] + took for rank, took in self.took.items()]
         return max(ends) - min(ends)
 
@@ -180,9 +180,9 @@ def slow_phases(report: Report, phase: Phase) -> list[SlowPhase]:
 
 
 def waited_for(report: Report, phase: Phase) -> tuple[SlowPhase, float] | None:
-    """Return the rank for which all others waited in this phase, and how many seconds it was behind the median rank.
+    """Return the rank for which all others waited in this phase, and how many seconds it started after the median rank.
 
-    Return None if the delay is short, or if ranks do not wait for all others in this phase.
+    Return None if the delay is short, or if the ranks do not wait for each other in this phase.
     """
     if phase.ends != "store" or len(phase.start) < 2:
         return None

@@ -52,9 +52,9 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def timeout(report: Report) -> str:
-    """Return a line with the formula of the start-up timeout and how long a rank waited at most.
+    """Return a line that shows how the start-up timeout was computed, and the longest wait of a rank.
 
-    Return '' if the formula is unknown.
+    Return '' if the calculation is unknown.
     """
     attempt = report.attempt
     if not attempt.formula:
@@ -67,11 +67,11 @@ def timeout(report: Report) -> str:
 
 
 def clock_lines(report: Report) -> str:
-    """Return a line about corrected clocks, and about nodes whose clock was not measured, or ''."""
+    """Return a line about the nodes with a corrected clock or an unknown clock, or '' if there are none."""
     parts = []
     if off := {host: clock for host, clock in report.clocks.items() if clock.offset_s}:
         worst = max(off, key=lambda host: abs(off[host].offset_s))
-        largest = f"{worst} by {-off[worst].offset_s:+.3f} s, to within {seconds(off[worst].within_s)}"
+        largest = f"{worst} by {-off[worst].offset_s:+.3f} s, accurate to {seconds(off[worst].within_s)}"
         count = f"corrected the clock{'s' * (len(off) > 1)} of {counted(len(off), 'node')}"
         parts.append(f"{count} (relative to rank 0's node), the largest difference: {largest}")
     if unknown := sorted(set(report.hosts.values()) - report.clocks.keys()):
@@ -159,13 +159,13 @@ def _job_and_restart(attempt: Attempt) -> str:
 
 
 def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
-    """Return `attempt` with the time of its submission.
+    """Add the time of submission to each rank of `attempt`.
 
-    If `submitted` is None or after the start of the job, return the attempt unchanged. Slurm may start a job before its
-    submission is recorded, and such a job has no queue time.
+    If this time is unknown or later than the start of the job, change nothing. Slurm may start a job before its
+    submission is recorded.
 
-    Slurm 24.11 gives the start in whole seconds (SLURM_JOB_START_TIME). The start may therefore appear to be up to a
-    second before the submission. In this case, use the start as the time of submission.
+    Slurm 24.11 rounds the start down to a second. So if the job was submitted in the same second, the start is used as
+    the time of submission.
     """
     if submitted is None:
         return attempt
@@ -187,5 +187,8 @@ def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
 
 
 def _number(job: str) -> str:
-    """Return `job`, or TASK for an array task such as '18_1', because the ranks of the task use another job id."""
+    """Return the job id that the ranks of `job` record. For an array task, such as '18_1', return TASK.
+
+    The ranks of an array task record another job id, such as 19.
+    """
     return TASK if "_" in job else job

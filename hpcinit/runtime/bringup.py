@@ -1,4 +1,4 @@
-"""The functions that training code calls to start and end its use of hpcinit: init, shutdown and session."""
+"""The functions with which training code starts and ends its process group: init, shutdown and session."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ from hpcinit.world import World, launchers
 def destroy_process_groups(timeout: timedelta, device: torch.device | None = None) -> None:
     """Destroy all of torch's process groups. If that takes longer than `timeout`, print a warning and return.
 
-    After such a timeout, this process cannot create another group. At its end, it exits with os._exit, because the
-    normal shutdown of the interpreter would wait for threads inside the group
-    (https://github.com/pytorch/pytorch/issues/119250).
+    After such a timeout, this process cannot create another group. It later exits with os._exit, because a normal exit
+    would wait forever for the group's threads (https://github.com/pytorch/pytorch/issues/119250).
     """
     if state.stuck_group or not dist.is_initialized():
         return
@@ -63,10 +62,10 @@ def destroy_process_groups(timeout: timedelta, device: torch.device | None = Non
     thread.join(timeout.total_seconds())
     if thread.is_alive():
         state.stuck_group = (
-            f"the process group was not destroyed within {timeout.total_seconds():g} s: a peer is dead or hangs; "
+            f"the process group was not destroyed within {timeout.total_seconds():g} s: another rank died or hangs; "
             "find the rank that failed first"
         )
-        say(f"warning: {state.stuck_group}. This process continues without it and will exit with status 1")
+        say(f"warning: {state.stuck_group}. This process continues without the group and will exit with status 1")
     elif raised:
         raise raised[0]
 
@@ -115,23 +114,23 @@ def init(
     """Initialize this rank's process group and return its Runtime. Every rank must call it.
 
     If you omit an argument, hpcinit uses the value in the submission's config, or else the default below. A second call
-    with the same arguments returns the same object. If the program has already created a process group, hpcinit uses
-    that group if it matches the arguments, and never destroys it.
+    with the same arguments returns the same object. If the program has already created a process group that matches the
+    arguments, hpcinit uses this group and never destroys it.
 
     Args:
         backend: the backend for tensors on this rank's device, or one per device type as in 'cpu:gloo,cuda:nccl'.
             With the latter, a rank without a GPU uses only cpu:gloo. Default: nccl on GPUs, gloo on CPUs.
-        timeout: time limit of the start-up. Default: grows with the number of nodes, and ends before the job does.
+        timeout: time limit of the start-up. Default: depends on the number of nodes and on the job's remaining time.
         collective_timeout: time limit of each collective after the start-up. Default: torch's, 600 s with nccl and
             1800 s with gloo.
         device_id: whether to bind the group to this rank's device: 'never', 'auto' or 'always'. Default: 'never'.
         deepspeed: also initialize DeepSpeed's communication. Default: only if the wrapper needs it.
         layout: how the ranks are divided into dimensions. Default: plain data parallelism.
         batch: samples per step. Default: micro batches of 1.
-        training: what run.wrap() does. Default: DDP.
+        training: how run.wrap() distributes the model. Default: DDP.
         seed: seed of the run, 0 to 2**63 - 1. Default: 0.
-        seed_by: 'same' (every rank gets `seed`), 'rank' or 'data' (each rank or data share gets its own seed).
-            Default: 'same'.
+        seed_by: 'same': every rank gets `seed`. 'rank': each rank gets a different seed. 'data': each data parallel
+            rank gets a different seed. Default: 'same'.
         deterministic: use deterministic algorithms, which are slower. Default: False.
         started_by: name of the launcher that started this process. Default: detected from the environment.
 
@@ -175,7 +174,7 @@ def _first_init(request: Request) -> Runtime:
         runtime = state.runtime = _bring_up(request, world, spec, folder)
     except BaseException:
         if not adopted:  # so that a second call can start over
-            # Without a group the rendezvous is still needed, for ranks that have not connected yet.
+            # Without a group, keep the rendezvous, because ranks may still have to connect to it.
             if dist.is_initialized():
                 startup.leave_rendezvous()
             _destroy(None, deepspeed_started=True, timeout=SHUTDOWN)
@@ -233,10 +232,10 @@ def _bring_up(request: Request, world: World, spec: Spec | None, folder: Path | 
 def _group(
     world: World, spec: Spec | None, plan: Plan, recorded: Mapping[str, object]
 ) -> tuple[frozenset[ProcessGroup] | None, str]:
-    """Create torch's default process group, or adopt the program's.
+    """Create torch's default process group, or use the one that the program has created.
 
-    Return the groups that the program created before (None if hpcinit creates the default group), and a note for the
-    log.
+    Also return a note for the log. If hpcinit created the group, the first value is None. Otherwise it contains the
+    program's groups.
     """
     if not dist.is_initialized():
         device = plan.device, plan.binding.device
@@ -249,16 +248,20 @@ def _group(
 
 
 def _settle(plan: Plan, keep: bool) -> timedelta:
-    """Set the timeout of collectives, and check all settings of the group. Return the timeout that now applies.
+    """Set the timeout of collectives, and check the settings of the group. Return the timeout.
 
-    keep: whether to leave the timeout unchanged, because the program created the group and requested no other timeout.
+    keep: whether to leave the timeout as it is. This is for the program's own group without collective_timeout.
     """
     changed = False if keep else process_group.set_timeout(plan.collective_timeout)
     bound = plan.binding.device or process_group.bound_to()
     process_group.verify(plan.device, plan.backends, plan.collective_timeout if changed else None, bound)
     found = process_group.timeout_of(plan.device) or plan.timeout
     if not changed and not keep:
-        say(f"warning: backend {plan.backend} cannot change its timeout: collectives keep {found}")
+        wanted = plan.collective_timeout.total_seconds()
+        say(
+            f"warning: collectives time out after {found.total_seconds():g} s, not {wanted:g} s: "
+            f"torch cannot change the timeout of backend {plan.backend}"
+        )
     return found
 
 
@@ -276,9 +279,9 @@ def _by_device(plan: Plan) -> str:
 def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     """Destroy the process group and reset DeepSpeed's module state. Afterwards, init() can be called again.
 
-    shutdown() runs automatically at exit. A second call, or a call without init, does nothing. A group that the program
+    hpcinit calls shutdown() at exit. A second call, or a call without init(), does nothing. A group that the program
     created is not destroyed. If a dead or hanging rank delays the shutdown for longer than `timeout`, print a warning
-    and return. After that, this process cannot create another group, and exits with status 1.
+    and return. After that, this process cannot create another group, and will exit with status 1.
 
     Args:
         timeout: how long destroying the group may take.
@@ -288,7 +291,7 @@ def shutdown(timeout: timedelta = SHUTDOWN) -> None:
     ended, state.runtime = state.runtime, None
     atexit.unregister(shutdown)
     if state.background_saves is not None:
-        with phase.during("saving"):  # also after SIGTERM, until Slurm's grace time is over
+        with phase.during("saving"):  # in a save, the rank survives SIGTERM until Slurm kills it
             state.background_saves.close(ended.checkpoint_timeout / 2)
     startup.leave_rendezvous()
     ended._session.close()
@@ -301,9 +304,9 @@ def _destroy(
     timeout: timedelta,
     device: torch.device | None = None,
 ) -> None:
-    """Destroy the groups that hpcinit created.
+    """Destroy the groups that hpcinit created, and clear DeepSpeed's references to them.
 
-    kept: the groups that the program created, or None if hpcinit created the default group.
+    kept: the program's groups, which are not destroyed. None: destroy all groups.
     deepspeed_started: whether hpcinit also initialized DeepSpeed.
     """
     if kept is None or deepspeed_started:
@@ -327,7 +330,7 @@ def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextMan
         try:
             yield runtime
         except BaseException as error:
-            program.record(error, runtime.world)  # before its peers report that the group is gone
+            program.record(error, runtime.world)  # before shutdown(), which makes the other ranks fail, too
             raise
         finally:
             shutdown()
@@ -337,7 +340,7 @@ def _as_session(start: Callable[_P, Runtime]) -> Callable[_P, AbstractContextMan
 
 
 session = _as_session(init)
-"""Return a context manager that calls init() with the same arguments, and shutdown() however the block ends.
+"""Return a context manager that calls init() with the same arguments, and shutdown() at the end, even after an error.
 
     with hpcinit.session() as run:
         print(run.rank)

@@ -1,7 +1,7 @@
-"""Chooses this rank's device, its backend and the CPUs near the device, unless the launcher has already bound the rank.
+"""Chooses this rank's device and backend, and binds the rank to the CPUs near its device.
 
-The kernel lists the near CPUs in /sys/bus/pci/devices/<address>/numa_node and local_cpulist. Threads and data loader
-workers that start later inherit this choice of CPUs.
+If the launcher has already bound the rank to CPUs, the binding is not changed. The kernel lists the CPUs near a device
+in /sys/bus/pci/devices/<address>/local_cpulist. Threads and data loader workers that start later inherit the binding.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ def choose(world: World, env: Mapping[str, str] = os.environ) -> torch.device:
 
     Without an accelerator, use the CPU.
 
-    The device's index counts only the devices that this process sees. If the rank has private devices
-    (--gpus-per-task), the index is 0. Otherwise it is the local rank's position in the list of devices that the ranks
-    of the node share.
-
-    Raise BringUpError, on every rank of the node, if there are more ranks than devices.
+    If the rank sees only its own devices (--gpus-per-task), use the first one. If the ranks of a node share a list of
+    devices, use the device whose index is the local rank. If there are more ranks than devices, every rank of the node
+    raises BringUpError.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -48,8 +46,8 @@ def unseen(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     built = ", ".join(f"{name} {version}" for name, version in kinds.items() if version) or "CPUs only"
     return (
-        f"this rank runs on the CPU: torch {torch.__version__} (built for {built}) finds no accelerator, although "
-        f"{', '.join(given)}. Install a torch build for this cluster's devices, or request no devices"
+        f"warning: this rank runs on the CPU, although {', '.join(given)}: torch {torch.__version__} (built for "
+        f"{built}) finds no accelerator. Install a torch build for this cluster's devices, or request no devices"
     )
 
 
@@ -63,7 +61,7 @@ def backend(device: torch.device, asked: str = "auto") -> str:
     name = asked if asked != "auto" else torch.distributed.get_default_backend_for_device(device)
     if name == "nccl" and device.type == "cpu":
         raise BringUpError(
-            f"backend nccl needs a GPU, and torch {torch.__version__} finds none here; use comm.backend=auto or gloo"
+            f"backend nccl needs a GPU, but torch {torch.__version__} finds none here; set comm.backend=auto or gloo"
         )
     if not torch.distributed.is_backend_available(name):
         here = ", ".join(each for each in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(each))
@@ -76,8 +74,8 @@ def backend(device: torch.device, asked: str = "auto") -> str:
 def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
     """Return the backend for each device type, for a request such as 'nccl' or 'cpu:gloo,cuda:nccl'.
 
-    Device types that this rank doesn't have are omitted. Without a GPU, the second request results in {'cpu': 'gloo'}.
-    Raise BringUpError if a backend is not available, or if there is none for `device`.
+    Without a GPU, 'cpu:gloo,cuda:nccl' results in {'cpu': 'gloo'}. Raise BringUpError if a backend is not available, or
+    if `asked` has no backend for `device`.
     """
     if ":" not in asked:
         return {device.type: backend(device, asked)}
@@ -87,20 +85,20 @@ def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
         raise BringUpError(f"backend is {asked!r}, expected one name, or pairs such as cpu:gloo,cuda:nccl") from None
     if device.type not in pairs:
         raise BringUpError(
-            f"backend is {asked!r}, which has no backend for this rank's device {device}: add {device.type}:"
-            f"{torch.distributed.get_default_backend_for_device(device)}"
+            f"backend is {asked!r}, which names none for this rank's device {device}: add "
+            f"{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
         )
     return {kind: backend(torch.device(kind), name) for kind, name in pairs.items() if kind in {"cpu", device.type}}
 
 
 def for_deepspeed(device: torch.device) -> None:
-    """Make DeepSpeed use `device` as this rank's device, even if its index is not LOCAL_RANK.
+    """Make DeepSpeed use `device`, even if its index is not LOCAL_RANK.
 
-    DeepSpeed (0.19) assumes that LOCAL_RANK is the index of the device: in the engine, zero.Init, pipeline modules and
-    inference. After this call, DeepSpeed's accelerator object uses `device` if it is called with the index LOCAL_RANK.
-    Other indices and torch.devices are passed on unchanged. The variable LOCAL_RANK stays unchanged, because DeepSpeed
-    and programs also use it as the local rank. Call this before deepspeed.initialize or zero.Init. A second call, even
-    for another device, is allowed.
+    DeepSpeed (0.19) uses LOCAL_RANK as the index of the device. This function patches DeepSpeed's accelerator object,
+    so that the index LOCAL_RANK means `device`. It does not change LOCAL_RANK itself, because programs also use it as
+    the local rank.
+
+    Call this before deepspeed.initialize or zero.Init. You may call it again with another device.
     """
     if device.type == "cpu":
         return
@@ -152,9 +150,9 @@ def bind_cpus(
 ) -> str:
     """Bind this process to its share of the CPUs near `device`. Return a sentence for the log, even if nothing changed.
 
-    Ranks that share a list of devices divide the CPUs of a NUMA node by local rank, in whole cores. A rank that sees
-    only its own devices gets all CPUs of the NUMA node, because it cannot see which other ranks use them. If
-    OMP_NUM_THREADS is not set, torch's number of threads is lowered to the number of CPUs. This function never raises.
+    If the ranks of a node share a list of devices, ranks on the same NUMA node divide its cores among them. A rank that
+    sees only its own devices gets all CPUs of the NUMA node, because it cannot see which other ranks use them. If
+    OMP_NUM_THREADS is not set, use at most as many torch threads as CPUs. This function never raises.
     """
     if not hasattr(os, "sched_getaffinity"):
         return "CPU affinity left unchanged: this system has no sched_setaffinity"
@@ -190,14 +188,16 @@ def _reason_to_leave(
 def _near_cpus(
     world: World, device: torch.device, allowed: set[int], sysfs: Path, env: Mapping[str, str]
 ) -> tuple[set[int], str]:
-    """Return this rank's CPUs and a description of their location. Raise ValueError if the location is unknown."""
+    """Return this rank's CPUs and where they are, for the log. Raise ValueError if the kernel does not report it."""
     address = pci_address(device)
     if not address:
         raise ValueError(f"torch {torch.__version__} does not report the PCI address of {device}")
     node = _numa_node(address, sysfs)
     near = numbers((sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()) & allowed
     if node < 0 or not near:
-        raise ValueError(f"the kernel reports no NUMA node or no usable CPU for {device} at {address}")
+        raise ValueError(
+            f"the kernel reports no NUMA node for {device} at {address}, or this process may use none of its CPUs"
+        )
     where = f"NUMA node {node}, near {device}"
     if _has_its_own(world, device, env):
         return near, f"{where}, possibly shared with other ranks"
@@ -212,7 +212,7 @@ def _has_its_own(world: World, device: torch.device, env: Mapping[str, str]) -> 
 
 
 def _node_of(rank: int, device: torch.device, sysfs: Path) -> int:
-    """Return the NUMA node of the device that local rank `rank` uses. All ranks must share one list of devices."""
+    """Return the NUMA node of local rank `rank`'s device, if all ranks of the node see the same devices."""
     return _numa_node(pci_address(torch.device(device.type, rank)), sysfs)
 
 

@@ -1,10 +1,7 @@
 """Records each optimizer step in a rank of `hpcinit drill`, and blocks changes to files outside of the drill's folder.
 
-Invariant: the program computes exactly what it computes without this module. Nothing here draws a random number or
-changes a tensor. Only one thing is different: a write to a file outside of the drill's folder raises PermissionError
-before anything is written.
-
-Limitation: if the program writes files without Python, for example in compiled code, this module does not notice.
+This module must not change what the program computes, so it never draws random numbers or changes tensors. But writing
+a file outside of the drill's folder raises PermissionError. Files that compiled code writes directly are not blocked.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def install(folder: Path, rank: int) -> None:
 
     Call this before the program runs.
     """
-    sys.dont_write_bytecode = True  # beside modules outside of the drill's folder
+    sys.dont_write_bytecode = True  # Python would write it outside of the drill's folder
     sys.addaudithook(_Guard(folder).on_event)
     with contextlib.suppress(ImportError):
         import torch  # noqa: PLC0415 - not every program has it
@@ -62,7 +59,7 @@ class _Guard:
 
     def __init__(self, folder: Path) -> None:
         self.report = folder / drill_records.OUTSIDE
-        # A program may write caches, which are below a hidden folder of the home directory, and Python its own.
+        # Caches are also allowed, because programs need them: see _look().
         self.allowed = (str(folder.parent.resolve()), "/proc", "/sys")
         self.home = str(Path.home().resolve())
         self.reported: set[str] = set()
@@ -80,9 +77,9 @@ class _Guard:
             self._wait(os.path.realpath(os.fsdecode(target)), torn=bool(flags & (os.O_TRUNC | os.O_EXCL)))
 
     def _wait(self, path: str, torn: bool) -> None:
-        """Wait until the drill has copied the files as they are just before this rank changes one of them.
+        """Before this rank changes the file `path`, wait until the drill has copied the program's files.
 
-        torn: whether the file is written from its start, so that a kill leaves only a part of it.
+        torn: whether the rank rewrites the whole file. If the rank is killed then, the file is incomplete.
         """
         if not path.startswith(f"{self.report.parent.parent.resolve()}/now/"):
             return
@@ -123,7 +120,7 @@ class _Guard:
             self.reported.add(real)
             drill_records.append(self.report, {"path": real, "action": event, "refused": refused})
         if refused:
-            raise PermissionError(f"hpcinit drill: {real} is outside the drill's folder; the write was blocked")
+            raise PermissionError(f"hpcinit drill blocked a change of {real}, because it is outside the drill's folder")
 
 
 def _guard_torch_save(torch: Any) -> None:
@@ -149,7 +146,7 @@ def _guard_torch_save(torch: Any) -> None:
 
 def _record_steps(torch: Any, path: Path) -> None:
     batch = [0, 0]  # checksum and number of inputs
-    optimizers, pending = _Optimizers(path), list[dict[str, Any]]()  # pending: a step that perhaps counts
+    optimizers, pending = _Optimizers(path), list[dict[str, Any]]()  # pending: a step that may count
     before_forward: list[dict[str, Any]] = []  # the random states before the first forward pass of this step
     generators = _Generators(torch)
     loaders = _Loaders(generators)
@@ -187,14 +184,14 @@ def _record_steps(torch: Any, path: Path) -> None:
             return
         counts = optimizers.counts(optimizer)
         inputs, batch[:] = tuple(batch), [0, 0]
-        # A forward pass with other data can draw other numbers.
+        # Record the states before the forward pass: with other data, the pass may draw other random numbers.
         drawn = before_forward.pop() if before_forward else None
         if counts is False:
             return
-        with contextlib.suppress(Exception), torch.no_grad():  # a record less must not end the program
+        with contextlib.suppress(Exception), torch.no_grad():  # a failed record must not end the program
             parameters, states = _tensors(torch, [optimizer, *optimizers.in_use()])
             numbers: dict[str, float] = {}
-            with contextlib.suppress(Exception):  # of an attribute that is computed
+            with contextlib.suppress(Exception):  # a property may raise any exception
                 numbers = variables.read(parameters)
             record = {
                 "at": os.fstat(1).st_size,
@@ -221,27 +218,27 @@ def _record_steps(torch: Any, path: Path) -> None:
 
 
 class _Optimizers:
-    """The optimizers of the program. Only the steps of one of them count, so that each training step counts once.
+    """Decides which steps count as training steps, if a program has several optimizers.
 
-    All attempts count the optimizer that made the first step of the drill. A program may create another optimizer for
-    its next phase, such as the next fold of a cross-validation. That one replaces the counted optimizer when it makes
-    two steps in a row.
+    Only one optimizer counts: at first, the one that made the first step of the drill. A program may create another one
+    later, for example for the next fold of a cross-validation. Its steps count as soon as it makes two in a row. Then
+    the old optimizer no longer counts.
 
     path: the file of this rank's steps.
     known: all optimizers, in the order in which the program created them.
-    replaced: whether the last step showed that its optimizer replaces the counted one.
+    replaced: whether the last step made a new optimizer count.
     """
 
     def __init__(self, path: Path) -> None:
         self._kept = path.parent.parent / f"{path.stem}.optimizer"
         self.known: list[weakref.ref[Any]] = []
         self.replaced = False
-        self._counted = self._waiting = -1  # their numbers
+        self._counted = self._waiting = -1  # positions in `known`; -1: none
         self._together = 0  # how many optimizers existed at the last step of the counted one
-        self._old: set[int] = set()  # those that were replaced
+        self._old: set[int] = set()  # positions of the replaced optimizers
 
     def counts(self, optimizer: Any) -> bool | None:
-        """Return whether this step counts, or None if the next step will show it."""
+        """Return whether this step of `optimizer` counts, or None if that depends on the next step."""
         number = next((number for number, one in enumerate(self.known) if one() is optimizer), 0)
         self.replaced = False
         if self._counted < 0:
@@ -280,9 +277,9 @@ def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any
 
 
 def _is_of_a_load() -> bool:
-    """Return whether torch itself takes this optimizer step, while it loads an optimizer's state.
+    """Return whether torch makes this optimizer step while it loads an optimizer's state.
 
-    torch takes such a step with lr 0, so that the optimizer creates its state.
+    torch makes the step with lr 0, to create the state.
     """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
@@ -312,7 +309,7 @@ def _random_states(torch: Any) -> dict[str, int]:
 
 
 class _Loaders:
-    """Notes which generators loaders and samplers use, and counts the passes over the training data."""
+    """Records which random generators the data loaders and samplers use, and counts passes over the training data."""
 
     def __init__(self, generators: _Generators) -> None:
         self.generators = generators
@@ -323,14 +320,14 @@ class _Loaders:
         self._note(data.RandomSampler, drill_records.SHUFFLE)
 
     def _note(self, kind: Any, name: str) -> None:
-        """Note when an object of this class is iterated."""
+        """At each iter() on an object of the class `kind`, record which random generator the object uses."""
         iterate = kind.__iter__
 
         def iterated(one: Any) -> Any:
             own = getattr(one, "generator", None)
             if own is None or own is self.generators.torch.default_generator:
                 self.uses[name] = 1
-            elif name == drill_records.SHUFFLE:  # a loader uses its generator only for the seeds of its workers
+            elif name == drill_records.SHUFFLE:  # skip a loader's generator, which only seeds its workers
                 self.generators.add(own)
             if name == drill_records.LOADER:
                 self.passes, self.may_be_evaluation = self.passes + 1, True
@@ -339,13 +336,13 @@ class _Loaders:
         kind.__iter__ = iterated
 
     def evaluates(self) -> None:
-        """Subtract the newest pass, because a model is called without gradients, as in an evaluation."""
+        """Stop counting the newest pass. It was an evaluation, because a forward pass ran without gradients."""
         self.passes -= self.may_be_evaluation
         self.may_be_evaluation = False
 
 
 class _Generators:
-    """Finds the random generators that the program itself created, and returns their states."""
+    """Finds the random generators that the program created itself, and records their states."""
 
     def __init__(self, torch: Any) -> None:
         self.torch, self.found, self.next, self.steps = torch, dict[int, Any](), 0, 0
@@ -362,10 +359,10 @@ class _Generators:
             self.next += 1
 
     def states(self, passes: int) -> dict[str, int]:
-        """Return the number of each generator, by a name that is made from its state.
+        """Return {checksum of its state: its number} for each generator that the program still uses.
 
-        The search for new generators is slow. It runs after 1, 2, 4, 8, ... steps, and at each new pass over the data,
-        but then without the attributes of objects.
+        The search for new generators is slow, so it runs only after 1, 2, 4, 8, ... steps. A new pass over the data
+        also starts a search, but a shorter one, which skips the attributes of objects.
         """
         self.steps += 1
         is_power = not self.steps & (self.steps - 1)
@@ -373,14 +370,14 @@ class _Generators:
             self.passes = passes
             for one in self._others(in_attributes=is_power):
                 self.add(one)
-        # One that only this table refers to is no longer used.
+        # Drop generators that only this table still refers to: the program no longer uses them.
         self.found = {number: self.found[number] for number in self.found if sys.getrefcount(self.found[number]) > 2}
         return {
             f"{drill_records.OWN}{zlib.crc32(self._text(one).encode())}": number for number, one in self.found.items()
         }
 
     def _others(self, in_attributes: bool) -> list[Any]:
-        """Return the generators that are not in the table, except for those of the libraries.
+        """Return the program's generators that are not in the table yet. Skip the default generators of libraries.
 
         in_attributes: also find each torch.Generator that is an attribute of an object. This takes 0.25 s instead of
             0.09 s in a program that has imported transformers.
@@ -389,7 +386,7 @@ class _Generators:
         if numpy := sys.modules.get("numpy"):
             shared.append(numpy.random.rand.__self__)
         known, kinds = {id(one) for one in [*shared, *self.found.values()]}, self.kinds()
-        found = gc.get_objects()  # no torch.Generator is among them
+        found = gc.get_objects()  # never contains a torch.Generator
         if in_attributes:
             found = gc.get_referents(*found)
         return [one for one in found if type(one) in kinds and id(one) not in known]

@@ -1,7 +1,8 @@
-"""Reads the program's numbers and copies of its weights for `hpcinit drill`, to name what a resume did not restore.
+"""Reads the program's variables for `hpcinit drill`, so that it can name those that a resume did not restore.
 
-It looks at the variables of the program's functions that run, at its modules, and at the attributes of their objects.
-It omits a function that calls locals(): before Python 3.13, reading its variables changes what locals() returned.
+It reads numbers and copies of the weights, in local variables of the running functions, in modules, and in attributes
+of objects. It skips functions that call locals(), because reading their variables would change what locals() returns
+(before Python 3.13).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ NOT_STATE = (ModuleType, type, FunctionType, BuiltinFunctionType, MethodType, Fr
 
 
 class Variables:
-    """The variables of a program.
+    """Reads the variables of a program.
 
-    folder: the files in it are the program's.
-    total: returns the sum of the absolute values of tensors.
+    folder: the folder with the program's source files.
+    total: a function that returns the sum of the absolute values of tensors.
     """
 
     def __init__(self, torch: Any, folder: str, total: Any) -> None:
@@ -32,7 +33,9 @@ class Variables:
     def read(self, weights: Sequence[Any]) -> dict[str, float]:
         """Return a name and a number for each variable: its value, its length, or the sum of its tensors.
 
-        The name of a copy of the weights starts with drill_records.COPY. weights: the parameters that are trained.
+        The names of copies of the weights start with drill_records.COPY.
+
+        weights: the trained parameters.
         """
         found: dict[str, float] = {}
         trained, shapes = {id(one) for one in weights}, {one.shape for one in weights}
@@ -75,7 +78,7 @@ class Variables:
                 if code.co_flags & inspect.CO_OPTIMIZED and not {"locals", "vars"} & {*code.co_names}:
                     variables = frame.f_locals
                     yield from [*variables.items()]
-                    if type(variables) is dict:  # before Python 3.13, the frame keeps it, and so all objects
+                    if type(variables) is dict:  # before Python 3.13, the frame keeps this dict and its objects alive
                         variables.clear()
                 if id(frame.f_globals) not in modules:
                     modules.add(id(frame.f_globals))
@@ -101,6 +104,6 @@ class Variables:
             return []
         if not isinstance(one, self.torch.nn.Module):
             return attributes
-        # The tensors and submodules of a module are in private attributes. The layers in a ModuleList are too many.
+        # A module has its tensors and submodules in private attributes. Skip a ModuleList, which has too many layers.
         submodules = [] if isinstance(one, self.torch.nn.ModuleList) else [*one.named_children()]
         return [(key, value) for key, value in attributes if key[:1].isalpha()] + submodules

@@ -1,6 +1,6 @@
-"""Reports locks that killed builds left in torch's folder of extensions. Later builds would wait for them forever.
+"""Warns about lock files that killed builds left in torch's folder of C++ extensions.
 
-torch up to 2.13 (utils/file_baton.py) waits as long as the lock file exists:
+A program with torch up to 2.13 (utils/file_baton.py) waits forever for such a lock:
 https://github.com/deepspeedai/DeepSpeed/issues/5205. hpcinit never removes a lock, because the process that builds may
 run in another container or on another node.
 """
@@ -17,12 +17,12 @@ from hpcinit.base.text import home
 from hpcinit.runtime.ops import VARIABLE
 
 TORCH_LOCK = "lock"
-KERNEL_LOCKS = "2.14"  # cpp_extension.py of torch 2.14.1 uses FileLock, of 2.13.0 FileBaton; 2.14.0 unchecked
-QUIET_S = 1800.0  # no build is running in a folder without changes for this long
+KERNEL_LOCKS = "2.14"  # torch 2.14.1 uses FileLock, and 2.13.0 uses FileBaton (cpp_extension.py); 2.14.0 is unchecked
+QUIET_S = 1800.0  # if a folder has not changed for this long, no build is running there
 
 
 def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Print a warning for each lock of a compiled extension whose build has probably ended without removing the lock.
+    """Print a warning for each lock file in an extension folder that has not changed for QUIET_S seconds.
 
     Call this on one rank per node.
     """
@@ -33,9 +33,9 @@ def report_abandoned(env: Mapping[str, str], say: Callable[[str], None]) -> None
             newest = max(each.stat(follow_symlinks=False).st_mtime for each in (path, *path.parent.iterdir()))
             if (age_s := time.time() - newest) > QUIET_S:
                 say(
-                    f"warning: {path.parent} contains a lock and has not changed for {age_s / 60:.0f} min. If the "
-                    "process that compiled this extension was killed, every program that loads the extension waits "
-                    f"forever for the lock. If nothing is being compiled there, remove the lock: rm {path}"
+                    f"warning: {path.parent} contains a lock and has not changed for {age_s / 60:.0f} min. If its "
+                    "compilation was killed, every program that loads this extension will wait forever. If nothing is "
+                    f"being compiled there now, remove the lock: rm {path}"
                 )
 
 

@@ -39,7 +39,7 @@ class Binding:
 def decide_device_id(policy: str, device: torch.device, world_size: int) -> Binding:
     """Decide whether to bind the process group to `device`.
 
-    Raise BringUpError if the policy requires it but it can't be bound.
+    Raise BringUpError if `policy` is 'always' and the device is the CPU, to which no group can be bound.
 
     policy: 'never', 'auto' or 'always'.
     """
@@ -49,7 +49,7 @@ def decide_device_id(policy: str, device: torch.device, world_size: int) -> Bind
     if policy == "auto":
         return Binding(None, f"no device_id: {against}") if against else Binding(device, f"device_id {device}")
     if device.type == "cpu":
-        raise BringUpError(f"comm.device_id=always is not possible: {against}; use auto or never")
+        raise BringUpError(f"comm.device_id=always does not work here: {against}; use auto or never")
     return Binding(device, f"device_id {device}, although {against}" if against else f"device_id {device}")
 
 
@@ -136,8 +136,8 @@ class Plan:
 def resolve(request: Request, world: World, spec: Spec | None, device: torch.device) -> Plan:
     """Return the settings for init(). Use the argument for a setting if it is given, else the spec, else a default.
 
-    Raise RequestError if a value is wrong or does not fit the ranks, and BringUpError if a backend or DeepSpeed is not
-    available.
+    Raise RequestError if a value is wrong or impossible with this number of ranks. Raise BringUpError if a backend or
+    DeepSpeed is not available.
     """
     training = _first(request.training, spec and spec.training, Training())
     comm = _comm(request, spec, training)
@@ -194,7 +194,7 @@ def _shown(value: object) -> str:
     return "not given" if value is None else str(value)
 
 
-# A process group that the program created is used if it matches the request, and never destroyed by hpcinit.
+# hpcinit uses a process group that the program created if the group matches the request, and never destroys it.
 
 
 def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
@@ -207,29 +207,29 @@ def adopt_process_group(world: World, plan: Plan) -> frozenset[ProcessGroup]:
     differences = [
         f"its {name} is {found}, {expected} {wanted}"
         for name, found, expected, wanted in (
-            ("rank", dist.get_rank(), f"{world.launcher} reports", world.rank),
-            ("world size", dist.get_world_size(), f"{world.launcher} reports", world.world_size),
+            ("rank", dist.get_rank(), f"but {world.launcher} reports", world.rank),
+            ("world size", dist.get_world_size(), f"but {world.launcher} reports", world.world_size),
             *(
-                ("backend", process_group.backend_on(kind) or "none", f"the request for {kind} is", wanted)
+                (f"backend for {kind}", process_group.backend_on(kind) or "none", "but init() requests", wanted)
                 for kind, wanted in plan.backends.items()
             ),
-            # A group that is bound to this rank's device, as DeepSpeed's are, is accepted without a request.
-            ("device_id", bound, "this rank's device is", wanted_bound or (bound and plan.device)),
+            # Even if the request does not bind the group, accept one bound to this rank's device, like DeepSpeed's.
+            ("device_id", bound, "but this rank's device is", wanted_bound or (bound and plan.device)),
         )
         if found != wanted
     ]
     if differences:
         raise BringUpError(
-            f"the existing process group, which hpcinit did not create, does not match the request: "
-            f"{'; '.join(differences)}. Call hpcinit.init() instead of creating the group, or request the same settings"
+            f"the program has created a process group that does not match its call of hpcinit.init(): "
+            f"{'; '.join(differences)}. Let hpcinit.init() create the group, or pass it the same settings"
         )
     return frozenset(c10d._world.pg_map)
 
 
 def leave_process_group(kept: frozenset[ProcessGroup]) -> None:
-    """Destroy only the process groups that hpcinit added later, such as those of a mesh.
+    """Destroy the process groups that hpcinit added, and keep the program's own.
 
-    kept: the groups that adopt_process_group() returned. They stay.
+    kept: the program's groups, which adopt_process_group() returned.
     """
     for group in [group for group in c10d._world.pg_map if group not in kept]:
         dist.destroy_process_group(group)

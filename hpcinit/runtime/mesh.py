@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hpcinit.base.errors import RequestError
 from hpcinit.records.layout import Layout
 
-# Combinations of dimensions: ranks with different samples (dp), ranks that share a sharded parameter (fsdp), and ranks
-# over which losses and gradients are averaged (loss). OpenRLHF's name for cp, with ring attention, is sp.
+# Combinations of dimensions. dp: ranks with different samples. fsdp: ranks that share a sharded parameter. loss: ranks
+# over which losses and gradients are averaged. sp: OpenRLHF's name for cp.
 COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
     "sp": ("cp",),
 }
-# With expert parallelism a data parallel dimension is split in two: ep, and the ranks that have the same experts.
+# Expert parallelism splits a data parallel dimension in two: ep, and edp_*. Ranks along edp_* have the same experts.
 SPLIT = {"dp_replicate": ("edp_replicate", "ep"), "dp_shard": ("edp_shard", "ep")}
 # The names that size(), group(), place() and a Mesh accept: dimensions, and combinations of them.
 NAMES = ("pp", "dp_replicate", "dp_shard", "edp_replicate", "edp_shard", "ep", "cp", "tp", *COMBINED)
@@ -50,7 +50,7 @@ def mesh_dimensions(layout: Layout) -> dict[str, int]:
 
 
 def _in_use(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the dimensions larger than 1, and the dimensions whose names start with edp_, whatever their size.
+    """Return the dimensions larger than 1, and all dimensions whose names start with edp_.
 
     An edp_ dimension shows from which data parallel dimension the ranks of `ep` are taken.
     """
@@ -58,11 +58,11 @@ def _in_use(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return the dimensions in `names` that together form `name`, or () if the size of `name` is 1."""
+    """Return those of the dimensions `names` that `name` consists of, or () if `name` has size 1."""
     if name in names:
         return (name,)
     parts = [each for part in COMBINED.get(name, (name,)) for each in (part, *SPLIT.get(part, ()))]
-    # Only one of the two data parallel dimensions is split; `ep` belongs to that one.
+    # Only one of the two data parallel dimensions is split, and `ep` is a part of that dimension.
     split = [pair[0] for pair in SPLIT.values() if pair[0] in names]
     if split and split[0] not in parts:
         parts = [each for each in parts if each != "ep"]
@@ -73,17 +73,17 @@ def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 class NotMade:
-    """A placeholder for the group that contains only this rank. Mesh.of_one() replaces it by a group."""
+    """A placeholder for the group that contains only this rank. Mesh.of_one() creates the group when it is needed."""
 
-    group_name = "the group of one rank, which is made at its first use"
+    group_name = "the group of one rank, which is created at its first use"
 
 
 class Mesh(DeviceMesh):
     """torch's DeviceMesh with all dimensions, plus the combinations and alternative names in NAMES.
 
-    `mesh["dp", "sp"]` is a mesh of two dimensions. `mesh.get_group("tp")` is this rank's group; if the dimension has
-    size 1, the group contains only this rank. `dp`, `fsdp` and `loss` are combinations, and `sp` is another name for
-    `cp`. A plain DeviceMesh has no alternative names for dimensions, and warns when a program selects a combination.
+    `mesh["dp", "sp"]` is a mesh of two dimensions. `mesh.get_group("tp")` is this rank's group. If the dimension has
+    size 1, this group contains only this rank. `dp`, `fsdp` and `loss` are combinations of dimensions, and `sp` is
+    another name for `cp`. A plain DeviceMesh does not know these names, and warns when you select a combination.
     """
 
     alone: DeviceMesh | None = None
@@ -91,9 +91,8 @@ class Mesh(DeviceMesh):
     def of_one(self) -> DeviceMesh:
         """Return a mesh that contains only this rank. It can be joined with other parts of this mesh.
 
-        Its group is created here, on the first call, and not in init(). To create it, a rank connects to rank 0's
-        store, and that store may be gone if rank 0 returned from init() first and failed. No other rank takes part, so
-        a rank can call this at any time.
+        The first call creates a process group, without the other ranks. init() does not create it, because a slow rank
+        needs rank 0's store for that, and rank 0 may have exited.
         """
         if self.alone is None:
             world = default.WORLD
@@ -116,7 +115,9 @@ class Mesh(DeviceMesh):
             return self
         used = [each for name in names if name in NAMES for each in _members(self, name)]
         if used != [name for name in self.mesh_dim_names or () if name in used]:
-            raise KeyError(f"mesh dimensions {names}, expected each at most once, in the order {self.mesh_dim_names}")
+            raise KeyError(
+                f"mesh dimensions {names} overlap or are in the wrong order, expected the order {self.mesh_dim_names}"
+            )
         found = DeviceMesh._concatenate([self._one(name) for name in names])  # as fully_shard does, see mesh_part
         found._mesh_dim_names, found._root_mesh = names, self
         return found
@@ -124,7 +125,7 @@ class Mesh(DeviceMesh):
     def _one(self, name: str) -> DeviceMesh:
         """Return the mesh of one dimension or combination. Raise KeyError for an unknown name."""
         if name not in NAMES:
-            return self.part((name,))  # one that the program has flattened itself
+            return self.part((name,))  # a name that the program itself passed to _flatten()
         return mesh_part(self, name) or self.of_one()
 
     def part(self, names: tuple[str, ...]) -> DeviceMesh:
@@ -144,9 +145,8 @@ class Mesh(DeviceMesh):
 def build_mesh(layout: Layout, device: torch.device) -> Mesh:
     """Create the mesh with all dimensions, outermost first. The default process group must already exist.
 
-    All groups with several ranks are created here, because every rank must create them in the same order. Each
-    dimension larger than 1 has a group. A combination also has one, unless it has the same ranks as a dimension or
-    another combination.
+    This function creates all groups with several ranks, because every rank must create them in the same order. There is
+    one for each dimension larger than 1, and one for each combination of several such dimensions.
 
     layout: the parallelism, with every degree computed.
     """
@@ -195,7 +195,7 @@ def mesh_part(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def group(mesh: DeviceMesh, name: str) -> ProcessGroup:
-    """Return this rank's process group for a dimension or combination. If its size is 1, the group is this rank alone.
+    """Return this rank's process group for a dimension or combination. With size 1, it contains only this rank.
 
     Raise RequestError if NAMES does not contain the name.
     """

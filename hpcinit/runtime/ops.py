@@ -1,8 +1,7 @@
 """Compiles DeepSpeed's ops once into a folder that all jobs use, and loads them from there.
 
-Each build uses a private folder, which is renamed when the op is complete. So if a build is killed, later builds need
-not wait for it. A lock prevents two processes from compiling the same op. The kernel releases the lock when its process
-ends.
+Each build uses a private folder, and renames it when the op is complete. A lock prevents two processes from compiling
+at the same time. If a build is killed, the kernel releases its lock, so later builds do not wait forever.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from hpcinit.base.text import home
 from hpcinit.base.versions import installed
 from hpcinit.deepspeed import deepspeed_ops
 
-BUILT = ".hpcinit-built"  # in an op's folder: hpcinit has built it
-LOCK = ".hpcinit-build"  # contains the process that has built last
+BUILT = ".hpcinit-built"  # marks an op's folder: hpcinit has built this op
+LOCK = ".hpcinit-build"  # contains the host and pid of the last process that compiled ops
 PART = ".hpcinit-part-"
 SHARED_MEMORY = "deepspeed_shm_comm"
 VARIABLE = "TORCH_EXTENSIONS_DIR"
@@ -41,8 +40,8 @@ def environment() -> str:
     """Return a folder name that identifies everything on which a compiled op depends.
 
     An example is 'py311-torch2.13.0-cpu-deepspeed0.19.8-x86_64-1f2e3d'. The last part is a hash of the processor's
-    features, because DeepSpeed compiles with -march=native: an op that was built on a newer login node would fail with
-    "Illegal instruction" on an older compute node.
+    features. DeepSpeed compiles with -march=native, so an op that was built on a newer processor can fail on an older
+    one with "Illegal instruction".
     """
     import torch  # noqa: PLC0415 - takes seconds to import
 
@@ -117,7 +116,7 @@ def build(names: Sequence[str], root: Path, say: Say = console.say) -> None:
         with _one_builder(root, say) as part:
             for name in names:
                 if (root / name).exists():
-                    whose = "" if (root / name / BUILT).exists() else ", not by hpcinit; remove it to build it again"
+                    whose = "" if (root / name / BUILT).exists() else ", not by hpcinit; to build it again, remove it"
                     say(f"{name}: already built in {root}{whose}")
                 else:
                     _build(name, root, part, say)
@@ -135,7 +134,7 @@ def _one_builder(root: Path, say: Say) -> Iterator[Path]:
     with (root / LOCK).open("a+") as file:
         me = f"{os.uname().nodename}-{os.getpid()}"
         if _lock(file.fileno(), root, say):
-            for left in root.glob(f"{PART}*"):  # by a killed build
+            for left in root.glob(f"{PART}*"):  # left by a killed build
                 shutil.rmtree(left, ignore_errors=True)
         file.truncate(0)
         print(me, file=file, flush=True)
@@ -152,17 +151,18 @@ def _lock(file: int, root: Path, say: Say) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        say(f"waiting for {(root / LOCK).read_text().strip() or 'a process'}, which compiles DeepSpeed's ops in {root}")
+        owner = (root / LOCK).read_text().strip() or "another process"
+        say(f"waiting for {owner}, which is compiling DeepSpeed's ops in {root}")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        say(f"warning: the file system of {root} has no locks ({error.strerror}); building without one")
+        say(f"warning: the file system of {root} supports no locks ({error.strerror}); building without one")
         return False
     return True
 
 
 def _build(name: str, root: Path, part: Path, say: Say) -> None:
     load, start = loader(name), time.monotonic()
-    say(f"{name}: compiling in {root} (takes minutes); later jobs on such a node use the result")
+    say(f"{name}: compiling in {root} (takes minutes); later jobs on the same kind of node reuse the result")
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(part)
     try:
@@ -176,16 +176,16 @@ def _build(name: str, root: Path, part: Path, say: Say) -> None:
     (part / name / BUILT).touch()
     try:
         (part / name).rename(root / name)
-    except OSError:  # without locks another node may have been faster
+    except OSError:  # without a lock, another node may have built the op first
         if not (root / name / BUILT).exists():
             raise
     say(f"{name}: built in {time.monotonic() - start:.0f} s")
 
 
 def _load(name: str, root: Path) -> None:
-    """Load the compiled op and give it to DeepSpeed, so that DeepSpeed does not call its own load().
+    """Load the compiled op and register it with DeepSpeed.
 
-    DeepSpeed's load() would wait for torch's lock, which a killed rank does not release.
+    DeepSpeed's own load() would wait for torch's lock, which remains forever if a rank is killed.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder  # noqa: PLC0415 - takes seconds to import
 
@@ -218,8 +218,8 @@ def loader(name: str) -> Callable[[], Any]:
     if builder is None or builder.name != name:
         on = get_accelerator().device_name()
         raise RequestError(
-            f"op {name} does not exist for {on}, which DeepSpeed detects here: build the op on a node that has the "
-            "right accelerator"
+            f"DeepSpeed has no op {name} for the accelerator that it detects here ({on}): build this op on a node "
+            "with the right accelerator"
         )
     return lambda: builder.load(verbose=False)
 

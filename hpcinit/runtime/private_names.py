@@ -1,8 +1,8 @@
-"""Lists the private names of torch and DeepSpeed that hpcinit uses, and what stops working if one is missing.
+"""Lists the private names of torch and DeepSpeed that hpcinit uses, and which feature needs each of them.
 
-Any release of torch or DeepSpeed can remove a private name. If the installed version is newer than all tested ones,
-init() prints what no longer works. Everything else works. tests/runtime/test_private_names.py finds every use in
-hpcinit, and checks that the tested versions have each name.
+A new release of torch or DeepSpeed can remove a private name. If the installed version is newer than all tested ones,
+init() prints the features that no longer work. tests/runtime/test_private_names.py finds every use of a private name in
+hpcinit, and checks that the tested versions have it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hpcinit.base.console import say
 class PrivateName:
     """A private name of another package that hpcinit uses.
 
-    package, owner: where the name is: a module of the package, or a class in the form 'module:Class'.
-    lost: what does not work without the name.
+    owner: the module or the class ('module:Class') that contains the name.
+    lost: the feature that does not work without the name.
     since: the first version that has the name, or '' if all tested versions have it.
     on_instances: whether only instances have the name, not their class.
     is_module: whether the name is a module in the package `owner`.
@@ -121,13 +121,13 @@ NAMES = (*_torch(), *_deepspeed())
 
 
 def report_lost(package: str, names: tuple[PrivateName, ...] = NAMES) -> None:
-    """Print what does not work with the installed version of `package`. The process must have imported the package."""
+    """Print the features that do not work with the installed version of `package`. The package must be imported."""
     version = versions.installed(package)
     if not version or not versions.newer_than_tested(package, version):
         return
     for name in names:
         if name.package == package and name.expected(version) and name.is_missing():
             say(
-                f"warning: {package} {version} no longer has {name.owner.replace(':', '.')}.{name.name}, so this does "
+                f"warning: {package} {version} has no {name.owner.replace(':', '.')}.{name.name}, so this feature does "
                 f"not work: {name.lost}. If you need it: pip install '{package}<={versions.TESTED[package].newest}'"
             )

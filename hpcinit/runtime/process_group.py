@@ -26,7 +26,7 @@ from hpcinit.runtime.torch_store import open_store
 from hpcinit.world import World, network
 from hpcinit.world.launchers.mpi import check_horovod, horovod
 
-LATE_S = 15.0  # after the start-up deadline, so that errors which name ranks appear first
+LATE_S = 15.0  # how long the watchdog waits after the deadline, so that errors with rank names appear first
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 SIDE = "hpcinit-side/"  # prefix of the names of side groups
 
@@ -62,7 +62,7 @@ def make(
             startup.reach("device", **recorded)
             store = open_store(world, rendezvous, deadline)
             if rendezvous:
-                # This thread is inside torch from here on and cannot check: exit at once if a rank dies.
+                # From here on, torch blocks this thread, so make another thread end the process if a rank dies.
                 rendezvous.on_failure(end_hard)
             startup.reach("store")
             _in_torch(world, store, backend, timeout, device, device_id)
@@ -95,10 +95,10 @@ def _in_torch(
     except (RuntimeError, ValueError, OSError) as error:  # torch's errors are RuntimeErrors
         gist, there = _gist(error), ", ".join(name for _, name in socket.if_nameindex())
         asked = [f"{name}={os.environ[name]}" for name in INTERFACES if name in os.environ]
-        wanted = f"; {' and '.join(asked)} (cluster.interface), and this node has {there}" if asked else ""
+        wanted = f"; check {' and '.join(asked)} (cluster.interface): this node has {there}" if asked else ""
         raise BringUpError(
             f"torch could not create the process group ({backend}) on rank {world.rank}, {socket.gethostname()}: "
-            f"{gist}{wanted}; for more output set TORCH_CPP_LOG_LEVEL=INFO (torch) or NCCL_DEBUG=INFO (NCCL)",
+            f"{gist}{wanted}; for more output, set TORCH_CPP_LOG_LEVEL=INFO (torch) or NCCL_DEBUG=INFO (NCCL)",
             quoted=gist,
         ) from error
 
@@ -106,9 +106,8 @@ def _in_torch(
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
     """Wait until every rank of the group has called this.
 
-    Without device_ids, torch's barrier can hang. In a group that has no device yet, ProcessGroupNCCL::barrier uses the
-    global rank modulo the number of visible devices. With 2 ranks on each of two 8-GPU nodes, rank 2 would use GPU 2
-    for its first barrier and GPU 0 for every later collective, which then hangs.
+    This passes device_ids, because torch's first barrier without them can hang: NCCL then uses the GPU whose index is
+    the global rank modulo the number of visible GPUs, which may not be this rank's GPU.
 
     device: this rank's device.
     group: the process group, or None for the default group.
@@ -117,10 +116,7 @@ def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
 
 
 def _gist(error: Exception) -> str:
-    r"""Return the first line of the error.
-
-    If NCCL's reason is at the end ('Last error:\nsocketStart...'), add the reason.
-    """
+    """Return the first line of the error, and NCCL's reason if the error ends with one ('Last error: ...')."""
     text = str(error).strip()
     first = text.partition("\n")[0] or type(error).__name__
     reason = " ".join(text.partition("Last error:")[2].split())
@@ -132,27 +128,26 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> bool:
 
     Return False if a backend cannot change it.
 
-    torch uses the same timeout for a group's start and for its collectives, unless it is changed afterwards. A group
-    that is created later, such as a mesh's, gets torch's default (10 minutes with NCCL, 30 with gloo), not the timeout
-    of the default group. Side groups are not changed.
+    Groups that are created later get torch's default again (10 minutes with NCCL, 30 with gloo). Side groups are not
+    changed.
 
-    group: change only this group.
+    group: change only this group, or None for all.
     """
     backends = list(_backends_of_all() if group is None else _backends(group))
     done = bool(backends)
     for backend in backends:
         try:
             _change(backend, timeout)
-        except (RuntimeError, NotImplementedError):  # of torch's backends only gloo and NCCL can
+        except (RuntimeError, NotImplementedError):  # only gloo and NCCL can change it
             done = False
     return done
 
 
 @contextmanager
 def timeouts_of_at_least(timeout: timedelta) -> Iterator[None]:
-    """During this block, raise every group's timeout to at least `timeout`. Side groups are not changed.
+    """While this block runs, give every group a timeout of at least `timeout`. Side groups are not changed.
 
-    If a backend cannot report or change its timeout, the timeout stays.
+    If torch cannot read or change the timeout of a backend, that timeout stays the same.
     """
     before = [(backend, _timeout_given_to(backend)) for backend in _backends_of_all()]
     shorter = [(backend, found) for backend, found in before if found is not None and found < timeout]
@@ -179,7 +174,7 @@ def timeout_of(device: torch.device, group: ProcessGroup | None = None) -> timed
     asked: Any = group or dist.group.WORLD
     try:
         return _timeout_given_to(_unwrapped(asked._get_backend(device)))
-    except AttributeError:  # a later torch lacks it: private_names.py
+    except AttributeError:  # a later torch may lack it, see private_names.py
         return None
 
 
@@ -205,8 +200,7 @@ def verify(
 ) -> None:
     """Check that the process group has the requested settings. If not, raise a BringUpError that lists all differences.
 
-    This is necessary because DeepSpeed accepts a backend, a timeout and a device but silently ignores them if a group
-    exists.
+    This check is needed because DeepSpeed silently ignores the requested backend, timeout and device if a group exists.
 
     timeout: the timeout of collectives, or None to skip this check.
     """
@@ -215,7 +209,7 @@ def verify(
         current = torch.device(device.type, torch.accelerator.current_device_index())
     found_timeout = timeout_of(device) if timeout else None
     differences = [
-        f"{name} is {found}, requested was {asked}"
+        f"{name} is {found}, expected {asked}"
         for name, asked, found in (
             *(("backend", name, backend_on(kind)) for kind, name in backends.items()),
             ("the collective timeout", timeout, timeout if found_timeout is None else found_timeout),
@@ -225,16 +219,14 @@ def verify(
         if asked != found
     ]
     if differences:
-        raise BringUpError(
-            f"torch created the process group with other settings than requested: {'; '.join(differences)}"
-        )
+        raise BringUpError(f"the process group does not have the requested settings: {'; '.join(differences)}")
 
 
 def _backends_of_all() -> Iterator[object]:
     """Yield the backends of all groups of this process. Omit side groups, which include processes of other jobs."""
     try:
         names = list(c10d._world.pg_names.items())
-    except AttributeError:  # a later torch lacks it: private_names.py
+    except AttributeError:  # a later torch may lack it, see private_names.py
         return
     for group, name in names:
         if not str(name).startswith(SIDE):
@@ -242,7 +234,7 @@ def _backends_of_all() -> Iterator[object]:
 
 
 def _backends(group: ProcessGroup) -> Iterator[object]:
-    with suppress(AttributeError):  # a later torch lacks one of these: private_names.py
+    with suppress(AttributeError):  # a later torch may lack one of these, see private_names.py
         for device in group._device_types:
             yield _unwrapped(group._get_backend(device))
 
@@ -255,11 +247,11 @@ def _unwrapped(backend: object) -> object:
 
 
 def start_horovod(world: World) -> None:
-    """Call hvd.init(), unless this process has already called it. Every program that horovodrun starts must call it.
+    """If horovodrun started this process, call hvd.init(), unless the program has already called it.
 
-    Call this function after all ranks have connected, because hvd.init() waits for every rank and does not show which
-    one is missing. Under another launcher, or if this Python's Horovod was built without torch, do nothing. Raise
-    WorldError if Horovod reports a different rank or size.
+    Call this function after all ranks have connected: hvd.init() waits for every rank and does not report which one is
+    missing. If Horovod was built without torch, do nothing. Raise WorldError if Horovod reports a different rank or
+    size.
     """
     if world.launcher != horovod.NAME:
         return

@@ -24,7 +24,7 @@ START = "start-up"
 
 
 class SignalWatch(Protocol):
-    """The part of a Watch (runtime/lifecycle/signal_watch.py) that is needed when a process forks."""
+    """The interface of a Watch (runtime/lifecycle/signal_watch.py) that this module needs when the process forks."""
 
     wanted: set[int]
 
@@ -32,7 +32,7 @@ class SignalWatch(Protocol):
 
 
 class OutputWatch(Protocol):
-    """The part of an OutputWatch (runtime/lifecycle/output_watch.py) that is needed when a program ends."""
+    """The interface of an OutputWatch (runtime/lifecycle/output_watch.py) that other modules need."""
 
     def stop(self, failed: bool = False) -> None: ...
 
@@ -55,7 +55,7 @@ class Timeline:
 
     writer: writes the node's file. None before the start and after the last event.
     file: the path of that file.
-    opened: whether this process has opened the file.
+    opened: whether this process has ever opened the file.
     """
 
     writer: timeline.Writer | None = None
@@ -75,7 +75,7 @@ class DeclaredPhase:
     """A phase that the program has declared and that has not ended.
 
     began_s: when it started, as a time of time.monotonic().
-    limit_s: how long silence is expected, or None for the default.
+    limit_s: for how many seconds silence does not count as a hang, or None for the default.
     """
 
     began_s: float
@@ -103,7 +103,7 @@ class LoaderWorkers:
 
     rank_pid: the process that called install().
     numbers: the signals after which a rank saves and stops.
-    terminated: the ids of protected processes that this rank ended itself.
+    terminated: the process ids of workers that this rank ended itself.
     on_death: a function that is called with torch's error when a worker dies. It returns True if the rank continues
         without the worker.
     """
@@ -124,13 +124,13 @@ class ProcessState:
     agent_store_rounds: how often torchrun's store was used. Its keys stay after each use.
     stuck_group: why a process group of this process could not be destroyed, or ''.
     checkpoint_group: the group in which ranks agree on a checkpoint.
-    claimed: (folder, token) of each checkpoint folder that this process claimed.
-    damaged: what load() found wrong, for each pair of a checkpoint's path and the id of its save.
+    claimed: (folder, token) for each checkpoint folder that this process has locked against other jobs.
+    damaged: the damage that load() found, by the path of the checkpoint and the id of its save.
     removal: the last thread that removes old checkpoints.
     background_saves: this rank's saves with run.save(wait=False). None before the first.
     output_watch: this rank's OutputWatch, or None before it starts.
-    stacks_of: the id of the process that answers `hpcinit stacks`: this one, its parent before a fork, or 0 for none.
-    slot: where a rank reports its progress to the fork server, with restart.warm. None for other ranks.
+    stacks_of: the id of the process that can answer `hpcinit stacks`: this process, its parent, or 0 for none.
+    slot: where this rank reports its progress to the fork server. None without restart.warm.
     stopped_early: whether the ranks agreed to stop before the program's end.
     stop_not_recorded: whether the ranks agreed to stop early but no file records it.
     training_record: what rank 0 records for `hpcinit report`, if there is a run folder.
@@ -144,8 +144,8 @@ class ProcessState:
     timeline: Timeline = field(default_factory=Timeline)
     phase: Phase = field(default_factory=Phase)
     loader_workers: LoaderWorkers = field(default_factory=LoaderWorkers)
-    early_signals: set[int] = field(default_factory=set)  # delivered before a watch was open
-    watches: set[SignalWatch] = field(default_factory=set)  # not closed
+    early_signals: set[int] = field(default_factory=set)  # arrived before a Watch listened for them
+    watches: set[SignalWatch] = field(default_factory=set)  # those that are not closed
     masks: dict[int, set[int]] = field(default_factory=dict)  # blocked signals of threads that are in fork()
     checkpoint_group: ProcessGroup | None = None
     claimed: set[tuple[Path, str]] = field(default_factory=set)
@@ -164,7 +164,7 @@ class ProcessState:
         vars(self).update(vars(ProcessState()))
 
     def report(self, name: str, value: float | None = None) -> None:
-        """Report a value to this rank's fork server, if the fork server uses such reports.
+        """Report a value to this rank's fork server, if there is one.
 
         name: one of shared_progress.NAMES.
         value: a step, or None for the current time.
@@ -173,10 +173,9 @@ class ProcessState:
             self.slot.report(name, value)
 
     def leave_to_the_parent(self) -> None:
-        """In a forked child, drop what belongs to the parent: close its files, and send nothing to other ranks.
+        """In a forked child, close the parent's files and connections, and reset what only the parent may use.
 
-        Keep state that only describes the past, such as the phase, because a forked child can fail in that phase too.
-        An example is a DataLoader worker.
+        State for error records stays, such as the phase, because the child (a DataLoader worker, for example) may fail.
         """
         self.runtime = self.background_saves = self.training_record = None
         if self.rendezvous is not None:

@@ -30,10 +30,10 @@ from hpcinit.world import World
 
 
 def run(program: Program, world: World, spec: Spec | None = None) -> int:
-    """Run the program and return its exit status. A command replaces this process instead, so nothing is returned.
+    """Run the program and return its exit status. If the program is a command, it replaces this process.
 
     If the program raises an exception, print the exception with the program's own traceback, record it, and return 1.
-    The ranks find each other before the program starts, so that it gets a MASTER_PORT that is free on rank 0's host.
+    Before the program starts, connect the ranks, so that rank 0 can choose a free port as MASTER_PORT.
     """
     formula = spec.comm.timeout if spec else StartupTimeout()
     timeout = formula.start_up(world.nodes, left_of_job(os.environ, time.time()))
@@ -58,7 +58,7 @@ def run(program: Program, world: World, spec: Spec | None = None) -> int:
         try:
             startup.barrier_and_close(world, timeout)
         except BringUpError as error:  # the program has finished anyway
-            say(f"warning: the program succeeded on this rank, but {error}")
+            say(f"warning: the program succeeded on rank {world.rank}, but {error}")
             startup.leave_rendezvous()
         if note := _accelerates_worlds(world):
             say(f"warning: {note}")
@@ -93,7 +93,7 @@ def _python(program: Program, world: World) -> int:
         return error.exit_status
     except BaseException as raised:
         found = raised
-        try:  # at once: torch's handler raises if a DataLoader worker died, also while the error is recorded
+        try:  # first: torch's handler may raise an error about a dead DataLoader worker at any time
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         except RuntimeError as death:
             found = death
@@ -112,9 +112,9 @@ def _python(program: Program, world: World) -> int:
 
 
 def _accelerates_worlds(world: World) -> str:
-    """Return a warning for rank 0 if accelerate made each rank a separate world of one rank, else ''.
+    """Return a warning on rank 0 if accelerate has made each rank train alone, else ''.
 
-    accelerate does so without a message on machines without a GPU, even under torchrun.
+    On machines without a GPU, accelerate does this without an error, even under torchrun.
     """
     accelerate = sys.modules.get("accelerate.state")
     found = getattr(getattr(accelerate, "PartialState", None), "_shared_state", {}).get("num_processes")
@@ -129,14 +129,14 @@ def _accelerates_worlds(world: World) -> str:
 def _script(path: Path) -> Callable[[], None]:
     """Return a function that runs a script like `python path`.
 
-    It sets sys.path[0], sys.modules['__main__'] and __file__ in the same way.
+    Like Python, the function sets sys.path[0], sys.modules['__main__'] and __file__.
     """
     file = str(path.absolute())
     try:
         source = path.read_bytes()
     except OSError as error:
         raise RequestError(
-            f"cannot read {file}: {error.strerror}. Is it on a file system that this node shares?",
+            f"cannot read {file}: {error.strerror}. Is this file on a file system that all nodes share?",
             quoted=error.strerror or "",
         ) from None
 
@@ -144,7 +144,7 @@ def _script(path: Path) -> Callable[[], None]:
         main = types.ModuleType("__main__")
         loader = SourceFileLoader("__main__", file)
         main.__dict__.update(__file__=file, __builtins__=__builtins__, __loader__=loader)
-        sys.modules["__main__"] = main  # is not removed: data loader workers and pickles look classes up in it
+        sys.modules["__main__"] = main  # stays, because data loader workers and pickles find classes in it
         sys.path[0] = str(Path(file).parent)
         exec(compile(source, file, "exec"), main.__dict__)
 
@@ -170,7 +170,7 @@ def _module(name: str) -> Callable[[], None]:
 
 def _command(program: Program) -> int:
     sys.stdout.flush()
-    background_writer.flush()  # its thread ends with this program
+    background_writer.flush()  # exec ends the writer's thread
     try:
         os.execvp(program.target, [program.target, *program.args])
     except OSError as error:
@@ -228,10 +228,9 @@ def record(error: BaseException, world: World) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error that made a program call sys.exit(1), as Hydra, argparse and click do, or else `error` itself.
+    """Return the exception that made the program call sys.exit(1), as Hydra and click do, else return `error`.
 
-    If the exit status means a signal (128 or more), return `error`. The signal may have arrived while the program
-    handled an unrelated error.
+    An exit status of 128 or more means a signal. Return `error` then, because the exception may be unrelated.
     """
     status = error.code if isinstance(error, SystemExit) else None
     cause = error.__context__
@@ -245,7 +244,7 @@ def _fields(error: BaseException) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(world: World) -> Iterator[None]:
-    """Write this rank's error record if the block raises a BringUpError, and raise the error again."""
+    """If the block raises a BringUpError, write this rank's error record."""
     try:
         yield
     except BringUpError as error:

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from hpcinit.train.wrap.wrapped import MakeOptimizer
 
 PROGRESS_EVERY_S = 1.0
-HEARTBEAT_AGAIN_S = 60.0  # interval of retries after a heartbeat found no disk space
+HEARTBEAT_AGAIN_S = 60.0  # how long to wait before another try if the heartbeat's table could not be created
 
 
 @dataclass
 class Session:
-    """Everything that changes while a process group exists, and everything that shutdown() needs.
+    """The state of a Runtime that changes between init() and shutdown().
 
     request: the arguments of init().
     kept_groups: the process groups that existed before init(), or None if hpcinit created the default group.
@@ -154,7 +154,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank processes, 0 to layout.data_parallel - 1."""
+        """The number of the data share that this rank processes, 0 to layout.data_parallel - 1."""
         return self.layout.data_rank(self.rank)
 
     @property
@@ -204,7 +204,7 @@ class Runtime:
 
     @property
     def collective_timeout(self) -> timedelta:
-        """How long a collective may take before it fails, as last set."""
+        """How long a collective may take before it fails. set_collective_timeout() changes it."""
         return self._session.collective_timeout
 
     def set_collective_timeout(self, timeout: timedelta) -> None:
@@ -221,7 +221,7 @@ class Runtime:
             raise BringUpError(f"the collective timeout is {timeout}, expected more than 0")
         if not process_group.set_timeout(timeout):
             raise BringUpError(
-                f"backend {self.backend} cannot change its timeout, which remains {self.collective_timeout}"
+                f"torch cannot change the timeout of backend {self.backend}: it remains {self.collective_timeout}"
             )
         self._session.collective_timeout = timeout
 
@@ -231,7 +231,7 @@ class Runtime:
         If the dimension has size 1, the group contains only this rank. Raise RequestError for an unknown name.
 
         Args:
-            name: pp, dp_replicate, dp_shard, cp, tp, ep, or a combination such as dp (all ranks with other samples).
+            name: pp, dp_replicate, dp_shard, cp, tp, ep, or a combination such as dp (ranks with different samples).
                 The page 'groups and seeds' lists all names.
         """
         return mesh_of_run.group(self.mesh, name)
@@ -239,12 +239,12 @@ class Runtime:
     def loader_options(self, epoch: int = 0) -> dict[str, torch.Generator]:
         """Return options that seed a data loader: `DataLoader(dataset, **run.loader_options(epoch))`.
 
-        The seed depends on this rank's share of the data. The dict contains a torch.Generator under the key
-        'generator'. torch derives the order of the samples and the seeds of the workers from it. See
-        runtime.seeds.loader_options.
+        The result is {'generator': torch.Generator}. torch draws the order of the samples and the seeds of the workers
+        from this generator. Its seed depends on the run's seed, this rank's share of the data and `epoch`.
 
         Args:
-            epoch: the number of the epoch. If you pass it, a restart draws the same random numbers in this epoch.
+            epoch: the number of the epoch. If you create a loader per epoch and pass its number, a restarted run draws
+                the same random numbers in this epoch.
         """
         return seeds.loader_options(self.seed, self.data_rank, epoch)
 
@@ -266,7 +266,8 @@ class Runtime:
             optimizer: a function that creates an optimizer for the parameters, such as
                 `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or if DeepSpeed
                 creates the optimizer.
-            tp_plan: for tensor parallelism: maps module names, in which * matches one part, to torch's ParallelStyle.
+            tp_plan: for tensor parallelism: maps module names to torch's ParallelStyle, such as
+                {'layers.*.up': ColwiseParallel()}. * matches one part of a name.
             blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
                 each outermost ModuleList or Sequential whose children are all of one class.
             mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.
@@ -318,8 +319,8 @@ class Runtime:
     ) -> Path:
         """Save an atomic checkpoint of all ranks in folder/step-N, and return that folder. Every rank must call it.
 
-        Raise RequestError if something cannot be saved or if another job is now using the folder. Raise CheckpointError
-        if writing fails. In both cases, existing checkpoints are unchanged.
+        Raise RequestError if an argument cannot be saved, or if another job is using the folder now. Raise
+        CheckpointError if writing fails. In both cases, existing checkpoints are unchanged.
 
         Args:
             wrapped: the model and optimizer, as run.wrap() returned them.
@@ -330,11 +331,11 @@ class Runtime:
             samples: number of samples processed so far. None: step x global batch.
             keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
             timeout: how long ranks wait for each other. None: checkpoint_timeout.
-            wait: True: return when the checkpoint is written. False: only copy the state into memory and return; a
-                separate process for each rank writes the files while training continues. If writing then fails, hpcinit
-                prints a warning, and there is no checkpoint of this step. The next save, a load and the end of the
-                program wait for a save that is still running. The copy needs memory for this rank's part. If there is
-                not enough memory, or if the program uses DeepSpeed, save() does the same as with True.
+            wait: True: return when the checkpoint is written.
+                False: copy this rank's state into CPU memory and return. A separate process writes the files while
+                training continues. If writing fails, hpcinit prints a warning, and this step has no checkpoint. The
+                next save(), load() and the end of the program wait for a save that is still running. With too little
+                free memory, or with DeepSpeed, save() works as with True.
         """
         from hpcinit.train import checkpoint  # noqa: PLC0415 - as above
 
@@ -366,11 +367,12 @@ class Runtime:
         loader: Stateful | None = None,
         timeout: timedelta | None = None,
     ) -> Loaded | None:
-        """Load the newest complete checkpoint, whatever number of ranks saved it. Return None if there is none.
+        """Load the newest complete checkpoint. Return None if there is none.
 
-        Every rank must call it. If a checkpoint is damaged, print a message and try the one before it. fsdp can load a
-        checkpoint that ddp saved, and vice versa; otherwise the wrapper must be the same. Raise RequestError if the
-        checkpoint does not match the model, and CheckpointError if it cannot be read.
+        Every rank must call it. Another number of ranks may have saved the checkpoint. If a checkpoint is damaged,
+        print a message and try the one before it. ddp and fsdp can load each other's checkpoints. DeepSpeed can load
+        only its own. Raise RequestError if the checkpoint does not match the model, and CheckpointError if it cannot be
+        read.
 
         Args:
             wrapped: the model and optimizer, as run.wrap() returned them.
@@ -410,10 +412,12 @@ class Runtime:
         Every rank must call it.
 
         Only rank 0 writes. It needs CPU memory for the whole model in 16 bits. The export is atomic and replaces an
-        older one. Transformers' from_pretrained() can load the folder. For a PEFT model, the folder contains only the
-        adapters, and PEFT's from_pretrained() can load them. For other models, it contains model.safetensors (load it
-        with safetensors.torch.load_model). Raise RequestError if the model or the folder cannot be used, and
-        CheckpointError if writing fails.
+        older one. How to load the folder depends on the model:
+        - a model of Transformers: from_pretrained() of Transformers.
+        - a PEFT model: from_pretrained() of PEFT. The folder contains only the adapters.
+        - any other model: safetensors.torch.load_model() loads model.safetensors.
+
+        Raise RequestError if the model or the folder cannot be used, and CheckpointError if writing fails.
 
         Args:
             wrapped: the model, as run.wrap() returned it.
@@ -435,10 +439,11 @@ class Runtime:
         """Return a Stop with the reason if the program should save and exit now, else None.
 
         Write `if run.should_stop(): run.save(...); break`. Every rank must call it after every step. All ranks get the
-        same result at the same step, whichever rank detected the reason. The reason can be SIGTERM (preemption,
-        scancel), the job's time limit minus a margin, or `hpcinit cancel --save`. After the first call, SIGTERM no
-        longer ends a rank, unless the rank is stuck. If chain, restart.max_restarts or stop.signal is set, that is
-        already so in the first step.
+        same result at the same step, even if only one rank got a signal. The reason is SIGTERM (preemption, scancel),
+        the approaching time limit of the job, or `hpcinit cancel --save`.
+
+        After the first call, SIGTERM no longer ends a rank, unless the rank is stuck. If chain, restart.max_restarts or
+        stop.signal is set, SIGTERM does not end a rank in its first step either.
         """
         self._session.stop_calls += 1
         session = self._session
@@ -461,14 +466,16 @@ class Runtime:
     def should_save(self, least: timedelta = timedelta(minutes=1), most: timedelta = timedelta(hours=1)) -> bool:
         """Return whether the program should save a checkpoint now: `if run.should_save(): run.save(...)`.
 
-        Every rank must call it after every step, with the same bounds. All ranks get the same result. The time between
-        two saves is chosen so that saving, and repeating the steps lost in failures, together cost the least (Young and
-        Daly). It depends on how long a save takes, how often this run has failed and how many nodes it has. Rank 0
-        prints it once. At the time limit and at a preemption, should_stop() requests an additional save. Raise
-        RequestError if the bounds are not positive or not in order.
+        Every rank must call it after every step, with the same bounds. All ranks get the same result.
+
+        hpcinit computes the interval with the formula of Young and Daly, from how long a save takes, how often this run
+        has failed and how many nodes it has. Rank 0 prints the interval once. should_stop() requests additional saves,
+        at the time limit and at a preemption.
+
+        Raise RequestError if a bound is not positive, or if `least` is larger than `most`.
 
         Args:
-            least: the shortest time between two saves. The first save is after this time.
+            least: the shortest time between two saves, and the time until the first save.
             most: the longest time between two saves.
         """
         session = self._session
@@ -483,20 +490,21 @@ class Runtime:
     def phase(self, name: str, limit: timedelta | None = None) -> AbstractContextManager[None]:
         """Declare that the ranks take no training steps in this block: `with run.phase("evaluating"):`.
 
-        In the block, silence does not count as a hang. Every rank must enter the block, even ranks that only wait for
-        another rank. run.save() and run.load() already are such phases. After a SIGTERM, the block can still finish.
+        Otherwise, hang detection reports a hang when the ranks finish no step for a long time. Every rank must enter
+        the block, even ranks that only wait for another rank. run.save() and run.load() need no such block. After a
+        SIGTERM, the block can still finish.
 
         Args:
             name: what the ranks do, for messages.
-            limit: after this time, silence counts as a hang again. None: ten times hang.after_s.
+            limit: after this time, hang detection is active again. None: ten times hang.after_s.
         """
         return phase.during(name, limit)
 
     def time_left(self) -> timedelta | None:
         """Return how much time remains until the job's time limit, or None if unknown.
 
-        If the program uses should_stop(), rank 0 asks Slurm for the limit. So changes of the limit are noticed, and all
-        ranks have the same value.
+        If the program calls should_stop(), rank 0 queries the limit from Slurm and shares it. Then all ranks get the
+        same value, and a limit that was changed with scontrol is used.
         """
         stopper = self._session.stopper
         return left_of_job(os.environ, time.time()) if stopper is None else stopper.left()
@@ -504,9 +512,9 @@ class Runtime:
     def progress(self, step: int, total: int, **values: float) -> None:
         """Report how far training is, for `hpcinit status` and `hpcinit watch`: `run.progress(step, total, loss=1.2)`.
 
-        Every rank should call it, because it is also the rank's heartbeat. Only rank 0 writes the latest step to a
-        file. It does so at most once per second, in a thread, so a step never waits for the file system. If writing
-        fails, hpcinit prints one warning.
+        Every rank should call it, because it is also the rank's heartbeat for hang detection. Only rank 0 writes a
+        file, at most once per second and in a thread, so that a step never waits for the file system. If writing fails,
+        hpcinit prints one warning.
 
         Args:
             step: number of finished steps.
@@ -520,7 +528,7 @@ class Runtime:
         self._send_heartbeat(step)
         if self.rank or self.folder is None:
             return
-        if drill := os.environ.get(drill_records.ENV_DRILL):  # progress.json skips steps
+        if drill := os.environ.get(drill_records.ENV_DRILL):  # the drill needs every step, but progress.json skips some
             known = {"step": step, "time": time.time(), "values": {k: float(v) for k, v in values.items()}}
             drill_records.append(Path(drill) / drill_records.PROGRESS, known)
         first = self._session.not_finite
@@ -538,28 +546,28 @@ class Runtime:
     def result(self, value: object) -> None:
         """Report the result of the training run: `run.result(loss)`. Python's API and sweepers can read it.
 
-        Only rank 0 writes the result, and only if there is a run folder. The last call counts. If JSON cannot contain
-        the value, print a warning and ignore it. If the file cannot be written, retry until the process exits, and then
-        print the result. None of this changes the program's exit status.
+        Only rank 0 writes the result, and only if there is a run folder. The last call counts. If the value cannot be
+        written as JSON, print a warning and ignore it. If the file cannot be written, retry until the process exits,
+        and then print the result. None of this changes the program's exit status.
 
         Args:
-            value: for a sweeper a number, or one number per objective; else also text, None, lists and dicts.
-                A tensor with one element counts as a number.
+            value: a number, or a list with a number per objective. A tensor with one element counts as a number. If no
+                sweeper runs, the value may also be text, None, a list or a dict.
         """
         if self.rank != 0 or self.folder is None:
             return
         try:
             known = results.reported(value)
-        except Exception as error:  # also of a tensor or a number of another library
+        except Exception as error:  # a tensor or another library's number may raise any exception
             say(f"warning: run.result() was ignored: {error}")
             return
         results.write_or_print(self.folder, known)
 
     def tracker_id(self, value: str) -> None:
-        """Keep the id of the tracker's run: `run.tracker_id(mlflow.start_run().info.run_id)`.
+        """Store the id of the experiment tracker's run: `run.tracker_id(mlflow.start_run().info.run_id)`.
 
-        With `tracker=mlflow`, rank 0 of the next attempt gets the id as MLFLOW_RUN_ID, so that MLflow continues this
-        run. Only rank 0 writes the id. If that fails, hpcinit prints one warning.
+        With `tracker=mlflow`, hpcinit sets MLFLOW_RUN_ID to this id for rank 0 of the next attempt, so that MLflow
+        continues the run. Only rank 0 writes the id. If that fails, hpcinit prints one warning.
 
         Args:
             value: the id. The last call counts.
@@ -571,7 +579,7 @@ class Runtime:
     def _send_heartbeat(self, step: int) -> None:
         """Record a heartbeat.
 
-        step: the step that was passed to progress(), else the number of calls of should_stop().
+        step: the last step that the program passed to progress(), or the number of its calls of should_stop().
         """
         session = self._session
         if self.folder is None or not self.hang.after_s:
@@ -594,7 +602,10 @@ class Runtime:
         if self._session.scratch is None:
             place = scratch.base(os.environ)
             if place is None:
-                raise OSError("none of TMPDIR, /tmp and /var/tmp allows a private folder with executable files")
+                raise OSError(
+                    "cannot create a private folder for executable files on the node's disk, or in TMPDIR, /tmp or "
+                    "/var/tmp"
+                )
             self._session.scratch = scratch.take(place, self.world.job)
         table = self._session.scratch / heartbeat.TABLE
         return heartbeat.Heartbeat(self.world, self.hang, folder, table)

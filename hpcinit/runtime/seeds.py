@@ -17,10 +17,7 @@ WEYL = 0x9E3779B9
 
 
 def checked(seed: int) -> int:
-    """Return the seed if it is 0 to 2**63 - 1, which Python, NumPy and torch all accept.
-
-    Otherwise, raise RequestError.
-    """
+    """Return `seed`. Raise RequestError if it is not 0 to 2**63 - 1, the range that Python, NumPy and torch accept."""
     if not 0 <= seed < 2**63:
         raise RequestError(f"seed is {seed}, expected 0 to 2**63 - 1")
     return seed
@@ -29,15 +26,16 @@ def checked(seed: int) -> int:
 def of(seed: int, by: str, rank: int, data_rank: int) -> int:
     """Return this rank's seed, 0 to 2**63 - 1, derived from the seed of the run.
 
-    by: how seeds differ: 'same', 'rank' or 'data'.
+    by: how the ranks' seeds differ:
+        'same': every rank gets `seed` itself, so weights and dropout are equal.
+        'rank': every rank gets a different seed.
+        'data': every data_rank (Layout.data_rank) gets a different seed. Seeds are equal within a tensor, pipeline or
+            context parallel group.
 
-    With 'same', every rank gets `seed` itself, so weights and dropout are equal. With 'rank', each rank gets its own
-    seed. With 'data', each data_rank (Layout.data_rank) gets its own seed. Then seeds are equal within a tensor,
-    pipeline or context parallel group, and different across data parallel ranks.
+    Different seeds also differ in their low 32 bits, because torch's CPU generator uses only those. They are
+    hashed, so seed 1 on rank 1 does not equal seed 2 on rank 0.
 
-    Seeds are hashed, not added, so that seed 1 on rank 1 is not seed 2 on rank 0. The low 32 bits always differ between
-    ranks, because torch's CPU generator uses only those. Raise RequestError for another `by`, or for a seed outside of
-    0 to 2**63 - 1.
+    Raise RequestError for another `by`, or for a seed outside of 0 to 2**63 - 1.
     """
     one_of("seed_by", by, SEED_BY)
     checked(seed)
@@ -45,14 +43,14 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
 
 
 def at_step(seed: int, step: int) -> int:
-    """Return a seed for the generators at this step, 0 to 2**63 - 1. Each step gets a different one."""
+    """Return a seed for the generators at this step, 0 to 2**63 - 1. Each step gets a different seed."""
     return _mixed(f"{seed}/step", step)
 
 
 def _mixed(text: str, number: int) -> int:
-    """Return a number of 63 bits that is derived from both arguments.
+    """Derive a 63-bit number from both arguments.
 
-    The upper 31 bits are a hash. The lower 32 bits differ for each `number` with the same text.
+    The upper 31 bits are a hash. For the same `text`, different numbers have different lower 32 bits.
     """
     high = hashlib.sha256(f"{text}/{number}".encode()).digest()
     low = hashlib.sha256(text.encode()).digest()
@@ -82,18 +80,16 @@ def loader_options(seed: int, data_rank: int, epoch: int = 0) -> dict[str, torch
     """Return options that seed a data loader: `DataLoader(dataset, **loader_options(run.seed, data_rank))`.
 
     The result is {'generator': torch.Generator}. The workers' random numbers then depend only on seed, data_rank, epoch
-    and worker. Without these options, torch derives the workers' seeds from its default generator. That generator has
-    the same seed on all ranks if they need equal weights. All ranks would then apply equal augmentations to different
-    data.
+    and worker. Without these options, torch derives the workers' seeds from its default generator. With
+    seed_by='same', that generator has the same seed on all ranks, so all ranks would augment their different data in
+    the same way.
 
     No worker_init_fn is needed: in each worker torch seeds Python, NumPy's global generator and its own generator
-    (torch/utils/data/_utils/worker.py). torch does not seed a `numpy.random.Generator`. If it was created before the
-    workers, each of them gets the same copy, and `default_rng()` is not reproducible. Create it in the worker with
-    `default_rng(torch.initial_seed())`.
+    (torch/utils/data/_utils/worker.py). torch does not seed a `numpy.random.Generator`. Create it in the worker with
+    `default_rng(torch.initial_seed())`. Otherwise, it is either the same in all workers or not reproducible.
 
-    epoch: the number of the epoch. If you use one loader for several epochs, it draws different numbers in each. To get
-        the same numbers after a restart, create one loader per epoch, or save `generator.get_state()` in the
-        checkpoint.
+    epoch: the number of the epoch. One loader draws different numbers in each epoch. To get the same numbers after a
+        restart, create a loader per epoch, or save `generator.get_state()` in the checkpoint.
 
     With `shuffle=True`, the generator also shuffles: each data_rank gets its own order of the whole data set. To divide
     the data set among ranks, pass a DistributedSampler, which has its own seed.
@@ -101,12 +97,12 @@ def loader_options(seed: int, data_rank: int, epoch: int = 0) -> dict[str, torch
     return {"generator": torch.Generator().manual_seed(_mixed(f"{seed}/loader/{epoch}", data_rank))}
 
 
-# Variable -> the value to set, and all values that are deterministic.
+# Maps each variable to the value that hpcinit sets, and to all values that are deterministic.
 DETERMINISTIC = {
-    # torch raises an error for cuBLAS without it: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    # Without it, cuBLAS operations raise an error: https://docs.pytorch.org/docs/stable/notes/randomness.html
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", {":4096:8", ":16:8"}),
-    # NVLS, sums in the NVLink switch, differs from call to call (https://github.com/NVIDIA/nccl/issues/1497). The order
-    # of a ring follows from the topology. Megatron-Core sets and accepts the same values in its deterministic mode.
+    # NVLS sums in the NVLink switch, so results differ from call to call (https://github.com/NVIDIA/nccl/issues/1497).
+    # The order of a ring is fixed by the topology. Megatron-Core uses the same values in its deterministic mode.
     "NCCL_ALGO": ("Ring", {"Ring", "CollnetDirect", "CollnetChain", "^NVLS"}),
 }
 
@@ -122,9 +118,9 @@ def make_deterministic(environ: MutableMapping[str, str] = os.environ) -> tuple[
     a variable, it is not changed. If its value is not deterministic, a note names the variable. PYTHONHASHSEED, which
     determines the order of sets of strings, only works if it is set before Python starts.
     """
-    torch.use_deterministic_algorithms(True)  # also in Inductor; also fills new memory before its use
+    torch.use_deterministic_algorithms(True)  # also makes Inductor deterministic, and fills new memory before its use
     torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False  # would choose the algorithm that was fastest in a measurement
+    torch.backends.cudnn.benchmark = False  # it would choose the algorithm by a timing, which varies
     words = ["deterministic algorithms", "cudnn.benchmark off"]
     for name, (value, fine) in DETERMINISTIC.items():
         if name not in environ:

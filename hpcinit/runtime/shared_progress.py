@@ -1,6 +1,7 @@
 """A table in shared memory in which the ranks of a node report their progress to the fork server that started them.
 
-Even after kill -9, the table contains the rank's last step. A file that a rank writes once per second could miss it.
+Even if a rank is killed with SIGKILL, the table contains its last step. A file that is written only once per second
+could lack this step.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import mmap
 import time
 from typing import Any
 
-# up: init() returned. loaded: the last run.load() returned. stepped: the first run.progress(). Seconds since 1970, 0.0
-# before. step: the last one that the rank reported, saved: the last one that run.save() completed; -1 before the first.
+# Times in seconds since 1970, 0.0 if not reached. up: init() returned. loaded: run.load() returned for the first time.
+# stepped: the first run.progress(). Steps, -1 if none. step: the last reported step. saved: the last saved step.
 TIMES, STEPS = ("up", "loaded", "stepped"), ("step", "saved")
 NAMES = (*TIMES, *STEPS)
 
@@ -43,6 +44,6 @@ class Slot:
 
 
 def slots(ranks: int) -> list[Slot]:
-    """Return a new slot for each rank of a node. Call this before the ranks are forked, each time they are started."""
+    """Return a new slot for each rank of a node. Call this before each fork of the ranks."""
     table = memoryview(mmap.mmap(-1, ranks * len(NAMES) * 8)).cast("d")
     return [Slot(table[at * len(NAMES) : (at + 1) * len(NAMES)]) for at in range(ranks)]

@@ -22,7 +22,7 @@ from hpcinit.runtime.torch_store import serve
 from hpcinit.world.network import family, in_url
 
 LOOK_S = 0.1  # interval of checks for missing ranks
-LINGER_S = 1.0  # several intervals of LOOK_S
+LINGER_S = 1.0  # rank 0 keeps the store open this long after a failure: several intervals of LOOK_S
 NAMED = 8  # maximum number of ranks listed in a message
 PEERS = ("hpcinit", "torch", "vllm")
 
@@ -41,9 +41,9 @@ def side_group(
     """Return a process group of `world_size` processes, which may belong to different jobs.
 
     The processes need no other process group, but each may have one. All must pass the same name, world_size and
-    backend. Any process that can reach the port can join. Pass the group to torch.distributed's functions, with ranks
-    counted in this group. Destroy it with `torch.distributed.destroy_process_group(group)`, or together with the
-    default group. It has no device_id.
+    backend. Any process that can reach the port can join. Pass the group to torch.distributed's functions. Their rank
+    arguments are ranks of this group. Destroy it with `torch.distributed.destroy_process_group(group)`, or together
+    with the default group. It has no device_id.
 
     Args:
         name: name of the group, unique in this process.
@@ -58,11 +58,11 @@ def side_group(
             `_new_process_group_helper` with the store prefix and the group name `name`, as OpenRLHF, TRL and others
             do. With vllm and torch, a missing process causes an error after `timeout` that does not name its rank.
 
-    Raises RequestError if an argument is invalid, and BringUpError that names the processes that did not connect or
-    passed different arguments.
+    Raises RequestError if an argument is invalid. Raises BringUpError if some processes did not connect or passed
+    different arguments. Its message names these processes.
     """
     own_name = f"{SIDE}{name}"
-    label: Any = name if peers == "torch" else own_name  # newer torch has a type GroupName for it
+    label: Any = name if peers == "torch" else own_name  # newer versions of torch have the type GroupName for this
     _check(name, rank, world_size, port, peers, {label, own_name})
     deadline = time.monotonic() + timeout.total_seconds()
     where = f"side group {name!r} at {address}:{port}"
@@ -76,16 +76,16 @@ def side_group(
         with _no_split(), _unprefixed(store if peers == "vllm" else None):
             group, _ = c10d._new_process_group_helper(world_size, rank, [], backend, store, label, timeout=timeout)
     except RuntimeError as error:
-        if peers == "hpcinit":  # all have connected
+        if peers == "hpcinit":  # all processes have connected, so none is missing
             raise
         reason = str(error).partition("\n")[0]
         raise BringUpError(
             f"{where}: could not form a group of {world_size} processes within {timeout.total_seconds():g} s: "
-            f"{reason}. Do all other ranks use {peers}'s functions with this address, port and number of processes?",
+            f"{reason}. Do all other ranks use {peers} with this address, port and number of processes?",
             quoted=reason,
         ) from error
     names: Any = c10d._world.pg_names
-    names[group] = own_name  # hpcinit's timeouts and reports of the job's groups skip it
+    names[group] = own_name  # with this name, hpcinit's timeouts and reports skip the group
     c10d._world.pg_group_ranks[group] = {number: number for number in range(world_size)}
     return group
 
@@ -96,7 +96,7 @@ def _check(name: str, rank: int, world_size: int, port: int, peers: str, labels:
     if not 0 <= rank < world_size:
         raise RequestError(f"side group {name!r}: rank is {rank}, expected 0 to {world_size - 1}")
     if not 0 < port < 65_536:
-        raise RequestError(f"side group {name!r}: port is {port}, expected a free port on rank 0's node, 1 to 65535")
+        raise RequestError(f"side group {name!r}: port is {port}, expected 1 to 65535")
     if labels & set(c10d._world.pg_names.values()):
         raise RequestError(
             f"side group {name!r} already exists in this process: destroy it first, or choose another name"
@@ -104,11 +104,11 @@ def _check(name: str, rank: int, world_size: int, port: int, peers: str, labels:
 
 
 def _open(rank: int, address: str, port: int, world_size: int, deadline: float, where: str, counted: bool) -> Store:
-    """Return the store, which rank 0 serves.
+    """Return the group's store, which rank 0 serves.
 
-    Open it in a thread, because torch's client waits forever for a silent server.
+    torch's client waits forever if the server does not respond, so a thread opens the store.
 
-    counted: whether the store counts this client. torch's own rank 0 waits until all clients are counted.
+    counted: whether this client is counted as connected. torch's rank 0 waits for all clients to be counted.
     """
     opened: list[Store] = []
     failed: list[Exception] = []
@@ -132,11 +132,11 @@ def _open(rank: int, address: str, port: int, world_size: int, deadline: float, 
     first = reason if failed else "a process listens there but does not respond"
     if rank == 0:
         raise BringUpError(
-            f"{where}: rank 0 cannot listen there: {first}. Is it an address of this node, and is the port free?",
+            f"{where}: rank 0 cannot listen there: {first}. Does the address belong to this node? Is the port free?",
             quoted=reason,
         )
     raise BringUpError(
-        f"{where}: rank {rank} cannot connect to rank 0: {first}. Is rank 0 running, and does it listen there?",
+        f"{where}: rank {rank} cannot connect to rank 0: {first}. Is rank 0 running with this address and port?",
         quoted=reason,
     )
 
@@ -173,11 +173,11 @@ def _gather(store: Store, rank: int, world_size: int, backend: str, deadline: fl
     except BringUpError as error:
         store.set("failed", str(error))
         if rank == 0:
-            time.sleep(LINGER_S)  # the store ends with rank 0; the others must have read the error
+            time.sleep(LINGER_S)  # the store ends with rank 0, so let the other ranks read the error first
         raise BringUpError(f"{where}: {error}") from None
-    except RuntimeError as error:  # torch's DistError: the store was closed
+    except RuntimeError as error:  # rank 0 has closed the store (torch's DistError)
         raise BringUpError(
-            f"{where}: rank 0 exited while rank {rank} waited for {_named(missing)} of {world_size}; see rank 0's log"
+            f"{where}: rank 0 exited while rank {rank} waited for {_named(missing)} of {world_size}: read rank 0's log"
         ) from error
 
 
@@ -185,7 +185,7 @@ def _claim(store: Store, rank: int, world_size: int, backend: str) -> None:
     asked = json.dumps({"world_size": world_size, "backend": backend})
     found = store.compare_set("made", "", asked).decode(errors="replace")
     if found != asked:
-        raise BringUpError(f"rank {rank} requests {asked}, but the first rank requested {found}")
+        raise BringUpError(f"rank {rank} passed {asked}, but the first rank that connected passed {found}")
     me = f"{socket.gethostname()} (pid {os.getpid()})"
     first = store.compare_set(f"came/{rank}", "", me).decode(errors="replace")
     if first != me:
@@ -228,9 +228,10 @@ def _no_split() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unprefixed(store: Store | None) -> Iterator[None]:
-    """In this block, keep torch from adding the names of group and device to the store's keys.
+    """In this block, torch uses the keys of `store` without a prefix.
 
-    vLLM's function does not add them. Groups that other threads create meanwhile are not affected.
+    torch usually puts the group's name and device in front of each key. vLLM does not, and a group with vLLM's ranks
+    needs the same keys on both sides. Other stores are not affected.
     """
     if store is None:
         yield

@@ -1,8 +1,8 @@
-"""Starts this process as a rank: connects it to the other ranks, and records its events up to the first collective.
+"""Starts this process as a rank: connects it to the other ranks, and records the events of its start-up.
 
-Each event is appended to the node's file as soon as it occurs, with one write(2) to an open file. That takes tens of
-microseconds, and the event is then on disk whatever happens next. Some events are also phases. If a rank gets no
-further, rank 0 shows the last phase that the rank reached.
+The events, up to the first collective, form the start-up timeline. Each event is appended to the node's file as soon as
+it occurs, so it is recorded even if the rank then dies. Some events are also phases of the rendezvous. If a rank hangs
+at start-up, rank 0 reports the last phase that this rank reached.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hpcinit.world import World, exports, launchers, network
 
 ENV_GLOO = "GLOO_SOCKET_IFNAME"
 
-# One clock per process, and one for all ranks that a fork server forks: setting the node's clock during a start changes
-# nothing.
+# Ranks of the same fork server inherit these values. now() uses them, so times stay consistent even if the node's clock
+# is changed during the start-up.
 _WALL, _MONOTONIC, _PID = BEGAN
 
 
@@ -43,11 +43,11 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
     Do nothing without a run folder, or if called a second time.
 
-    first_line: whether hpcinit was the first code that Python ran. If so, its start is recorded as the time when the
-        interpreter was ready.
+    first_line: whether hpcinit started before the program. If so, its start is the time at which the interpreter was
+        ready.
     """
     mine = state.timeline
-    if run is None or mine.opened:  # a process has one start: init() after a shutdown() is not another one
+    if run is None or mine.opened:  # init() after a shutdown() is not another start
         return
     mine.opened = True
     mine.rank, mine.file = world.rank, _timeline_file(world, run)
@@ -56,7 +56,7 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
 
 def announce(world: World, run: Path) -> None:
-    """Write the fork server's start-up events to the timeline of a rank that is not forked yet."""
+    """Write the fork server's start-up events for a rank, before that rank is forked."""
     writer = timeline.Writer(_timeline_file(world, run))
     writer.write(world.rank, {**_start_fields(world), **_events_before_writing(os.environ, first_line=True)})
     writer.close()
@@ -76,12 +76,12 @@ def _start_fields(world: World) -> dict[str, Any]:
         "local_rank": world.local_rank,
         "pid": os.getpid(),
     }
-    if world.local_rank == 0 and world.hosts:  # if a node does not start, the file of another one has its name
+    if world.local_rank == 0 and world.hosts:  # so that a reader knows the name of a node that wrote no file
         about["hosts"] = nodelist.compress(world.hosts)
     return about
 
 
-# The events that are a phase for rank 0 (rendezvous/server.py): the last one before a wait for the other ranks.
+# Maps events to the phases that rank 0 lists (rendezvous/server.py). After each but the last, a rank waits for others.
 PHASES = {"device": "imported", "store": "joined", "collective": "up"}
 
 
@@ -105,10 +105,11 @@ def reach(event: str, **more: object) -> None:
 def join_rendezvous(world: World, spec: Spec | None, timeout: timedelta) -> RendezvousEndpoint | None:
     """Connect to the other ranks of this attempt, and return the rendezvous. A second call returns the same object.
 
-    Return None for a single rank. Also return None under a torchrun that the user started, because torchrun has its own
-    rendezvous. With launch=torchrun, hpcinit's rendezvous is used. Raise BringUpError if a rank is missing.
+    Return None for a single rank. Also return None if the user started torchrun, which has its own rendezvous. Raise
+    BringUpError if a rank is missing.
 
-    Each rendezvous of a process has a number, which grows after shutdown(). Ranks with different numbers never connect.
+    After shutdown(), a process can join again. Each rendezvous has a number, and only ranks with the same number
+    connect.
     """
     if world.world_size == 1 or (world.launcher == "torchrun" and not world.hosts):
         return None
@@ -131,10 +132,10 @@ def leave_rendezvous(error: str = "") -> None:
 
 
 def barrier_and_close(world: World, timeout: timedelta) -> None:
-    """Wait until all ranks have connected, and only then disconnect this process, so that a late rank finds the server.
+    """Wait until all ranks have connected to the rendezvous, and then disconnect this process.
 
-    This is for programs that do not call init(). A command replaces this process, and a short script may end before
-    slower ranks have started. Raise BringUpError that names the ranks that did not connect.
+    Programs that do not call init() need this: if rank 0 ends before slower ranks have started, they find no server.
+    Raise BringUpError that names the ranks that did not connect.
     """
     if state.rendezvous is not None:
         state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), join.report_interval_s(world))
@@ -154,7 +155,7 @@ def _events_before_writing(env: Mapping[str, str], first_line: bool) -> dict[str
     """Return the start-up events that occurred before this process opened the timeline file."""
     found: dict[str, float | None] = {}
     found["allocated"] = _number_or_none(env.get(timeline.ENV_ALLOCATED, ""))
-    if elastic_restarts.ENV_ROUND in env:  # a warm restart: the fork server and its imports were there before
+    if elastic_restarts.ENV_ROUND in env:  # a warm restart: the fork server and its imports existed before
         found["started"] = found["forked"] = _creation_time(os.getpid())
         return {name: round(event, 6) for name, event in found.items() if event is not None}
     agent = env.get(timeline.ENV_AGENT_BEGAN)
@@ -188,14 +189,14 @@ def _creation_time(pid: int) -> float | None:
 
 
 def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> dict[str, str]:
-    """Return the variables of torch's `env://` for the program, and the network interface for gloo.
+    """Return the environment variables for torch's `env://` and for gloo's network interface.
 
-    With a rendezvous, MASTER_PORT is one that was free on rank 0's host, unless the user has set it.
+    MASTER_PORT is a port that was free on rank 0's host, unless the user has set it.
     """
     env = exports(world)
     if rendezvous is None:
         return env
-    if len(world.master_ports) > 1:  # a single port was set by the user
+    if len(world.master_ports) > 1:  # otherwise keep the single port that the user has set
         env["MASTER_PORT"] = str(rendezvous.program_port)
     if not world.master_known:
         env["MASTER_ADDR"] = rendezvous.address  # where rank 0 was found
@@ -203,9 +204,9 @@ def program_environment(world: World, rendezvous: RendezvousEndpoint | None) -> 
 
 
 def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[str, str]:
-    """Return the variable that sets gloo's interface to the one that reaches rank 0.
+    """Return the variable that makes gloo use the network interface that reaches rank 0.
 
-    Do so only if gloo would choose an address that other nodes cannot reach. Otherwise, return {}.
+    If gloo's default already has an address that other nodes can reach, return {}.
     """
     if world.nodes == 1 or ENV_GLOO in os.environ:
         return {}
@@ -214,5 +215,8 @@ def _interface_for_gloo(world: World, rendezvous: RendezvousEndpoint) -> dict[st
     if not name or ipaddress.ip_address(rendezvous.own_address).is_loopback:
         return {}
     if world.local_rank == 0:
-        say(f"{reason}, where no other node reaches it: {ENV_GLOO} is set to {name}, the interface that reaches rank 0")
+        say(
+            f"{reason}, so gloo would listen where no other node reaches it: hpcinit set {ENV_GLOO}={name}, the "
+            "interface that reaches rank 0"
+        )
     return {ENV_GLOO: name}

@@ -1,4 +1,4 @@
-"""Opens torch's store for a rendezvous. Its socket is already bound before any rank learns the port."""
+"""Opens torch's store after the rendezvous. Rank 0 binds the store's port before it sends the number to other ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from hpcinit.world import World, exports
 
 
 def open_store(world: World, rendezvous: RendezvousEndpoint | None, deadline: float) -> Store:
-    """Return a store that all ranks of this attempt share. No rank can connect to another process's store by mistake.
+    """Return the store that all ranks of this attempt share.
 
-    If ranks are missing, raise BringUpError that names them.
+    A rank cannot connect to another program's store by mistake. If ranks are missing, raise a BringUpError that names
+    them.
 
     deadline: when to give up, as a time of time.monotonic().
     """
@@ -62,7 +63,7 @@ def serve(address: str, listener: socket.socket, world_size: int, timeout: timed
 
 
 def _store_of_torchrun(world: World, timeout: timedelta) -> Store:
-    state.agent_store_rounds += 1  # the agent's store and its keys outlive a shutdown
+    state.agent_store_rounds += 1  # after a shutdown(), the agent's store still has the old keys
     os.environ.update(exports(world))
     try:
         store: Store = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))[0]
@@ -70,8 +71,8 @@ def _store_of_torchrun(world: World, timeout: timedelta) -> Store:
         where = f"{world.master_addr}:{world.master_ports[0]}"
         first = str(error).partition("\n")[0]
         raise BringUpError(
-            f"rank {world.rank} could not reach torchrun's store at {where}: {first}. Does torchrun on the first node "
-            "still run? Its message is in the job's log",
+            f"rank {world.rank} could not connect to torchrun's store at {where}: {first}. Has torchrun on the first "
+            "node failed? Its messages are in the job's log",
             quoted=first,
         ) from error
     return PrefixStore(f"hpcinit/{world.job}/{state.agent_store_rounds}", store)

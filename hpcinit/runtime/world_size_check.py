@@ -1,4 +1,4 @@
-"""Reports a process group whose world size differs from the job's, when rank 0 of the group calls hpcinit.init()."""
+"""Warns if hpcinit.init() is about to create a process group with fewer or more ranks than the job."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hpcinit.world.launchers.torch_variables import torchrun
 
 
 def check_own_group(env: Mapping[str, str], world: World) -> None:
-    """If this process is rank 0 of a group that does not match the job, report the group. Never raise.
+    """Print and record a warning if this process is rank 0 of a group whose size does not match the job. Never raise.
 
-    A group of the right size is also reported if several ranks of a node each run a launcher.
+    A group of the right size also gets a warning if several ranks of a node each run a launcher.
     """
     folder = env.get(run_folder.ENV_FOLDER)
-    if not folder or world.rank != 0 or env.get(launchers.ENV_STARTED_BY):  # the user has chosen this size
+    if not folder or world.rank != 0 or env.get(launchers.ENV_STARTED_BY):  # the user has chosen this group
         return
-    with contextlib.suppress(Exception):  # monitoring never ends a training run
+    with contextlib.suppress(Exception):  # a check must never end a training run
         spec = load(Path(folder) / run_folder.SPEC)
-        nodes = world.nodes if world.launcher == torchrun.NAME else spec.nodes  # others do not know it exactly
+        nodes = world.nodes if world.launcher == torchrun.NAME else spec.nodes  # other launchers may not know it
         in_each_rank = env.get("SLURM_LOCALID", "0") != "0"
         if world.job != env.get(ENV_WORLD) and (in_each_rank or world_size.differs(spec, world.world_size, nodes)):
             launcher = {"env": "another launcher", "single": "no launcher"}.get(world.launcher, world.launcher)

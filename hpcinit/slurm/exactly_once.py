@@ -16,20 +16,20 @@ from hpcinit.slurm import slurm_client, tokens
 from hpcinit.slurm.queue import Job
 from hpcinit.slurm.sbatch import COMMAND, sbatch
 
-PATIENCE_S = 300.0  # for the controller; a restart takes seconds to minutes
-# A request that sbatch gave up on waits in the controller's socket until the controller continues. The controller
-# accepts connections in order, but serves each in its own thread, so a later query may overtake the request. So a job
-# counts as missing only after two queries this far apart.
+PATIENCE_S = 300.0  # how long to wait for the controller, whose restart takes seconds to minutes
+# If sbatch times out, its request may still wait in the controller's socket. The controller accepts connections in
+# order, but serves each in a separate thread. A later query may overtake the request, so a job counts as missing only
+# after two queries this far apart.
 SETTLE_S = 5.0
-# slurmctld writes a job to disk up to 5 s after it accepted it (SAVE_MAX_WAIT in state_save.c). If it is killed before,
-# it forgets a job whose id sbatch has already printed.
+# slurmctld writes an accepted job to disk within 5 s (SAVE_MAX_WAIT in state_save.c). If it is killed before then, the
+# job is lost although sbatch has already printed its id.
 SAVED_S = 7.0
-# Attempts that may each have made a job. If Slurm shows no job after two of them, the user has to check: a third would
-# hardly help, and may make another job.
+# After this many attempts that may have made a job, hpcinit does not try again. If Slurm shows no job, the user has to
+# check, because another attempt might make a second job.
 MOST_ACCEPTED = 2
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last one repeats
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # between two attempts; the last pause repeats
 BESIDE_S = 600.0  # the longest that sbatch, squeue, scontrol and sacct may take in total after patience_s
-TICK_S = 0.2  # how soon Ctrl-C is seen
+TICK_S = 0.2  # how often to check for Ctrl-C
 
 Attempt = Callable[[Path, Mapping[str, str], Sequence[str]], tuple[str, Sequence[str]]]  # as sbatch()
 
@@ -61,19 +61,18 @@ def submit(
     token: identifies the job. It is added to the job's comment, after the user's own `comment`.
     options: additional options on sbatch's command line.
     patience_s: how long to wait for a controller that is down.
-    confirm: whether to check after SAVED_S seconds that the controller still has the job. If anything went wrong
-        before, this check is always made.
+    confirm: whether to check after SAVED_S seconds that the controller still has the job. After an error, this is
+        always checked.
     interrupted: a function that returns whether the user pressed Ctrl-C.
     show: a function that prints why the submission is waiting.
-    started: a function that returns the id of the job that has started `script`, according to the job's own record, or
-        ''.
+    started: a function that returns the job id that the batch script recorded when it started, or ''.
     attempt: a function that calls sbatch once.
 
-    If there is no job, raise SubmitError, or KeyboardInterrupt if the user pressed Ctrl-C. If there may be a job, or
-    after an unexpected error, raise MaybeSubmitted.
+    Raise MaybeSubmitted if a job may exist, and SubmitError if no job exists. After Ctrl-C, raise KeyboardInterrupt if
+    no job exists. An unexpected error also results in MaybeSubmitted.
     """
     named = [f"--comment={f'{comment} ' if comment else ''}{tokens.MARK}{token}", *options]
-    # With options, other jobs of a chain may run the same script.
+    # `options` are for chains, in which several jobs run the same script.
     submission = _Submission(
         script, env, token, named, patience_s, interrupted, show, started, attempt, alone=not options
     )
@@ -94,7 +93,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
-    """Return the end of an error message. It warns that the job may exist, and shows how to check.
+    """Return the text for an error message: the job may exist, and how to check.
 
     printed: the job ids that sbatch printed.
     """
@@ -141,7 +140,9 @@ class _Submission:
             if job_id:
                 return job_id
             if self.accepted >= MOST_ACCEPTED:
-                raise self._gave_up(f"{self.accepted} attempts may each have made a job, but Slurm shows no such job")
+                raise self._gave_up(
+                    f"{self.accepted} calls of sbatch may each have created a job, but Slurm shows no such job"
+                )
             self._pause("trying sbatch again")
 
     def _submit(self) -> str | None:
@@ -157,14 +158,14 @@ class _Submission:
             self._failed(str(error))
             self.accepted += 1
             self.unclear = True
-        except SubmitError as error:  # refused, perhaps because a job of the first attempt now fills a limit
+        except SubmitError as error:  # a job of the first attempt may fill a limit, so that Slurm refuses this one
             if not self.accepted:
                 raise
             self._failed(str(error))
             jobs = self._find(self.printed)
             if jobs:
                 return self._only(jobs)
-            raise self._gave_up("a second attempt was refused") from None
+            raise self._gave_up("Slurm refused another call of sbatch") from None
         return None
 
     def _failed(self, message: str) -> None:
@@ -203,8 +204,8 @@ class _Submission:
     def _kept(self, job_id: str) -> str | None:
         """Wait until the controller has saved the job `job_id` to disk. Return the id of the job to keep.
 
-        This is another job's id if the controller accepted the request twice. Return None if the controller has lost
-        the job.
+        If the controller accepted the request twice, this may be another job's id. If the controller has lost the
+        job, return None.
         """
         try:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
@@ -215,7 +216,7 @@ class _Submission:
                     f"job {job_id} was submitted; waiting for the controller, to check whether it has it", number
                 )
                 number += 1
-        except (KeyboardInterrupt, SubmitError):  # Ctrl-C or patience_s is over: the last query found the job
+        except (KeyboardInterrupt, SubmitError):  # Ctrl-C, or patience_s is over; the last query found it
             return job_id
         if jobs:
             return self._only(jobs)
@@ -238,15 +239,16 @@ class _Submission:
 
     def _pause(self, why: str, number: int | None = None) -> None:
         number = self.attempts - 1 if number is None else number
-        self._rest(PAUSES_S[min(number, len(PAUSES_S) - 1)], f"{self._last_line()}; {why}, Ctrl-C gives up")
+        self._rest(PAUSES_S[min(number, len(PAUSES_S) - 1)], f"{self._last_line()}; {why}; press Ctrl-C to give up")
 
     def _last_line(self) -> str:
         return self.error.splitlines()[-1] if self.error else "no reply"
 
     def _rest(self, seconds: float, message: str) -> None:
-        """Wait `seconds`. Raise KeyboardInterrupt after Ctrl-C, and SubmitError when the time `patience_s` is over.
+        """Wait `seconds`, unless the user presses Ctrl-C or the time `patience_s` is over.
 
-        In both cases, raise MaybeSubmitted instead if an earlier call of sbatch may have made a job.
+        Raise MaybeSubmitted then, if an earlier sbatch may have made a job. Otherwise, raise KeyboardInterrupt or
+        SubmitError.
         """
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:

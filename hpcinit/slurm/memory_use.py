@@ -26,7 +26,7 @@ def describe(job_id: str, is_other: Callable[[str], bool]) -> str:
     except slurm_client.Unreachable:
         return ""
     rows = [cells for line in output.splitlines() if len(cells := line.split("|", 6)) == 7]
-    if any("." not in row[0] and is_other(row[6]) for row in rows):  # the rows of steps have the line of srun
+    if any("." not in row[0] and is_other(row[6]) for row in rows):  # in the rows of steps, the command line is srun's
         return ""
     used = [(size, row) for row in rows if (size := _mb(row[1])) and "." in row[0]]
     if not used:

@@ -4,11 +4,11 @@
     r[1-2]n[01-02]          -> r1n01 r1n02 r2n01 r2n02.
     n[1-2]-ib               -> n1-ib n2-ib. (scontrol can do this since Slurm 23.11.)
 
-For valid text the hosts are those of `scontrol show hostnames`, in the same order and with duplicates; the tests
-compare them with its recorded output. scontrol silently repairs malformed text and exits with 0. hpcinit refuses it,
-because a repaired name is a host that does not exist:
+For valid text, the hosts are those of `scontrol show hostnames`, in the same order and with duplicates. The tests
+compare them with its recorded output. scontrol silently repairs malformed text and exits with 0. hpcinit refuses such
+text, because a repaired name is often a host that does not exist:
 
-    text             scontrol 22.05      here
+    text             scontrol 22.05      hpcinit
     n[               n]                  error
     n[1-]            n1                  error
     n[ 1-2]          n01, n02            error
@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 from hpcinit.base.errors import NodelistError
 
-# slurm.h: MAX_SLURM_NODES 65536 is the largest cluster, and also the most hosts in a range of scontrol (MAX_RANGE).
-# Four times as many allow joined lists, and keep the longest result at tens of MB.
+# The largest cluster has 65536 nodes (slurm.h: MAX_SLURM_NODES), and so has the largest range of scontrol (MAX_RANGE).
+# With four times as many, joined lists are possible, and the longest result has tens of MB.
 MAX_HOSTS = 4 * 65_536
 MAX_NAME = 255  # RFC 1035: a name has at most 255 octets
-MAX_DIGITS = 19  # 19 nines still fit the unsigned 64 bits in which Slurm reads the ends of a range
+MAX_DIGITS = 19  # Slurm reads the ends of a range as unsigned 64-bit numbers, which can have 19 nines
 
 # Characters of a host name: no quotes, no shell characters and no leading '-', because names appear on command lines.
 _LITERAL = r"[A-Za-z0-9._-]*"
@@ -67,8 +67,7 @@ class _Name(NamedTuple):
 def expand(text: str) -> list[str]:
     """Return all hosts of a nodelist, in Slurm's order and with duplicates.
 
-    Raise NodelistError if Slurm would not write such a text, or if it names more than MAX_HOSTS hosts. The hosts are
-    counted before any name is made.
+    Raise NodelistError if the text is not a valid nodelist, or names more than MAX_HOSTS hosts.
     """
     hosts: list[str] = []
     for literals, brackets in _parse(text):
@@ -89,10 +88,9 @@ def expand(text: str) -> list[str]:
 
 
 def first(text: str) -> str:
-    """Return the first host of a nodelist, like `expand(text)[0]`, but without making the other names.
+    """Return the first host of a nodelist, without expanding the others.
 
-    Raise NodelistError in the same cases as `expand`, because the whole text is parsed. The time depends on the length
-    of the text (microseconds for texts that Slurm writes), not on the number of hosts.
+    Raise NodelistError in the same cases as `expand`.
     """
     literals, brackets = _parse(text)[0]
     numbers = [ranges[0][0] for ranges in brackets]
@@ -210,7 +208,10 @@ def _parse_ranges(inside: str, text: str, column: int) -> list[_Range]:
 
 
 def _misfit(text: str, start: int, at: int) -> NodelistError:
-    """Return the error for a name that starts at `start` and is invalid from `at` on."""
+    """Return an error that explains what is wrong at the position `at` of a nodelist.
+
+    start: where the invalid name starts.
+    """
     if text in {"(null)", "None assigned"}:
         return _fault("no host (Slurm has not assigned nodes yet)", text, 0)
     if not text:

@@ -19,7 +19,7 @@ from hpcinit.slurm import scontrol, slurm_client
 from hpcinit.slurm.slurm_client import Call, NotStarted, Unreachable
 
 MOST_COMPONENTS = 128  # of a heterogeneous job (MAX_HET_JOB_COMPS)
-MOST = 5_000  # ids in one query: an argument may have 128 KiB
+MOST = 5_000  # ids in one query, because an argument can have at most 128 KiB
 UNKNOWN_JOB = re.compile(r"Invalid job id|\bJob \S+ not found")
 PATIENCE, PATIENCE_KNOWN = timedelta(seconds=30), timedelta(seconds=5)  # for all commands of one query
 LATE_S = 2.0  # the user gets a message if squeue takes longer
@@ -33,7 +33,7 @@ OPEN = {
     "REQUEUE_HOLD", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD", "POWER_UP_NODE", "EXPEDITING",
 }  # fmt: skip
 KNOWN = FINAL | OPEN | {"UNKNOWN"}
-SEPARATOR = "\x1f"  # unit separator: hpcinit lets no control character into a comment or a path
+SEPARATOR = "\x1f"  # unit separator; hpcinit refuses control characters in comments and paths
 # %k (the comment) last: sites may put anything into it.
 FORMAT = SEPARATOR.join(("%i", "%T", "%S", "%M", "%L", "%r", "%o", "%k"))
 LEADER = "+0"  # squeue and sacct write the first component of job 42 as 42+0, and sbatch prints 42
@@ -49,7 +49,7 @@ class Job(NamedTuple):  # a frozen dataclass takes five times as long to make, a
     exit_status: the exit status after the job's end, or None.
     start: when the job started or is expected to start, such as '2026-11-21T14:02:00' in this machine's time zone, or
         ''.
-    elapsed_s, left_s: seconds since the job's start and until its time limit, or None if unknown.
+    elapsed_s, left_s: seconds since the job's start, and seconds until its time limit, or None if unknown.
     command: the script and its arguments. From sacct: the command line of sbatch.
     comment: the comment as submitted, or as the site changed it. From sacct: the command line of sbatch.
     """
@@ -207,9 +207,9 @@ def query(queries: Collection[JobQuery], early: QueueQuery | None = None) -> Slu
 
 
 def show(ids: Sequence[str], env: Mapping[str, str] | None = None, at_most: timedelta | None = None) -> list[Job]:
-    """Return the jobs that `scontrol show job` prints, of any user, with their exit status.
+    """Return the jobs that `scontrol show job` prints, of any user.
 
-    For one id, return that job, or nothing if Slurm does not know it. For several ids, return all jobs that the
+    With one id, return only that job, or nothing if Slurm does not know it. With several ids, return all jobs that the
     controller remembers. Raise Unreachable if Slurm does not reply.
     """
     command = ("scontrol", "--all", "show", "job", *(ids if len(ids) == 1 else ()))
@@ -222,9 +222,8 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
 
     Return None if Slurm does not know the job.
 
-    Only a final state proves that a job has ended. It is not enough that the job is missing: squeue omits jobs in
-    hidden partitions, a site may cache squeue's output, and the controller forgets a job minutes after its end. Raise
-    Unreachable if Slurm does not reply.
+    Only a final state proves that a job has ended. A missing job may still run: squeue omits jobs in hidden
+    partitions, and a site may cache squeue's output. Raise Unreachable if Slurm does not reply.
 
     at_most: the timeout of each of the two commands.
     """
@@ -235,7 +234,7 @@ def has_ended(job_id: str, at_most: timedelta) -> bool | None:
         if shown.status != 0 or not shown.stdout.endswith("\n\n") or not _is_complete(job_id, found):
             raise Unreachable(f"scontrol returned an incomplete answer for job {job_id}")
         return all(record.get("JobState") in FINAL for record in found)
-    if not UNKNOWN_JOB.search(shown.stdout + shown.stderr):  # an empty answer is none
+    if not UNKNOWN_JOB.search(shown.stdout + shown.stderr):  # an empty output is not an answer
         raise Unreachable(f"scontrol: {shown.stderr.strip()}")
     with suppress(NotStarted):
         rows = slurm_client.run((*SACCT, f"--jobs={job_id}", "--format=State%40"), at_most=at_most)
@@ -380,8 +379,8 @@ def _lines(command: Sequence[str], call: Call | NotStarted, at_most: timedelta |
         raise slurm_client.TimedOut(f"{error}: {slurm_client.CHECK}") from None
     if output.status == 0:
         return output.stdout.splitlines()
-    # Without accounting sacct fails at once with an error; a purged job is 'Invalid job id specified'.
-    # For a task of an array scontrol prints 'Job 18_2 not found', on stdout, and since Slurm 26.05 on stderr.
+    # Without accounting, sacct fails at once. For a purged job, Slurm prints 'Invalid job id specified'. For an array's
+    # task, scontrol prints 'Job 18_2 not found': on stdout, and since Slurm 26.05 on stderr.
     if command[0] == "sacct" or UNKNOWN_JOB.search(output.stdout + output.stderr):
         return []
     raise Unreachable(f"{command[0]}: {output.stderr.strip().splitlines()[-1] if output.stderr.strip() else 'failed'}")

@@ -11,8 +11,8 @@ from hpcinit.base.errors import MaybeSubmitted, NotReached, SubmitError
 from hpcinit.slurm import slurm_client
 
 COMMAND = ("sbatch", "--parsable")
-# The request was not sent, or was rejected unread (slurm_protocol_api.c of 22.05: slurm_send_recv_controller_msg
-# reports 'connect failure' only before it sends; slurm_errno.c). Rate limit: since 23.02.
+# With these errors, sbatch did not send the request, or the controller rejected it unread (slurm_errno.c). 'connect
+# failure' is printed only before the request is sent (22.05: slurm_send_recv_controller_msg in slurm_protocol_api.c).
 NOT_SENT = (
     "Unable to contact slurm controller (connect failure)",
     "Communication connection failure",
@@ -25,7 +25,7 @@ NOT_SENT = (
     "can't be reached now, or it is an invalid entry for --cluster",
 )
 UNKNOWN_CLUSTER = "known by database"  # No cluster 'b' known by database.
-# The controller may have taken the job although sbatch failed (seen with slurmctld stopped by SIGSTOP, and killed).
+# The controller may have accepted the job although sbatch failed. We saw this after a SIGSTOP or a kill of slurmctld.
 LOST_CONTROLLER = (
     "Socket timed out",
     "Unable to contact slurm controller",  # (send failure), (receive failure), (shutdown failure)
@@ -34,7 +34,7 @@ LOST_CONTROLLER = (
     "Message receive failure",
     "Communication shutdown failure",
     "Unexpected message received",
-    "Unexpected missing socket error",  # 24.11, of a controller killed in the call
+    "Unexpected missing socket error",  # in 24.11, if the controller is killed during the call
     "Connection reset by peer",
     "Connection timed out",
     "Broken pipe",
@@ -88,7 +88,7 @@ def job_id(text: str) -> str:
     last = text.strip().splitlines()[-1] if text.strip() else ""
     number = last.partition(";")[0]
     if not number.isdigit():
-        raise MaybeSubmitted(f"sbatch --parsable printed {text!r}, expected a job id as its last line")
+        raise MaybeSubmitted(f"sbatch --parsable printed {text!r}, expected a job id on the last line")
     return number
 
 

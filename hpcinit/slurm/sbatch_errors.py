@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-# Limits on the number of jobs in the queue, as sbatch names them (slurm_protocol_defs.c, job_reason_string; 22.05 to
-# 24.11): whose limit it is, and the command that shows it. No line of the script causes them.
+# Limits on the number of jobs in the queue. For each: whose limit it is, and the command that shows it. sbatch
+# prints these names (slurm_protocol_defs.c, job_reason_string; 22.05 to 24.11). No line of the script causes them.
 COUNTS = {
     "AssocMaxSubmitJobLimit": (
         "your account limits how many jobs each of its users",
@@ -29,8 +29,9 @@ COUNTS = {
         "sacctmgr show qos format=name,grpsubmit",
     ),
 }
-# Parts of sbatch's messages, and the options that each can mean, the most likely first. The first part that matches
-# decides: 'Memory specification can not be satisfied' is followed by 'Requested node configuration is not available'.
+# Parts of sbatch's messages, and the options that each part can be about, the most likely option first. The first part
+# that matches decides: after 'Memory specification can not be satisfied', sbatch also prints 'Requested node
+# configuration is not available'.
 # Texts of Slurm 22.05 to 24.11 (slurm_errno.c, opt.c), provoked on 22.05.8: tests/submit/test_sbatch_errors.py.
 SIZE = ("nodes", "ntasks-per-node", "cpus-per-task")
 GPUS = ("gpus-per-node", "gres", "gpus", "gpus-per-task")
@@ -69,7 +70,7 @@ SIGNS: tuple[tuple[str, Sequence[str]], ...] = (
 
 
 def explain(message: str, script: str, key: Callable[[str], str]) -> str:
-    """Return the #SBATCH lines of `script`, or the limit, that caused sbatch's error `message`. If unknown, return ''.
+    """Explain sbatch's error `message`: return the #SBATCH lines or the limit that caused it, or '' if unknown.
 
     key: a function that returns the config key that sets an sbatch option.
     """

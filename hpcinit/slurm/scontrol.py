@@ -1,8 +1,8 @@
 """Parses the output of `scontrol show`. tests/data/discover contains recorded output of Slurm 22.05 and 24.11.
 
-hpcinit does not use --oneliner, because that form does not show where a free text ends (Reason=disk 3: bad=yes
-[root@...]). In the default form, a text ends at the end of its line. hpcinit does not use --json, because some versions
-and builds do not have it.
+hpcinit does not use --oneliner, because a value such as Reason=disk 3: bad=yes [root@...] would have no visible end
+there. In the default form, it ends at the end of the line. hpcinit does not use --json, because some versions and
+builds do not have it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Gpus(NamedTuple):
 def records(text: str, kind: str) -> list[dict[str, str]]:
     """Return the records that `scontrol show` prints for nodes, partitions or jobs, each as a dict.
 
-    If a key occurs twice in a record, the first value counts. A job's name may contain anything, so the name ends at
-    the end of its line. Lines that are no records, such as 'No nodes in the system', are ignored.
+    If a key occurs twice in a record, the first value counts. Lines that belong to no record, such as 'No nodes in the
+    system', are ignored.
 
     kind: the key with which each record starts: NodeName, PartitionName or JobId.
     """

@@ -1,7 +1,7 @@
 """Runs Slurm's commands. Only this module starts them, always with the same environment, timeouts and decoding.
 
     slurm_client.run(["scontrol", "show", "config"]).stdout
-    call = client.start(["squeue", "--me"])       # runs while the caller does other work
+    call = slurm_client.start(["squeue", "--me"])  # runs while the caller does other work
     call.output().stdout
 
 The error `Unreachable` means that Slurm did not reply. If a command ran and failed, its Output has the exit status.
@@ -27,16 +27,16 @@ from hpcinit.base import console, signals
 # SLURM_TIME_FORMAT) or ask for confirmation (SCANCEL_INTERACTIVE). SLURM_CLUSTERS sends the query to another cluster,
 # and sbatch passes it on to the job: docs/decisions/0101-several-slurm-clusters.md.
 PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
-# Commands that on_cluster() sends to another cluster. sbatch reads it from the script, and job_step.srun() names it.
+# Commands that on_cluster() sends to another cluster. sbatch reads it from the script, and job_step.srun() sets it.
 SENT = ("squeue", "sinfo", "sacct", "scancel", "scontrol")
-# How long each command may take. Of the entries whose parts are all in the command, the longest applies. A client gives
-# up on a controller after two MessageTimeouts (10 s each by default), so these limits are for a client that hangs.
+# How long each command may take. If several entries match a command, the longest entry applies. A client
+# ends after two MessageTimeouts (2 x 10 s by default) if the controller is down. The limits end a hanging client.
 TIMEOUTS: dict[str, timedelta] = {
     "squeue": timedelta(seconds=30),
     "sinfo": timedelta(seconds=30),
     "sacct": timedelta(seconds=30),
     "srun --help": timedelta(seconds=30),
-    "srun --overlap": timedelta(seconds=30),  # a step inside a job that runs
+    "srun --overlap": timedelta(seconds=30),  # starts a step in a running job
     "scontrol": timedelta(seconds=30),
     "scontrol show node": timedelta(seconds=60),  # 10,000 nodes are some 10 MB of text
     "scontrol show partition": timedelta(seconds=60),
@@ -46,8 +46,8 @@ TIMEOUTS: dict[str, timedelta] = {
     # sbatch itself retries a full queue 15 times with growing sleeps, 120 s in all (sbatch.c: MAX_RETRIES).
     "sbatch": timedelta(seconds=180),
 }
-CHECK = "is SLURM_CONF right, is the controller up?"  # what the user can check when a command timed out
-OF_THE_END = re.compile(rb"error: \S+: task 0: |Force Terminated StepId")  # what srun prints of a task's exit status
+CHECK = "is SLURM_CONF right, is the controller up?"  # what the user can check after a timeout
+OF_THE_END = re.compile(rb"error: \S+: task 0: |Force Terminated StepId")  # srun's messages about a task's exit status
 SLOW_S = 1.0  # in a terminal, a note names a command that takes longer
 REAP_S = 1.0  # the wait for a killed client, which may hang in the kernel on a dead file server
 
@@ -89,7 +89,7 @@ class Output:
         return self.stderr.strip() or self.stdout.strip() or f"exit status {self.status}, and no output"
 
 
-_clusters: ContextVar[str] = ContextVar("clusters", default="")  # of on_cluster(), in each thread its own
+_clusters: ContextVar[str] = ContextVar("clusters", default="")  # set by on_cluster(), separately in each thread
 
 
 @contextlib.contextmanager
@@ -142,15 +142,17 @@ def attached(command: Sequence[str], env: Mapping[str, str], started: str = "") 
 
     Raise NotStarted if the command cannot be started.
 
-    started: a line that the command prints to stderr first. It is not shown, and neither are srun's messages about the
-        exit status of the task.
+    started: a line that the command prints to stderr first. It is not shown. srun's messages about the task's exit
+        status are not shown either.
     """
     began = console.started(command)
     try:
         process = subprocess.Popen(command, env=environment(env), stderr=subprocess.PIPE)
     except OSError as error:
         raise NotStarted(f"cannot run {command[0]}: {error.strerror}", missing=True) from None
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends or does not
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the command too, and the command decides whether to exit
     errors: list[str] = []
     runs = False
     try:
@@ -183,9 +185,9 @@ class Call:
         self._timeout = timeout(self.command)
         # sbatch passes its environment on to the job, so its locale stays the user's.
         locale = {} if command[0] == "sbatch" else {"LC_ALL": "C.UTF-8"}
-        self.printed = ""  # to stdout, when ends_within() returned False
+        self.printed = ""  # stdout up to the time when ends_within() returned False
         self._started = console.started(self.command)
-        # Ctrl-C inside Popen would leave the command running without anybody who could end it.
+        # After a Ctrl-C inside Popen, the command would keep running, and hpcinit could not end it.
         with signals.deferred_interrupts() as received:
             try:
                 self._process = subprocess.Popen(

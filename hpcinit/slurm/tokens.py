@@ -25,7 +25,7 @@ def is_other(comment: str, command: str, known: Sequence[str], script: str) -> b
 
     comment, command: the job's comment and command, as Slurm reports them.
     known: the tokens of our jobs, or [] if unknown.
-    script: the script that we submitted, or '' if it may be any.
+    script: the script that we submitted, or '' if the job may run any script.
     """
     if MARK in comment:
         return bool(known) and not any(f"{MARK}{token}" in comment for token in known)
@@ -53,10 +53,8 @@ def find(
     If there certainly is no such job, return []. If Slurm does not reply, return None.
 
     known: the job ids that sbatch printed.
-    alone: whether only this job runs `script`. A job with that script is then found even if the site changed its
-        comment.
-    started: a function that returns the id of the job that has started `script`, according to the job's own record, or
-        ''.
+    alone: whether only one job may run `script`. Then the script identifies it, even if the site changed its comment.
+    started: a function that returns the job id that the batch script recorded when it started, or ''.
     """
     try:
         jobs = own_jobs(env, ended=True).jobs()

@@ -21,11 +21,11 @@ SMALLEST = 1001  # Slurm's default MaxArraySize: the highest index is one less
 def block(max_array_size: int | None) -> int:
     """Return how many tasks one array may have: a power of ten, or 1 if the site allows no arrays.
 
-    A sweep with more tasks is divided into arrays of this size, which are called blocks. Indices in an array are
-    smaller than MaxArraySize. If that is 1001, a block has 1000 tasks.
+    A larger sweep is divided into blocks of this size, one array each. Indices in an array are smaller than
+    MaxArraySize. If that is 1001, a block has 1000 tasks.
 
-    A task's number is the number of its block, followed by its index in the array. Task 2017, for example, has index 17
-    in block 2, and Slurm writes the path of its folder as '2%3a'.
+    Task 2017, for example, has index 17 in block 2. The script writes the name of its folder as '2%3a', which Slurm
+    expands to 2017.
     """
     most = SMALLEST if max_array_size is None else max_array_size
     size = 1
@@ -75,7 +75,7 @@ def render(
 
 
 def _differing(configs: Sequence[Config], numbers: Sequence[int], base: int) -> dict[str, dict[int, str]]:
-    """Return each environment variable whose value differs between the tasks, with its value by the task's index."""
+    """Return the environment variables that differ between tasks. For each, map a task's index to its value."""
     envs = {number - base: _env(config) for number, config in zip(numbers, configs, strict=True)}
     names = [name for name in _env(configs[0]) if len({env[name] for env in envs.values()}) > 1]
     return {name: {index: env[name] for index, env in envs.items()} for name in names}

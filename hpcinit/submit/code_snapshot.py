@@ -36,7 +36,7 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
             else:
                 shutil.copy2(source, target)
                 content = target.read_bytes()
-            # Name and mode count too: a change of the executable bit is a change.
+            # The hash includes the name and the mode, because a change of the executable bit is a change, too.
             digest.update(os.fsencode(f"{name}\0{stat.S_IMODE(mode) & 0o111:o}\0"))
             digest.update(hashlib.sha256(content).digest())
         (folder / run_folder.CODE_FILES).write_text(json.dumps(plan.files) + "\n")
@@ -63,8 +63,8 @@ def take_snapshot(plan: SnapshotPlan, folder: Path) -> dict[str, Any]:
 def _the_same(plan: SnapshotPlan, sha256: str) -> dict[str, Any]:
     if sha256 != plan.before.get("sha256"):
         raise SubmitError(
-            f"snapshot=git: the files in {plan.root} changed since they were submitted (sha256 {sha256[:12]}, recorded "
-            f"{str(plan.before.get('sha256'))[:12]}); --fresh-code uses the checkout as it is now",
+            f"snapshot=git: the files in {plan.root} have changed since the run was submitted (sha256 is "
+            f"{sha256[:12]}, and was {str(plan.before.get('sha256'))[:12]}); --fresh-code submits the changed files",
             NOTHING_SUBMITTED,
         )
     return {**plan.before, "from": str(plan.root)}
@@ -76,7 +76,7 @@ def _link(plan: SnapshotPlan, name: str) -> str:
     If the link points to a file of the checkout, its copy points to the copy of that file.
     """
     source = plan.root / name
-    text = os.readlink(source)  # noqa: PTH115 - the unchanged text
+    text = os.readlink(source)  # noqa: PTH115 - Path.readlink() would normalize the path
     leads = os.path.normpath(source.parent / text)
     inside = os.path.relpath(leads, plan.root)
     if inside in plan.contents:

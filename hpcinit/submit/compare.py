@@ -1,6 +1,6 @@
-"""Implements `hpcinit render RUN`: prints a run's script as hpcinit would render it now, or compares scripts.
+"""Implements `hpcinit render RUN`: prints the script that hpcinit would render now for the request of a run.
 
-It can compare the script with that of another run, and with the script that results from overrides.
+If the user names a second run or overrides, it prints the differences in config and script instead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hpcinit.observe import find_runs, resubmitted
 from hpcinit.records import run_folder
 from hpcinit.submit import provenance, script
 
-# These lines depend on the time of submission: jobs end, and excluded nodes recover.
+# These lines depend on the time of submission, because jobs end and excluded nodes recover.
 MOMENTARY = ("#SBATCH --dependency=", "#SBATCH --exclude=")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit render",
-        description="Print the script of a run as rendered now. With a second run or key=value, print the "
-        "differences in config and script. The exit status is 1 if something differs.",
+        description="Print the script that hpcinit would render now for the request of a run. With a second run or "
+        "key=value, print the differences in config and script. The exit status is 1 if something differs.",
     )
     parser.add_argument("run", help="run folder, its name, or a job id")
     parser.add_argument("other", nargs="*", metavar="RUN | key=value", help="another run, or keys to change")
@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
     run = _single(find_runs.find_run(options.run, options.runs_dir).absolute())
     runs = [argument for argument in options.other if "=" not in argument]
     if len(runs) > 1 or (runs and len(options.other) > 1):
-        raise RequestError(f"{' '.join(options.other)}: expected one other run, or key=value for this one")
+        raise RequestError(
+            f"{' '.join(options.other)}: expected either one other run, or key=value settings for this run"
+        )
     if runs:
         other = _single(find_runs.find_run(runs[0], options.runs_dir).absolute())
         return _differ(run, _written(run), other.name, _written(other), options.json)
@@ -74,12 +76,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _single(run: Path) -> Path:
-    """Return `run`. Raise RequestError for sweeps and their tasks, which share a script."""
+    """Return `run`. Raise RequestError for sweeps and their tasks, because tasks of a sweep share one script."""
     sweep = run if find_runs.is_sweep(run) else resubmitted.sweep_of(run)
     if sweep:
         raise RequestError(
-            f"{find_runs.name_of(run)} is {'a sweep' if run == sweep else 'a task of a sweep'}, whose tasks share a "
-            f"script: read {sweep / run_folder.SCRIPT}, and config.yaml in the folder of each task"
+            f"{find_runs.name_of(run)} is {'a sweep' if run == sweep else 'a task of a sweep'}, and all tasks of a "
+            f"sweep share a script: read {sweep / run_folder.SCRIPT}, and config.yaml in the folder of each task"
         )
     return run
 
@@ -97,7 +99,7 @@ def _written(run: Path) -> tuple[list[str], list[str]]:
 
 
 def _rendered(run: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return config and script as rendered now, in the same folder."""
+    """Return the lines of the config and of the script that hpcinit would render now for this run."""
     found: list[tuple[list[str], list[str]]] = []
 
     def render(requests: Sequence[Request]) -> int:

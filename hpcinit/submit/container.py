@@ -17,8 +17,8 @@ PYXIS = "pyxis"
 def container_options(config: Config, run: RunPath, workdir: Path) -> dict[str, Any]:
     """Return the srun options that start a container with pyxis. Without an image or with another runtime, return {}.
 
-    https://github.com/NVIDIA/pyxis/wiki/Usage. --container-env lists the variables of the job that override those of
-    the image.
+    --container-env lists the variables of the job that override those of the image
+    (https://github.com/NVIDIA/pyxis/wiki/Usage).
     """
     if not config.container.image or config.cluster.container.runtime != PYXIS:
         return {}

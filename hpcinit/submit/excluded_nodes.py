@@ -1,4 +1,4 @@
-"""Excludes nodes that have failed too often, by adding them to the --exclude option that the user gave to sbatch.
+"""Excludes nodes that have failed too often, by adding them to the value of sbatch's --exclude.
 
 The reasons are in docs/decisions/0020-excluded-nodes.md.
 """
@@ -90,10 +90,10 @@ def _table(config: Config) -> tuple[list[NodeHistory], list[str]]:
 
 
 def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
-    """Return the hosts that Slurm does not know. sbatch would refuse a job if --exclude contained one of them.
+    """Return the hosts that Slurm does not know. If --exclude contained one of them, sbatch would refuse the job.
 
-    A node is unknown if it was removed, or if the ranks of torchrun recorded the kernel's host name instead of Slurm's.
-    Return an empty set if this machine has no Slurm.
+    The site may have removed the node. With launch=torchrun, the ranks may also have recorded a host name that differs
+    from Slurm's node name. Return an empty set if this machine has no Slurm.
 
     clusters: the value of the config key cluster.clusters.
     """
@@ -101,7 +101,7 @@ def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
         return set()
     from hpcinit.slurm import slurm_client  # noqa: PLC0415 - only for failed nodes
 
-    # --all: without it a node that is in hidden partitions only is 'not found'.
+    # Without --all, Slurm reports 'not found' for a node that is only in hidden partitions.
     try:
         with slurm_client.on_cluster(clusters):
             done = slurm_client.run(["scontrol", "--all", "show", "node", ",".join(hosts)])
@@ -111,7 +111,7 @@ def _unknown_nodes(hosts: Sequence[str], clusters: str | None) -> set[str]:
 
 
 def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
-    """Decide which failed nodes to exclude. The partition must keep enough nodes for the job.
+    """Decide which failed nodes to exclude, so that the partition keeps enough nodes for the job.
 
     table: the nodes that have failed, worst first.
     """
@@ -125,7 +125,11 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
     if "/" in own:  # sbatch reads it as the name of a file
         names = ",".join(one.host for one in bad)
         return Exclusion(
-            None, [f"hpcinit: warning: {names} failed but is not excluded: --exclude is already the file {own}"]
+            None,
+            [
+                f"hpcinit: warning: {names} failed but is not excluded, because cluster.sbatch.exclude is the file "
+                f"{own}: add {names} to the file"
+            ],
         )
     most = resources.partition(config).nodes
     available = len(bad) if most is None else most - config.nodes - config.spare_nodes - len(own_hosts)
@@ -135,8 +139,8 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
             notes.append(f"hpcinit: warning: {about} is not excluded: cluster.sbatch.nodelist requests it")
         elif len(excluded_hosts) >= available:
             notes.append(
-                f"hpcinit: warning: {about} is not excluded: the partition has {most} nodes, and "
-                f"{config.nodes + config.spare_nodes} are requested and {len(own_hosts) + len(excluded_hosts)} excluded"
+                f"hpcinit: warning: {about} is not excluded: of the {most} nodes of the partition, the job requests "
+                f"{config.nodes + config.spare_nodes}, and {len(own_hosts) + len(excluded_hosts)} are already excluded"
             )
         else:
             excluded_hosts.append(one.host)
@@ -151,7 +155,7 @@ def decide(config: Config, table: Sequence[NodeHistory]) -> Exclusion:
 def _hosts(text: str) -> list[str]:
     """Return the hosts in an option's value.
 
-    Return none if the value is the name of a file, or if it is invalid, because sbatch then reports it.
+    Return [] if the value is the name of a file, or if it is invalid. sbatch reports an invalid value.
     """
     from hpcinit.slurm import nodelist  # noqa: PLC0415
 

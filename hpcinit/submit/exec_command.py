@@ -33,7 +33,7 @@ class Container:
     """How to start a command inside the container of a run.
 
     options: options for srun.
-    prefix: what to put in front of the command.
+    prefix: the arguments in front of the command.
     python: the path of Python inside the image if pyxis starts the container, otherwise ''.
     """
 
@@ -77,7 +77,9 @@ def main(argv: Sequence[str]) -> int:
         words, command = words[:at], words[at + 1 :]
     options = console.parse_arguments(parser(), words)
     if not command:
-        raise RequestError("no command: hpcinit exec RUN -- command args..., or a shell: hpcinit shell RUN")
+        raise RequestError(
+            "no command, expected one after --: hpcinit exec RUN -- command args... To open a shell: hpcinit shell RUN"
+        )
     return run(options, command)
 
 
@@ -103,7 +105,7 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
         "workdir": job.spec.workdir,
         "command": list(command),
         "container": list(container.prefix),
-        # With a terminal, the command's stderr is not ours, and all that srun prints to its own is an error of srun.
+        # In a terminal, the command's output is not on srun's stderr, so everything on that stderr is an error of srun.
         "started": "" if terminal else STARTED,
         "verbose": announced and not options.quiet,
     }
@@ -123,9 +125,9 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
 
 
 def _place(job: RunningJob, rank: int | None, node: str | None) -> tuple[int | None, str]:
-    """Return the rank beside which to run the command, and its node.
+    """Return the rank whose environment the command gets, and the node on which it runs.
 
-    If the user named a node, the rank is None: the first rank of that node.
+    If the user named a node, the rank is None: use the first rank of that node.
     """
     if node is None:
         return rank or 0, job.host(rank or 0)

@@ -26,9 +26,9 @@ from hpcinit.slurm import exactly_once, queue, sbatch, tokens
 from hpcinit.slurm.queue import JobQuery
 from hpcinit.submit.job_environment import clean_environment
 
-PRIVATE = 0o700  # the mode of a folder with pickles: a user who can write a pickle can run programs as its reader
-DELAY_S = 30  # at most between two queries of Slurm
-PURGED_S = 60.0  # a job that no command of Slurm has known for so long is over
+PRIVATE = 0o700  # the mode of a folder with pickles: a pickle's author can run code as the user who loads it
+DELAY_S = 30  # the longest time between two queries of Slurm
+PURGED_S = 60.0  # a job that Slurm has not known for this long counts as ended
 
 
 class Watcher(slurm.SlurmInfoWatcher):
@@ -70,7 +70,7 @@ class Watcher(slurm.SlurmInfoWatcher):
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
         """Return whether the job has a final state, or has been unknown to Slurm for PURGED_S seconds.
 
-        submitit would also treat SUSPENDED as an end.
+        submitit also counts a suspended job as done, but this method does not.
         """
         if self.get_state(job_id, mode=mode) in queue.FINAL:
             return True
@@ -118,7 +118,7 @@ class Executor(submitit.SlurmExecutor):
     def affinity(cls) -> int:
         """Return the score by which submitit chooses an executor.
 
-        It is at least 1, even without Slurm, because a dry run can render scripts there.
+        It is at least 1, so that a dry run works without Slurm.
         """
         return max(1, super().affinity())
 
@@ -151,7 +151,7 @@ class Executor(submitit.SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
         if self._program:
-            # submitit.JobEnvironment() would take its ranks from Slurm, which has others with launch=torchrun.
+            # With this line, submitit.JobEnvironment() would return Slurm's task numbers instead of torchrun's ranks.
             text = text.replace("\n# command\nexport SUBMITIT_EXECUTOR=slurm\n", "\n# command\n", 1)
         first, *lines = text.split("\n")
         if self._program and "signal" not in (self.parameters.get("additional_parameters") or {}):
@@ -194,7 +194,7 @@ class Executor(submitit.SlurmExecutor):
         folder = _folder(self.folder)
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         if folder == self.folder:
-            _refuse_shared(folder)  # _set_job_permissions changes its mode, after the job was submitted
+            _refuse_shared(folder)  # now, because _set_job_permissions changes the folder's mode after the submission
         if len(delayed_submissions) == 1:
             return super()._internal_process_submissions(delayed_submissions)
         pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
@@ -223,9 +223,9 @@ def _refuse_shared(folder: Path) -> None:
     shared = found.st_mode & stat.S_ISVTX or safe_files.ownership_problem(folder, found, "")
     if shared or found.st_uid != os.geteuid():
         raise RequestError(
-            f"{folder} belongs to {safe_files.user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):04o}), expected a "
-            f"folder that only you write to, because a user who can write a pickle can run programs as you: "
-            f"hpcinit.Executor({str(folder / 'NAME')!r})"
+            f"{folder} belongs to {safe_files.user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):04o}), expected "
+            "a folder that only you can write to: another user who writes a pickle there can run programs as you. "
+            f"Use a new folder: hpcinit.Executor({str(folder / 'NAME')!r})"
         )
 
 

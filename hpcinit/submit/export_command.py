@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit export",
         usage="hpcinit export [options] RUN\n       hpcinit export [options] key=value ... [-- PROGRAM ARGUMENTS ...]",
-        description="Print a plain batch script that runs the same program with srun, without hpcinit: of a run, or "
-        "of a request as for hpcinit submit.",
+        description="Print a plain batch script that runs a program with srun, without hpcinit. Give a run, or the "
+        "arguments of hpcinit submit.",
     )
     parser.add_argument("request", nargs="*", metavar="RUN | key=value", help="a run, or the keys of a request")
     find_runs.add_runs_dir(parser)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             raise RequestError(f"{run} is a sweep, expected one task, as in: hpcinit export {runs[0]}/0")
 
         def of_run(requests: Sequence[Request]) -> int:
-            config = replace(requests[0].config, dependency=None)  # what it waited for is over
+            config = replace(requests[0].config, dependency=None)  # the dependency was for the first submission only
             workdir = provenance.workdir_of(run, config.snapshot == "git")
             return show(config, workdir, checkout.plan_snapshot(config, workdir), run)
 
@@ -79,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
 
     def of_request(requests: Sequence[Request]) -> int:
         if len(requests) > 1:
-            raise RequestError(f"{len(requests)} combinations, expected one: export prints one script")
+            raise RequestError(
+                f"hpcinit export prints one script, but the overrides describe {len(requests)} jobs: give each key "
+                "one value"
+            )
         return show(requests[0].config, job_spec.workdir(requests[0].config))
 
     line = [*options.request, *(["job=program"] if program else [])]
@@ -87,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None, run: Path | None = None) -> str:
-    """Return the batch script without hpcinit. Raise RequestError for cluster=local.
+    """Return a batch script that runs the program without hpcinit. Raise RequestError for cluster=local.
 
     code: the code snapshot of the run.
     run: the run folder.
@@ -105,7 +108,7 @@ def plain_script(config: Config, workdir: Path, code: SnapshotPlan | None = None
         restart=replace(config.restart, max_restarts=None, warm=False),
         launch=replace(config.launch, kind="srun", max_restarts=0),
     )
-    path = RunPath(workdir)  # in place of the run folder, which the script does not use
+    path = RunPath(workdir)  # instead of the run folder, which the script does not use
     parameters = script.parameters(plain, path, workdir)
     setup = [*job_setup.setup_lines(plain, path), *(script.code_lines(RunPath(run), code) if run else [])]
     parameters["setup"] = setup[1:]  # without the first empty line
@@ -129,7 +132,7 @@ def _header(config: Config) -> list[str]:
         f"# Exported by hpcinit {version} on {time.strftime('%Y-%m-%d')}. It runs without hpcinit: sbatch THIS_FILE",
     ]
     if missing := [text for text, lacking in lacks.items() if lacking]:
-        lines.append(f"# Not in this script, because hpcinit does it: {', '.join(missing)}")
+        lines.append(f"# Not in this script, because it needs hpcinit: {', '.join(missing)}")
     return [script.comment(line) for line in lines]
 
 

@@ -24,20 +24,20 @@ from hpcinit.records import run_folder, run_numbers
 PRIVATE, PRIVATE_FILE = 0o700, 0o600
 
 
-_promised: set[Path] = set()  # returned by next_path in this process: the dry run of a sweep prints several scripts
+_promised: set[Path] = set()  # the results of next_path(): each script in the dry run of a sweep gets another path
 
 
 def next_path(runs_dir: Path, name: str) -> Path:
-    """Return the folder that claim() would create, without creating it. The next call returns the folder after that."""
+    """Return the folder that claim() would create, without creating it. Each call returns a different folder."""
     path = _free(runs_dir, name, _promised)
     _promised.add(path)
     return path
 
 
 def _free(runs_dir: Path, name: str, promised: Collection[Path] = ()) -> Path:
-    """Return the path runs_dir/NAME-0001, or the path with the next number that no run has had.
+    """Return the path runs_dir/NAME-NNNN with the next number that no run has had, such as NAME-0001.
 
-    promised: paths that count as used, although their folders do not exist yet.
+    promised: paths to skip, although their folders do not exist yet.
     """
     names = {path.name for path in promised if path.parent == runs_dir}
     return runs_dir / f"{name}-{run_numbers.next_number(runs_dir, name, names):04d}"
@@ -68,7 +68,7 @@ def claim(runs_dir: Path, name: str, below: Sequence[str] = (run_folder.LOGS, ru
             elif not runs_dir.is_dir():
                 raise SubmitError(f"runs_dir is {str(runs_dir)!r}, which is not a folder") from None
         except OSError as error:
-            if made:  # otherwise it may be another submission's
+            if made:  # otherwise the folder may belong to another submission
                 discard(path)
             raise cannot_write(path, error) from None
     raise SubmitError(f"cannot create a run folder in {runs_dir}: 100 other submissions were faster; submit again")
@@ -81,7 +81,7 @@ def make(task: str) -> None:
 
 
 def make_component(path: Path, number: int, spec: str) -> None:
-    """Create a separate run folder for one component of a heterogeneous job, whose ranks form a separate world.
+    """Create a run folder for one component of a heterogeneous job. The component's ranks form a separate world.
 
     If that fails, remove the folder of the whole run and raise SubmitError.
     """
@@ -99,14 +99,12 @@ def make_component(path: Path, number: int, spec: str) -> None:
 def _refuse_wrong_owner(path: Path, made: Path) -> None:
     """Raise SubmitError unless the new file or folder `made` in the run folder `path` belongs to this user alone.
 
-    Some file systems choose the owner or the mode (NFS all_squash, inherited access lists). Without this check, only
-    the job would refuse the folder, after its time in the queue.
+    Some file systems choose the owner or the mode themselves (NFS all_squash, inherited access lists). Otherwise, the
+    job would fail because of that, after its time in the queue.
     """
-    if problem := safe_files.path_ownership_problems(
-        made, "its file system chooses the owner: choose another runs_dir=..."
-    ):
+    if problem := safe_files.path_ownership_problems(made, "the file system chose this owner"):
         discard(path)
-        raise SubmitError(f"{problem}, or choose another runs_dir=...", NOTHING_SUBMITTED)
+        raise SubmitError(f"{problem}. If you cannot change that, choose another runs_dir=...", NOTHING_SUBMITTED)
 
 
 def fill(path: Path, files: Mapping[str, str]) -> None:
@@ -161,13 +159,13 @@ def cannot_write(path: Path, error: OSError) -> SubmitError:
     return SubmitError(f"cannot write the run folder {path}: {error.strerror}; {advice}", NOTHING_SUBMITTED)
 
 
-# The claim: one submission of a request at a time, on all login nodes.
+# The claim allows one submission of a request at a time, on all login nodes.
 #
-# Two processes that search the queue in the same second both find no job, so a file in runs_dir decides, which only one
-# process can create.
+# Two processes that search the queue in the same second would both find no job. So each of them first creates the same
+# file in runs_dir, the claim, and only one succeeds.
 
 TRIES = 20  # a failed try means that another process has just taken or released the claim
-UNREADABLE_S = 60.0  # a claim without complete content counts for this time
+UNREADABLE_S = 60.0  # a claim with incomplete content is valid for this time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +174,7 @@ class Owner(processes.Process):
 
     run: the run folder that the process created.
     since: when the process started, in seconds since 1970.
-    expires_s: after how many seconds its claim expires.
+    expires_s: for how many seconds its claim is valid.
     """
 
     run: str
@@ -201,7 +199,7 @@ def claim_held(run: Path, request: str, expires_s: float) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            if _read(path)[1] == me:  # another process may have replaced it after expires_s
+            if _read(path)[1] == me:  # another process may have replaced the claim after expires_s
                 path.unlink()
 
 
@@ -242,9 +240,9 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 
 
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
-    """Return whether the process that wrote the claim has ended or, if this host cannot see it, the claim is too old.
+    """Return whether the process that wrote the claim has ended.
 
-    Its age is the time between two files, the claim and the new run folder, because the file server sets both times.
+    If this host cannot see the process, return whether the claim is too old. Its age is measured by the file server.
     """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended

@@ -100,5 +100,5 @@ def follow_sweep(path: Path) -> int:
     tasks = [task for task in polls.now[0].tasks if task.state.name != find_runs.NOT_SUBMITTED]
     bad = [task.number for task in tasks if task.state.status]
     if bad:
-        print(f"not COMPLETED: {ranges(bad)}; the first:  hpcinit logs {run}/{bad[0]}")
+        print(f"these tasks did not complete: {ranges(bad)}. Log of the first one:  hpcinit logs {run}/{bad[0]}")
     return max(task.state.status for task in tasks)

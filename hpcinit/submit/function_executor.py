@@ -29,8 +29,8 @@ from hpcinit.submit import program_arguments, submit_command, sweep, transaction
 from hpcinit.submit.executor import Executor, Job, Watcher
 
 MODULE = "hpcinit.jobs.function"  # what each rank runs
-TAIL = 40  # the lines of a rank's log in an error
-# submitit's names of parameters, without the prefix slurm_, and our keys. Other options of sbatch are in SBATCH.
+TAIL = 40  # how many lines of a rank's log an error shows
+# Maps submitit's parameters, without the prefix slurm_, to our keys. Other options of sbatch are in SBATCH.
 KEYS = {
     "job_name": "name",
     "timeout_min": "time_min",
@@ -44,7 +44,7 @@ KEYS = {
     "exclusive": "cluster.exclusive",
 }
 SBATCH = ("constraint", "exclude", "gres", "mail_type", "mail_user", "nodelist", "wckey", "mem_per_gpu", "mem_per_cpu")
-# Parameters of submitit that a run cannot follow, and why.
+# Parameters of submitit that a run does not support. The value is the reason or what to use instead.
 REFUSED = {
     "teardown": "a run executes nothing after its ranks",
     "srun_args": "use **{'++cluster.srun.OPTION': VALUE}",
@@ -55,11 +55,11 @@ REFUSED = {
     "cpus_per_gpu": "use cpus_per_task",
     "mem": "use mem_gb",
 }
-ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only if they are false
+ALWAYS = ("use_srun", "stderr_to_stdout")  # refused only with the value False
 
 
 class ForPrograms(ConfigError):
-    """Raised if the request sets config keys that only work for a program, not for a function."""
+    """A function cannot be submitted, because a config key works only for a program."""
 
 
 class RunWatcher(Watcher):
@@ -129,10 +129,10 @@ class RunJob(Job[core.R]):
             raise (self.exception() if self._sub_jobs else None) or error from None
 
     def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
-        """Return the error of the first rank that raised one, or else of the first rank without a result.
+        """Return the error of the first rank that raised one, else of the first rank without a result, else None.
 
-        If all ranks have a result, return None. If one rank fails, the others are ended and have no result. submitit
-        would wait 15 s for each rank without a result, so the ranks with a result are read first.
+        If a rank fails, the others are ended and have no result. submitit waits 15 s for each missing result, so the
+        ranks with a result are read first.
         """
         if not self._sub_jobs:
             return super().exception()
@@ -144,7 +144,7 @@ class RunJob(Job[core.R]):
         try:
             return super()._get_outcome_and_result()
         except utils.UncompletedJobError as error:
-            lines = str(error).splitlines()  # with the whole log
+            lines = str(error).splitlines()  # submitit's error contains the whole log
             why = f"to see why: hpcinit why {quoting.shell(str(self.paths.folder))}"
             raise type(error)("\n".join([*lines[:4], *lines[4:][-TAIL:], why])) from error
 
@@ -160,8 +160,8 @@ class FunctionExecutor(Executor):
         folder: where the run folders are created. All nodes must share it. None: the config's runs_dir.
         args: the arguments of submitit.SlurmExecutor after the folder: max_num_timeout, max_pickle_size_gb, python.
         cluster: name of the cluster's config, as in `hpcinit submit cluster=x`; None: use submitit's own files.
-        overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. If they are given, the defaults are
-            those of `hpcinit submit`: one rank per GPU, and no signal that requeues the job.
+        overrides: settings as on the command line: ["parallel=fsdp", "nodes=2"]. With overrides, the defaults are those
+            of `hpcinit submit`: one rank per GPU, and no signal that requeues the job.
         more: the same as `args`, but by name. The prefix slurm_ is allowed, as for submitit.AutoExecutor.
     """
 
@@ -179,8 +179,10 @@ class FunctionExecutor(Executor):
         self._runs_dir = folder and utils.JobPaths.get_first_id_independent_folder(self.folder)
         if cluster is not None:
             if self.python not in (sys.executable, quoting.shell(sys.executable)):
-                raise RequestError(f"python is {self.python!r}: with cluster=..., use the key cluster.python")
-            if overrides is None:  # they may need parameters that are set later
+                raise RequestError(
+                    f"python={self.python!r} has no effect with cluster=...: set the key cluster.python instead"
+                )
+            if overrides is None:  # overrides may need parameters that are set later
                 self._requests([abs])  # an unknown cluster is refused here
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
@@ -227,8 +229,9 @@ class FunctionExecutor(Executor):
         total_gb = number * pickle.stat().st_size / 2**30
         if total_gb > self.max_pickle_size_gb:
             raise RequestError(
-                f"the functions and their arguments take about {total_gb:.2g} GB as pickles, expected at most "
-                f"{self.max_pickle_size_gb:g}: pass the names of files, or set executor.max_pickle_size_gb"
+                f"the pickled functions and arguments have {total_gb:.2g} GB in total, expected at most "
+                f"{self.max_pickle_size_gb:g} GB: pass the names of files instead of data, or set "
+                "executor.max_pickle_size_gb"
             )
 
     def _requests(self, functions: Sequence[Callable[..., Any]]) -> list[Request]:
@@ -262,7 +265,7 @@ class FunctionExecutor(Executor):
             values["runs_dir"] = self._runs_dir
         if self._words is None:
             values["ranks_per_node"] = 1  # as submitit: a function runs once
-            values["stop.signal"] = JobEnvironment.USR_SIG  # its handler requeues; SUBMITIT_PREEMPT_SIGNAL changes it
+            values["stop.signal"] = JobEnvironment.USR_SIG  # submitit then requeues the job
             values["stop.signal_before_s"] = 90
         refused = []
         for given, value in self.parameters.items():
@@ -294,13 +297,13 @@ def _problems(config: Any) -> Sequence[str]:
             bool(config.restart.max_restarts),
             "a checkpointable function requeues its own job, at most max_num_timeout times after the time limit",
         ),
-        "restart.warm=true": (config.restart.warm, "a function passes its error on, and no rank fails"),
+        "restart.warm=true": (config.restart.warm, "the caller gets an error of the function, and no rank fails"),
         "launch=torchrun": (
             config.launch.kind == "torchrun",
             "submitit.JobEnvironment would read the rank of torchrun's agent; use launch=srun or launch=fork",
         ),
-        "hetjob": (bool(config.hetjob), "submitit numbers the tasks of one component"),
-        "dry_run=true": (config.dry_run, "its script would need the pickle"),
+        "hetjob": (bool(config.hetjob), "submitit supports only one component"),
+        "dry_run=true": (config.dry_run, "the script would need the pickled function, which a dry run does not write"),
     }
     return [f"{key} is for programs, not for functions: {why}" for key, (wrong, why) in reasons.items() if wrong]
 

@@ -14,11 +14,12 @@ from hpcinit.records import secret_names
 from hpcinit.records.spec import Spec
 from hpcinit.slurm import slurm_client
 
-# SBATCH_* beats #SBATCH lines; SLURM_* of a surrounding job binds the new one's steps to the wrong cores
-# (https://github.com/goodfire-ai/spd/issues/955) or memory; the others describe another job's ranks.
+# Variables that the job must not get. SBATCH_* would override #SBATCH lines. SLURM_* of a surrounding job would bind
+# the new job's steps to the wrong cores (https://github.com/goodfire-ai/spd/issues/955) or memory. The others describe
+# the ranks of another job.
 # tests/submit/test_environment.py compares the list with sbatch(1) and srun(1), INPUT ENVIRONMENT VARIABLES.
 FOREIGN = (
-    "HPCINIT_NONCE",  # set by the batch script around this shell
+    "HPCINIT_NONCE",  # the batch script of a job sets it
     "SBATCH_",
     "SLURM_",
     "SLURMD_",
@@ -73,7 +74,7 @@ DEVICES = {
 # Clients need these to find Slurm: without SLURM_CONF, sbatch looks in DNS
 # (https://github.com/facebookincubator/submitit/issues/1814).
 KEPT = {"SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER"}
-# A site's proxy may have a user's name and password in its URL. Without the variable the job would reach no network.
+# A proxy's URL may contain a user's name and password. Without the variable, the job could not reach the network.
 PROXY = re.compile(r"(https?|ftp|all)_proxy", re.IGNORECASE)
 # Variables that people set on purpose in a profile, and the equivalent keys.
 INSTEAD = {
@@ -91,7 +92,7 @@ class DroppedVariables:
 
     foreign: variables that belong to other jobs.
     secrets: variables that look like secrets.
-    instead: key=value settings that the user can type instead of setting some of the variables in `foreign`.
+    instead: key=value settings that replace some of the variables in `foreign`.
     """
 
     foreign: Sequence[str] = ()
@@ -113,10 +114,10 @@ class DroppedVariables:
 
 
 def clean_environment(env: Mapping[str, str], devices: bool = False) -> tuple[dict[str, str], list[str]]:
-    """Return `env` without other jobs' variables, and the sorted names of the variables that were dropped.
+    """Return `env` without other jobs' variables, and the sorted names of the dropped variables.
 
-    Variables that set squeue's output format are dropped too, but not listed. They would change what the batch script
-    reads from squeue and sinfo.
+    Variables that set squeue's output format are dropped too, because the batch script reads squeue's output. They are
+    not listed.
 
     devices: whether to also drop the variables that select GPUs.
     """

@@ -36,8 +36,8 @@ def secret_lines(secrets: Mapping[str, str]) -> list[str]:
 # The bash of a batch script is not a login shell, but most sites export the function `module` as BASH_FUNC_module.
 HAVE_MODULES = "type module > /dev/null 2>&1 || . /etc/profile"
 NO_CONDA = (
-    "cluster.conda is the name of an environment, but there is no conda command: give the environment's folder, "
-    "or load conda's module with cluster.modules, or instead of cluster.conda set "
+    "cluster.conda is the name of an environment, but there is no conda command: set cluster.conda to the "
+    "environment's folder, or load conda's module with cluster.modules, or replace cluster.conda with "
 )
 INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -49,10 +49,11 @@ def setup_names(config: Config) -> list[str]:
     )
 
 
-# The traps note a line's number and the start of its command. In an eval, bash counts other lines; `why` sees that the
-# command is not in that line. Line 1 is bash's EXIT trap. BASH_SOURCE has several items inside a sourced file.
+# The traps record the number of a line and the start of its command. `why` compares both with the script, because bash
+# numbers the lines inside an eval differently. Line 1 is bash's EXIT trap, which is not recorded. Failures inside a
+# sourced file are not recorded either. There, BASH_SOURCE has several items.
 NOTE_LINES = (
-    "# For hpcinit why: the line that runs, and the first that fails.",
+    "# Record the line that runs, and the first line that fails, for hpcinit why.",
     """trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG""",
     """trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR""",
 )
@@ -62,8 +63,7 @@ NOTE_NO_LINES = "trap - DEBUG ERR; hpcinit_line=''"
 def setup_lines(config: Config, run: RunPath, noted: bool = False) -> Iterator[str]:
     """Yield the lines of the set-up, block by block. Each block that is not empty starts with a comment.
 
-    noted: whether the batch script records in exit.json which of the user's lines failed, and which line ended the
-        script.
+    noted: whether exit.json records which of the user's lines failed first, and which line ended the script.
     """
     cluster = config.cluster
     blocks = {
@@ -91,7 +91,7 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 def _variables(env: Mapping[str, str], own: Mapping[str, Mapping[int, str]]) -> Iterator[str]:
     """Yield shell lines that set the variables `env` of the config.
 
-    own: for each variable whose value differs between the tasks of an array, its value by the index of the task.
+    own: variables that differ between tasks of an array. Each maps the task's index to its value.
     """
     yield from (f"export {name}={shell(value)}" for name, value in env.items() if name not in own)
     if own:

@@ -28,7 +28,7 @@ def wait(runs: Sequence[Path], show: Print) -> dict[Path, State]:
     for line in watch.changes(polls):
         show(line)
     ends = {path: now for run in polls.now for path, now in run.parts}
-    # Of a task that was submitted again meanwhile, Polls has the newer run.
+    # If a task was submitted again meanwhile, Polls has only the newer run.
     return {run: ends.get(run) or state.read(run) for run in runs}
 
 
@@ -41,12 +41,12 @@ def cancel(runs: Sequence[Path], show: Print) -> None:
     """Cancel the runs. First show how to cancel them manually, in case Slurm does not reply."""
     whole = [str(run.parent if find_runs.is_sweep(run.parent) else run) for run in runs]
     if paths := list(dict.fromkeys(whole)):
-        show(f"interrupted:  hpcinit cancel {shlex.join(paths)}")
+        show(f"interrupted. If the jobs do not end:  hpcinit cancel {shlex.join(paths)}")
         cancel_command.main(paths)
 
 
 def succeeded(run: Path, now: State) -> bool:
-    """Return whether the run succeeded. If Slurm has purged the job, the run succeeded if it wrote a result."""
+    """Return whether the run succeeded. If Slurm has purged the job, a result shows that it succeeded."""
     return now.name == "COMPLETED" or (now.name == "UNKNOWN" and results.read(run) is not None)
 
 

@@ -24,7 +24,7 @@ def print_reliably(*lines: str) -> None:
 
     If stdout fails (closed, a full disk, a broken pipe), these lines and all later output are printed on stderr.
     """
-    if sys.stdout is not None:  # `>&-`
+    if sys.stdout is not None:  # None after `>&-`
         try:
             print(*lines, sep="\n", flush=True)
             return
@@ -36,7 +36,7 @@ def print_reliably(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-MOST_LINES = 40  # of the table of a sweep's tasks
+MOST_LINES = 40  # in the table of a sweep's tasks
 
 
 def announce_script(about: str, text: str, files: Mapping[str, str], as_json: bool) -> None:

@@ -1,6 +1,6 @@
 """`hpcinit plan cluster=x nodes=8 parallel=zero3 model.params=7e9`: estimates the memory per rank.
 
-Exit status: 0 if it fits, 1 if it does not, 2 for a wrong request or if the cluster file has no GPU memory.
+Exit status: 0 if the model fits, 1 if it does not, 2 if the request is wrong or cluster.gpu_mem_gb is not set.
 """
 
 from __future__ import annotations
@@ -25,24 +25,21 @@ from hpcinit.records.memory import BYTES, Demand, Part, Zero
 
 # Activation memory per rank, for a transformer.
 #
-# Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), section 4,
-# in 16 bit: s tokens, b samples, h hidden, a heads, t tensor parallel ranks. A layer needs s*b*h*(10 + 24/t +
-# 5*a*s/(h*t)) bytes (equation 2; 34 + 5*a*s/h with t = 1). The last term is the attention scores, which flash
-# attention does not keep. Full checkpointing keeps each layer's input, 2*s*b*h, and all of the current layer.
+# Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (arXiv:2205.05198), section 4.
+# s is the sequence length, b the samples, h the hidden size, a the heads, t the tensor parallel ranks. With 16 bits, a
+# layer needs s*b*h*(10 + 24/t + 5*a*s/(h*t)) bytes (equation 2). The last term is the attention scores, which flash
+# attention does not keep. Full checkpointing keeps each layer's input, 2*s*b*h bytes, and all of the current layer.
 
 
 def activation_memory(
     layers: int, hidden: int, sequence: int, micro: int, layout: Layout, param: str, checkpointing: bool, heads: int = 0
 ) -> int:
-    """Return how many bytes the activations of one rank take, without embedding and logits.
+    """Return how many bytes of activations one rank keeps, without embedding and logits.
 
-    Context parallelism (layout.cp) divides the sequence. Pipeline parallelism does not reduce the result, because with
-    the schedule 1F1B the first stage keeps one micro batch for each stage. With param='fp32', all bytes are counted
-    twice, even the one-byte masks.
+    Pipeline parallelism does not reduce the result: with the schedule 1F1B, the first stage keeps one micro batch per
+    stage.
 
     micro: samples per forward pass.
-    param: the number format of the parameters.
-    checkpointing: whether the program uses activation checkpointing.
     heads: the number of attention heads, or 0 with flash attention, which never stores the scores.
     """
     samples = sequence // layout.cp * micro * hidden  # s*b*h
@@ -54,7 +51,7 @@ def activation_memory(
 # The estimate for a config, compared with the memory of its cluster.
 
 GB = 10**9
-# An assumption: CUDA's context and NCCL's buffers need one to two GB, and torch's allocator loses some to fragments.
+# We assume that CUDA's context and NCCL's buffers need 2 GB, and that torch's allocator loses 5 % to fragments.
 CONTEXT, FRAGMENTS = 2 * GB, 0.05
 # Keys of zero_optimization in the user's ds_config that affect memory.
 SIZES = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bucket_size", "sub_group_size")
@@ -64,9 +61,9 @@ SIZES = ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bu
 class Estimate:
     """How much memory a rank needs, and how much is available.
 
-    totals: the needed bytes: on the GPU per rank, and on CPU and NVMe per node.
-    limits: the available bytes, for the kinds of memory for which the config gives them.
-    fits: whether the needed memory is available. None if the config does not give the GPU's memory.
+    totals: the bytes that are needed: GPU memory per rank, CPU memory and NVMe per node.
+    limits: the available bytes of each kind of memory that the config describes.
+    fits: whether enough memory is available. None if the config does not give the GPU's memory.
     unknown: one line for each part that is not included in the estimate.
     """
 
@@ -108,15 +105,15 @@ def estimate_memory(config: Config) -> Estimate:
         parts.append(Part("activations", size, how, during=memory.PASS))
     unknown.extend(wrapper.not_counted(demand))
     if demand.layout.ep > 1:
-        unknown.append("ep: every parameter counts as shared by all ranks, so experts need less than shown")
+        unknown.append("ep: the table counts each parameter on all ranks, so experts need less memory than shown")
     per_node = resources.ranks_per_node(config)
     totals = {place: memory.total(parts, place) for place in (memory.GPU, memory.CPU, memory.NVME)}
     totals = {place: size if place == memory.GPU else size * per_node for place, size in totals.items()}
     limits = {memory.GPU: config.cluster.gpu_mem_gb, memory.CPU: resources.mem_gb(config) or None}
     if totals[memory.CPU] and limits[memory.CPU] is None:
-        unknown.append("whether the node's memory is enough: set mem_gb")
+        unknown.append("the memory of a node: set mem_gb to compare with it")
     if totals[memory.NVME]:
-        unknown.append(f"whether {config.deepspeed.nvme_path or 'deepspeed.nvme_path'} has enough space on every node")
+        unknown.append(f"the free space of {config.deepspeed.nvme_path or 'deepspeed.nvme_path'} on the nodes")
     return Estimate(parts, totals, {k: v * GB for k, v in limits.items() if v is not None}, per_node, unknown)
 
 
@@ -176,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
 def _check(request: Request) -> None:
     if problems := all_checks.problems(request.config, to_submit=False):
         raise ConfigError(*problems)
-    estimate_memory(request.config)  # an error must appear before the first table of a sweep
+    estimate_memory(request.config)  # so that an error appears before the first table of a sweep
 
 
 def _show_all(requests: Sequence[Request], as_json: bool) -> int:
@@ -198,7 +195,10 @@ def _show_all(requests: Sequence[Request], as_json: bool) -> int:
 
 
 def equations(config: Config) -> list[str]:
-    """Return the equations for the layout and the batch as text. Raise RequestError if an equation has no solution."""
+    """Return two equations as text: one for the number of ranks, and one for the samples per step.
+
+    Raise RequestError if the settings do not fit together.
+    """
     per_node = resources.ranks_per_node(config)
     world_size = config.nodes * per_node
     layout = job_spec.layout(config).over(world_size, per_node)

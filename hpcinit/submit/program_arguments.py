@@ -28,10 +28,9 @@ def given_keys(arguments: Sequence[str]) -> set[str]:
 
 
 def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
-    """Return what the user typed before `--` for one run, so that `hpcinit status` can show it.
+    """Return the arguments before `--` of one run, for the record that `hpcinit status` shows.
 
-    arguments: the command line before `--`.
-    parameters: what this combination of a sweep adds to it.
+    parameters: the values of this run in a sweep, such as lr=1e-3. They replace the lists of values.
     """
     elsewhere = given_keys(parameters) | {"job.script", "job.module", "job.command", "job.args"}
     flags = (*MULTIRUN, "job=program")
@@ -39,9 +38,10 @@ def typed(arguments: Sequence[str], parameters: Sequence[str]) -> list[str]:
 
 
 def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
-    """Raise RequestError if the user typed keys of hpcinit after -- and the program's source does not read them.
+    """Refuse keys of hpcinit after --, which the user probably meant to type before it.
 
-    If the source is not available, add a warning to the request instead.
+    Raise RequestError if the program's source does not read key=value arguments. If the source is not available, add a
+    warning to the request instead.
 
     command: the command line before --.
     """
@@ -59,7 +59,7 @@ def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[
     rest = [argument for argument in program if argument not in own]
     are, them = ("is a key", "it") if len(own) == 1 else ("are keys", "them")
     text = (
-        f"{' '.join(own)} after -- {are} of hpcinit, which only reads keys before --: "
+        f"{' '.join(own)} after -- {are} of hpcinit, but hpcinit reads only keys before --: "
         f"{shlex.join([*before, *own, '--', *rest])}. If the program reads {them}: "
         f"{shlex.join([*before, '--', '--', *program])}"
     )
@@ -69,9 +69,11 @@ def refuse_own_keys(program: Sequence[str], request: Request, command: Sequence[
 
 
 def interpolated(program: Sequence[str], request: Request, given: Collection[str]) -> list[str]:
-    """Return the program and its arguments, with each ${key} replaced by the value of the key, if `given` contains it.
+    """Return the program and its arguments. Replace each ${key} by the value of the key, if the user set the key.
 
     Any other ${...} stays, because it may be for a shell. Raise RequestError if the value is a list or a dict.
+
+    given: the keys that the user set on the command line.
     """
 
     def value(found: re.Match[str]) -> str:
@@ -85,7 +87,7 @@ def interpolated(program: Sequence[str], request: Request, given: Collection[str
             return request.typed[key]
         found_value = request.number if key == NUMBER else _get(request.document, key)
         if isinstance(found_value, (dict, list)):
-            raise RequestError(f"${{{key}}} after -- is {found_value}, expected a single value")
+            raise RequestError(f"the value of ${{{key}}} after -- is {found_value}, expected a single value")
         return as_text(found_value)
 
     return [REFERENCE.sub(value, argument) for argument in program]
@@ -110,19 +112,16 @@ def check_distinct(requests: Sequence[Request], program: Sequence[str]) -> None:
         reason, advice = "", "give each value once"
         if key:
             reason, advice = (
-                f", because nothing reads {key}",
+                f", because the program does not get {key}",
                 f"pass it to the program, as in: -- {shlex.join(_passing(key, program or ['train.py']))}",
             )
         raise RequestError(
-            f"{names} of this sweep would run the same job{reason}: {advice}, or add again=true to submit both"
+            f"{names} of this sweep would submit the same job twice{reason}: {advice}, or add again=true to submit both"
         )
 
 
 def _passing(key: str, program: Sequence[str]) -> list[str]:
-    """Return the program with its option --key set to ${key}.
-
-    If the program has no such option, add ${key} as its last argument.
-    """
+    """Replace the value of the program's option --key by ${key}. If there is no such option, append ${key}."""
     option, passed = f"--{key.rpartition('.')[2]}", list(program)
     for at, argument in enumerate(passed):
         if argument.replace("_", "-").startswith(f"{option.replace('_', '-')}="):
@@ -137,7 +136,7 @@ def _passing(key: str, program: Sequence[str]) -> list[str]:
 def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: int) -> None:
     """Raise RequestError if an argument after -- is a list such as 1e-1,1e-2, because a sweep does not expand it.
 
-    If the sweep has other keys, only print a warning.
+    If the command line sweeps over a key, print a warning instead.
     """
     for at, argument in enumerate(program[1:], 1):
         if not (found := LIST.fullmatch(argument)):
@@ -152,6 +151,6 @@ def check_lists(program: Sequence[str], arguments: Sequence[str], combinations: 
         swept = [*program[:at], f"{found['option'] or ''}${{{key}}}", *program[at + 1 :]]
         before = shlex.join([one for one in arguments if one != "job=program"])
         raise RequestError(
-            f"{shown} is after --, so hpcinit does not sweep it. To sweep it: hpcinit submit "
-            f"{before} {plus}{key}={found['values']} -- {shlex.join(swept)}. To pass the list unchanged, remove -m"
+            f"-m requests a sweep, but {shown} after -- is not swept. To sweep it: hpcinit submit {before} "
+            f"{plus}{key}={found['values']} -- {shlex.join(swept)}. To pass the list unchanged, remove -m"
         )

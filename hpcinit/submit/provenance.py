@@ -1,4 +1,4 @@
-"""Records where a run is from: versions, git commit, command line, and names of the shell's variables.
+"""Records the origin of a run: versions, git commit, command line, and the names of the shell's variables.
 
 It also reads these records.
 """
@@ -29,7 +29,7 @@ PACKAGES = ("hpcinit", "hydra-core", "omegaconf", "submitit", "torch", "deepspee
 
 
 class Provenance:
-    """Collects the provenance of a submission. git starts at once, and its output is read later, to save time.
+    """Collects the provenance of a submission. To save time, git runs in the background, and its output is read later.
 
     variables: the names of the shell's variables that the job gets, without values. See submit/shell_variables.py.
     """
@@ -100,7 +100,7 @@ def read_recorded(run: Path) -> dict[str, Any]:
 
 
 def recorded_provenance(run: Path) -> dict[str, Any]:
-    """Return the provenance.json of the run. For a task, return that of its sweep.
+    """Return the content of the run's provenance.json. All tasks of a sweep share one file.
 
     Raise RequestError if it cannot be read.
     """
@@ -115,7 +115,7 @@ def recorded_provenance(run: Path) -> dict[str, Any]:
 def workdir_of(run: Path, snapshot: bool) -> Path:
     """Return the folder in which the program of a run starts.
 
-    snapshot: whether that is the copy of the folder in the run's code snapshot.
+    snapshot: whether the program starts in the copy of that folder in the run's code snapshot.
     """
     known = recorded_provenance(run)
     if not snapshot:
@@ -125,20 +125,19 @@ def workdir_of(run: Path, snapshot: bool) -> Path:
 
 
 def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare: Prepare, task: Task) -> int:
-    """Prepare a request from the config of an earlier run, and call `task` with it. Return the exit status of `task`.
+    """Make a request from the config of an earlier run, and pass it to `prepare` and then to `task`.
 
-    Raise RequestError if an override selects another config file.
+    Return the exit status of `task`. Raise RequestError if an override selects another config file.
 
     document: the config of the earlier run.
     overrides: key=value settings that replace values in the config.
-    prepare: called with the request before `task`.
     """
     for override in overrides:
         key = override.lstrip("+").partition("=")[0]
         if keys.is_group(key):
             raise RequestError(
-                f"{override} selects a config file, but a run keeps its config files; set keys, such as "
-                f"{key}.NAME=VALUE, or submit a new run with hpcinit submit"
+                f"{override} would select another config file, but an existing run keeps its config files. Set single "
+                f"keys, such as {key}.NAME=VALUE, or submit a new run with hpcinit submit"
             )
     own, others = _split_keys(document)
     # The arguments after -- never went through Hydra and may contain anything, even `${`.
@@ -151,11 +150,11 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
             setattr(request.config.job, key, value)
             request.document["job"][key] = value
         for key in [key for key in request.unread if key in document]:
-            del request.unread[key]  # the recorded arguments have its value already
+            del request.unread[key]  # the recorded arguments already contain the key's value
             if given := [one for one in overrides if f"{one.lstrip('+').partition('=')[0]}.".startswith(f"{key}.")]:
                 request.unread[key] = (
-                    f"{given[-1]}: the recorded arguments of the program do not change with {key}; if the program gets "
-                    f"{key} as an argument, give the program and its arguments again after --"
+                    f"{given[-1]} does not change the recorded arguments of the program; if the program gets "
+                    f"{key} as an argument, type the program and its arguments again after --"
                 )
         prepare(request)
 
@@ -167,10 +166,7 @@ def recorded_request(document: dict[str, Any], overrides: Sequence[str], prepare
 
 
 def _split_keys(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of `document` that the schema declares, and an override +KEY=VALUE for each other key.
-
-    The other keys are those that the user added.
-    """
+    """Return the config without the user's own keys, and each of these keys as an override +KEY=VALUE."""
     own = {key: value for key, value in document.items() if keys.kind(key) is not None}
     return own, [f"+{key}={override_value(value)}" for key, value in document.items() if key not in own]
 

@@ -15,7 +15,7 @@ from hpcinit.config.schema import Config
 
 
 def wanted(config: Config) -> bool:
-    """Return whether the batch script should requeue its own job, and count its restarts."""
+    """Return whether the batch script should be able to requeue its own job."""
     return bool(config.restart.max_restarts) and config.engine.has_queue
 
 
@@ -32,7 +32,7 @@ def policy(config: Config) -> list[str]:
 
 
 def option(config: Config) -> dict[str, bool]:
-    """Return the sbatch options that allow or forbid a requeue, and with spare nodes also --no-kill.
+    """Return sbatch's --requeue or --no-requeue, and --no-kill for a job with spare nodes.
 
     Without restart.max_restarts, the site's default for requeues applies.
     """
@@ -73,7 +73,7 @@ def hand_over(submit: Callable[..., tuple[str, Sequence[str]]], config: Config) 
         try:
             # An option on the command line replaces the script's own dependency, which is for the first job only.
             job_id, _ = submit(f"--dependency=afterany:{jobs[-1]}" + ",singleton" * dependency.has_singleton(config))
-        except (Exception, KeyboardInterrupt) as error:  # the jobs before this one exist in any case
+        except (Exception, KeyboardInterrupt) as error:  # the earlier jobs of the chain exist in any case
             reason = error.problem if isinstance(error, SubmitError) else str(error)
             return Links(jobs, command, _missing(reason or "interrupted", jobs, config.chain))
         jobs.append(job_id)

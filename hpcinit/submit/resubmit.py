@@ -21,7 +21,7 @@ from hpcinit.observe import requests as requests_of_runs
 from hpcinit.records import run_folder
 from hpcinit.submit import program_arguments, provenance, shell_variables, submit_command
 
-# Keys that apply to the first submission only: the job it waited for is over, and a resubmission is not a dry run.
+# Keys of the first submission that a resubmission resets.
 RESET: dict[str, Any] = {"dependency": None, "again": False, "dry_run": False}
 
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     _go_where_it_was_submitted(run, document, options.fresh_code)
     if dropped and not any(override.startswith("dependency=") for override in options.overrides):
         of_run = find_runs.name_of(run)
-        console.message(f"dependency={dropped} of {of_run} is not used again; give it again to wait for a job")
+        console.message(f"the new run does not use dependency={dropped} of {of_run}; to wait for a job, type it again")
 
     def check(request: Request) -> None:
         if program:
@@ -93,10 +93,7 @@ def _submit_all(requests: Sequence[tuple[Path, Request]], command: Sequence[str]
 
 
 def _given(run: Path, overrides: Sequence[str]) -> list[str]:
-    """Return what the user typed before `--` when `run` was submitted, changed by `overrides`.
-
-    An override replaces the argument that sets the same key.
-    """
+    """Return what the user typed before `--` to submit `run`. An override replaces the argument with the same key."""
     changed = program_arguments.given_keys(overrides)
     typed = requests_of_runs.read(run).typed
     return [*(word for word in typed if not program_arguments.given_keys([word]) & changed), *overrides]
@@ -131,7 +128,7 @@ def _refuse_unfinished(run: Path, overrides: Sequence[str]) -> None:
     if known and not any(override.startswith("again=") for override in overrides):
         who = name if last == run else f"{name} was submitted again as {end}, which"
         raise RequestError(
-            f"{who} is still {now.name} as job {now.job_id}: to submit it a second time add again=true, to cancel "
+            f"{who} is still {now.name} as job {now.job_id}: to submit it a second time add again=true; to cancel "
             f"the first: hpcinit cancel {shlex.quote(end)}"
         )
 
@@ -146,9 +143,9 @@ def _show_other_variables(run: Path, request: Request) -> None:
 
 
 def _go_where_it_was_submitted(run: Path, document: dict[str, Any], fresh: bool) -> None:
-    """Change to the folder to which the request's relative paths refer.
+    """Change to the folder in which the run started, or to its copy in the code snapshot.
 
-    That is the folder in which the run started or, if the run has a snapshot, the copy of that folder in the snapshot.
+    Adapt the paths in `document`.
     """
     known, job = provenance.recorded_provenance(run), document["job"]
     place = Path(known["workdir"])

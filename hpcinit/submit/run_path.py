@@ -22,10 +22,7 @@ class RunPath:
     own_env: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # see TaskPath
 
     def component(self, number: int) -> RunPath:
-        """Return the folder of one component of a heterogeneous job, if each component is a separate world.
-
-        The folder of the first component is the run folder itself.
-        """
+        """Return the folder of a component of a heterogeneous job with worlds=each. Component 0 uses the run folder."""
         return RunPath(self.path / f"{run_folder.COMPONENT}{number}") if number else self
 
     def in_directive(self, name: str) -> str:
@@ -35,35 +32,35 @@ class RunPath:
     def in_shell(self, name: str = "") -> str:
         """Return the path of the file `name` for a shell command.
 
-        The caller must quote the path, unless its type is quoting.Raw, which marks text that is quoted already.
+        The caller must quote it, unless it is a quoting.Raw.
         """
         return str(self.path / name)
 
     def pattern_in_shell(self, name: str) -> str:
-        """Return the path of the folder `name` for a shell command, as the start of a file name pattern of srun.
+        """Return the path of the folder `name` for a shell command, with % escaped for srun's file name patterns.
 
-        The caller must quote the path, unless its type is quoting.Raw, which marks text that is quoted already.
+        The caller must quote it, unless it is a quoting.Raw.
         """
         return quoting.pattern(self.in_shell(name))
 
 
 @dataclass(frozen=True)
 class TaskPath(RunPath):
-    """The run folders of the tasks of an array, in the forms that a batch script needs.
+    """The run folders of an array's tasks, in the forms that a batch script needs.
 
     path: the folder of the sweep.
-    base: the number of the task that has index 0 in the array.
+    base: the number of the array's first task, which has index 0 in the array.
     digits: how many digits the highest index has.
-    own_env: for each environment variable whose value differs between the tasks, its value by the index of the task.
+    own_env: the environment variables that differ between the tasks. Each has one value per index.
 
-    For example, with base 2000 and 3 digits, task 2017 has index 17 in the array, and Slurm writes its folder as
-    '2%3a'.
+    For example, with base 2000 and 3 digits, task 2017 has index 17 in the array. The script writes the name of its
+    folder as '2%3a', which Slurm expands to 2017.
     """
 
     base: int = 0
     digits: int = 0
 
-    job_id = Raw('"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"')  # one task has the array's own SLURM_JOB_ID
+    job_id = Raw('"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"')  # in one task, SLURM_JOB_ID is the id of the array
     guard = "in_an_array"
 
     def in_directive(self, name: str) -> str:

@@ -25,6 +25,7 @@ from hpcinit.config import hetjob, job_spec, keys
 from hpcinit.config.resources import cpus_per_rank, gpus_per_node, ranks_per_node
 from hpcinit.config.schema import Config
 from hpcinit.records import components, run_folder
+from hpcinit.records.spec import OFF, REPLACE
 from hpcinit.records.starts import STARTS
 from hpcinit.records.startup_timeout import ENV_LIMIT_S
 from hpcinit.submit import job_setup, restart, shell_blocks, srun_step
@@ -32,8 +33,10 @@ from hpcinit.submit.run_path import RunPath
 
 WRITTEN, COMMAND = "# Written by hpcinit", "# Command: "
 
-# Slurm ends a job whose log has no folder with 0:53, without any message.
-ALONE = "# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export"
+NO_KILL = "#SBATCH --no-kill"
+ABOUT_NO_KILL = "# --no-kill: the job continues without a node that fails, and the ranks restart on a spare node."
+# If the folder of the job's log does not exist, Slurm ends the job with 0:53 and without a message.
+ALONE = "# It needs the run folder that hpcinit submit creates. For a script that needs no run folder: hpcinit export"
 
 
 def program_of(config: Config) -> str:
@@ -96,24 +99,22 @@ def render_at(
     origin: Sequence[str] = (),
     tasks: Sequence[Config] = (),
 ) -> str:
-    """Return the batch script of the run in `run`. Its job starts in the folder `workdir`.
+    """Return the batch script for the run folder `run`. The job starts in the folder `workdir`.
 
     program, origin: for the comments at the top.
-    tasks: the configs of all tasks if the script is for an array, also for the comments.
+    tasks: the configs of all tasks, if the script is for an array.
     """
     shape = components.shape(hetjob.parts(config))
     about = [comment(f"# {config.name}: {program}, {shape}")] if program else []
-    if config.spare_nodes:
-        about.append("# --no-kill: the job continues without a node that fails, and the ranks restart on a spare node.")
     start = _about_ranks(tasks or [config], program) if program else []
     steps = _command(config, srun_step.step_lines(config, run, workdir))
     command = "\n".join([*_cores_of_tasks(config), *start, *steps])
     text = text_of(run.path, command, parameters(config, run, workdir, code), [*about, *origin, ALONE])
-    return _with_components(text, config, run, workdir)
+    return _with_components(text, config, run, workdir).replace(f"\n{NO_KILL}\n", f"\n{ABOUT_NO_KILL}\n{NO_KILL}\n", 1)
 
 
 def _about_ranks(configs: Sequence[Config], program: str) -> list[str]:
-    """Return comments on what each rank runs: the program, the settings in spec.json and srun's CPU masks."""
+    """Return comments on what each rank runs: the program, the settings in spec.json, CPU masks and the node check."""
     first, *others = [job_spec.settings(hetjob.worlds(config)[0]) for config in configs]
     same = {key: value for key, value in first.items() if all(other.get(key, ...) == value for other in others)}
     shown = [f"{key}={json.dumps(value)}" for key, value in same.items()]
@@ -121,13 +122,32 @@ def _about_ranks(configs: Sequence[Config], program: str) -> list[str]:
     lines = [comment(f"# Start the ranks. Each one runs: {python}{program}")]
     if shown:
         lines += [
-            "# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:",
+            "# Before that, hpcinit sets up the rank with spec.json, in which these settings differ from the defaults:",
             *(f"#   {comment(line)}" for line in srun_step.wrapped(shown)),
         ]
     if len(same) < len(first):
         lines.append(f"# The tasks differ in: {', '.join(key for key in first if key not in same)}")
-    if str(configs[0].launch.cpu_bind).startswith("mask_cpu:"):
-        lines.append("# --cpu-bind has a mask for each rank of a node, in their order. Bit 0 of a mask is core 0.")
+    lines += _about_masks(configs[0])
+    if configs[0].check_node.action != OFF and configs[0].engine.uses_slurm:
+        faulty = "The ranks do not start on a faulty node." if configs[0].check_node.action == REPLACE else ""
+        lines += [
+            "# The first task of each node checks its node. It reads /proc, /sys and the free space of disks, and runs",
+            f"# nvidia-smi. It prints problems to the log, and ends and removes nothing. {faulty}".rstrip(),
+        ]
+    return lines
+
+
+def _about_masks(config: Config) -> list[str]:
+    """Return comments on the options for CPU masks and lost nodes in the srun command."""
+    lines = []
+    if str(config.launch.cpu_bind).startswith("mask_cpu:"):
+        masks = "a mask for each rank of a node, in rank order. Bit 0 of a mask is core 0."
+        if STARTS[config.launch.kind].task_per_rank:
+            lines.append(f"# --cpu-bind has {masks}")
+        else:
+            lines.append(f"# launch.cpu_bind in spec.json has {masks} The task of a node binds its ranks.")
+    if job_spec.warm_spares(config):
+        lines.append("# --no-kill: if a node fails, the tasks on the other nodes continue.")
     return lines
 
 
@@ -143,15 +163,17 @@ def text_of(folder: Path, command: str, parameters: Mapping[str, Any], header: S
 
 
 def _cores_of_tasks(config: Config) -> list[str]:
-    """Return the lines with which the only task of a node can use the cores of all ranks that it starts."""
+    """Return the lines that unset SLURM_CPUS_PER_TASK if one task starts all ranks of a node."""
     if STARTS[config.launch.kind].task_per_rank or not config.engine.uses_slurm or not cpus_per_rank(config):
         return []
-    why = "# One task per node gets the cores of all its ranks. Slurm 26.05 warns if that is more than this variable."
+    why = (
+        "# srun starts one task per node, with the cores of all its ranks. With this variable, Slurm 26.05 would warn."
+    )
     return [why, "unset SLURM_CPUS_PER_TASK", ""]
 
 
 def _with_components(text: str, config: Config, run: RunPath, workdir: Path) -> str:
-    """Return the script with the directives of each further component after an `#SBATCH hetjob` line."""
+    """Add `#SBATCH hetjob` and the directives of each further component to the script of a heterogeneous job."""
     lines = text.split("\n")
     end = next(at for at, line in enumerate(lines) if _directive(lines[at - 1]) and not _directive(line))
     for each in reversed(hetjob.components(config)[1:]):
@@ -195,7 +217,8 @@ def parameters(config: Config, run: RunPath, workdir: Path, code: SnapshotPlan |
     extra.update(cluster.sbatch)
     kept = {key: _data(value) for key, value in extra.items() if value is not None and value is not False}
     given = {k: _data(v) for k, v in known.items() if v is not None}
-    return {**given, "wckey": None, "additional_parameters": kept}  # None: sites without wckeys refuse submitit's own
+    # Without None, submitit would set a wckey, and sites without wckeys would refuse the job.
+    return {**given, "wckey": None, "additional_parameters": kept}
 
 
 def _data(value: Any) -> Any:
@@ -228,10 +251,7 @@ def _setup(config: Config, run: RunPath, code: SnapshotPlan | None) -> list[str]
 
 
 def _pythons(config: Config) -> list[str]:
-    """Return the Pythons that can run hpcinit.after on the host.
-
-    These are the job's Python, unless it is in a container, and the Python of this process.
-    """
+    """Return the Pythons that can run hpcinit.after on the host: this one, and that of a job without a container."""
     own = [] if config.container.image else [environment.python(config)]
     return list(dict.fromkeys([*own, sys.executable]))
 
@@ -274,7 +294,7 @@ def _end_time(config: Config) -> list[str]:
     """
     end = f"$(($(date +%s) + 60 * {config.time_min}))"
     return [
-        "# When the job reaches its time limit. No rank waits longer for the others at the start.",
+        "# The time at which the job reaches its limit. At the start, no rank waits for the others beyond this time.",
         f'export HPCINIT_JOB_END_TIME="${{SLURM_JOB_END_TIME:-{end}}}" {ENV_LIMIT_S}={60 * config.time_min}',
     ]
 
@@ -289,13 +309,13 @@ def code_lines(run: RunPath, code: SnapshotPlan | None) -> list[str]:
 
 
 def _command(config: Config, steps: Sequence[str]) -> list[str]:
-    """Return lines that run `steps`, which start the ranks, and then hpcinit.after."""
+    """Return the lines that run `steps` and then hpcinit.after."""
     after = ["hpcinit_after $?"] if config.engine.has_queue and config.worlds != hetjob.EACH else []
     if not config.spare_nodes:
         return [*steps, *after]
     launcher, _, rest = steps[0].partition(" ")
-    # Slurm 22.05 never releases the cores of a step on a lost node ('unable to update job's core use information due to
-    # job resizing'), hence --overlap.
+    # --overlap, because Slurm 22.05 never releases the cores of a step on a lost node. It logs 'unable to update job's
+    # core use information due to job resizing'.
     ranks = f'{launcher} ${{hpcinit_excluded:+--overlap --exclude="$hpcinit_excluded"}} \\\n    {rest}'
     if job_spec.warm_spares(config):
         number = config.nodes + config.spare_nodes

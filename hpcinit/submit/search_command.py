@@ -23,7 +23,7 @@ from hpcinit.records.results import Value
 from hpcinit.submit import folder, transaction
 from hpcinit.submit.messages import print_reliably
 
-LATE_S = 10.0  # until a compute node's file is visible here, because network file systems cache
+LATE_S = 10.0  # a network file system may show a compute node's new file this late
 FOUND = "optimization_results.yaml"  # the file with the result of Hydra's sweepers
 TRIALS = "trials.jsonl"  # a line for each trial
 
@@ -31,8 +31,8 @@ TRIALS = "trials.jsonl"  # a line for each trial
 class Trials:
     """Runs the trials of a hyperparameter search, batch by batch.
 
-    submit: a function that submits requests, waits for them and returns an exit status. It also stores each run folder
-        in the dict that it gets, by the number of the request.
+    submit: submits requests, waits for them and returns an exit status. It adds the run folders to the dict, by the
+        requests' numbers.
     """
 
     def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:
@@ -102,7 +102,7 @@ class Trials:
 def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitError:
     """Return the result of a finished run, or the error to report for it.
 
-    end: wait for the result file until this time of time.monotonic().
+    end: when to stop waiting for the result file, as a time of time.monotonic().
     """
     trial = f"trial {request.number} ({request.combination})"
     if run is None:

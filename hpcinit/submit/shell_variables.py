@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hpcinit.config.schema import Config
 from hpcinit.submit import job_environment
 
-# Variables of a login session, a terminal, an editor or a tool around the shell. Programs do not train differently
-# with them, and they differ between any two logins.
+# Variables of a login session, a terminal, an editor or a tool around the shell. They differ between any two logins,
+# and do not affect training.
 SESSION = re.compile(
     r"_.*|(OLD)?PWD|SHLVL|SHELL|TERM|COLORTERM|COLUMNS|LINES|PS\d|PROMPT_.*|(LS|S|GCC|NO|FORCE|CLICOLOR)_COLORS?|CLICOLOR"
     r"|(SSH|XDG|DBUS|TMUX|TERM|LC|LESS|VSCODE|GIT|GPG|SUDO|GNOME|KDE|QT|GTK|VTE|ITERM|KITTY|WEZTERM|JPY|PYTEST"
@@ -51,7 +51,7 @@ def differences(run: str, recorded: Iterable[str], config: Config) -> str:
     keep = f"export {missing[0]}=VALUE or add +job.env.{missing[0]}=VALUE" if missing else f"unset {added[0]}"
     return (
         f"this shell differs from the one that submitted {run}: {', and '.join(found)}. If the program reads "
-        f"{'one of them' if len(missing) + len(added) > 1 else 'it'}, it may run differently; to repeat the run: {keep}"
+        f"{'one of them' if len(missing) + len(added) > 1 else 'it'}, the result may differ; to repeat the run: {keep}"
     )
 
 

@@ -28,11 +28,11 @@ from hpcinit.submit import container
 from hpcinit.submit.run_path import RunPath
 
 STEP_LIMIT_S = 300  # how long srun tries to create a step; slow prologs need some of it
-NODES = "hpcinit_nodes"  # variable of the batch script: the nodes of the step with warm spare nodes
-WIDTH = 100  # of a line of the command, in characters
-# srun's %t is not the rank in a heterogeneous job: Slurm 22.05 writes the file of rank 2 as 3 in a step of several
-# components, and 26.05 that of rank 0 as 4294967295 in each step. So each rank opens its own log in the folder $0, or
-# prints to the job's log if it cannot.
+NODES = "hpcinit_nodes"  # with warm spare nodes, the batch script's variable with the number of nodes
+WIDTH = 100  # characters in a line of the command
+# In a heterogeneous job, srun's %t is not the rank. In a step of several components, Slurm 22.05 replaces it by 3 for
+# rank 2. In each step, Slurm 26.05 replaces it by 4294967295 for rank 0. So each rank opens its own log in the folder
+# $0. If it cannot, it prints to the job's log.
 OWN_LOG = 'log=$0/rank-$SLURM_PROCID.log; true >> "$log" && exec >> "$log" 2>&1; exec "$@"'
 
 
@@ -44,10 +44,10 @@ def step_lines(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the lines that start the ranks of all components of the job in one step.
+    """Return the lines that start the ranks of all components in one step.
 
-    The lines first print the nodes and the first rank of each component. records/job_log.py reads that output, because
-    srun numbers the tasks of each component from 0 in its own messages.
+    In srun's messages, the tasks of each component are numbered from 0. So the lines first print the nodes and the
+    first rank of each component, for records/job_log.py.
     """
     lines, first = [], 0
     for at, part in enumerate(hetjob.parts(config)):
@@ -61,7 +61,7 @@ def _one_world(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
-    """Return the lines that start a step for each component, wait for all, and fail if any of them failed."""
+    """Return the lines that start one step per component and wait for all of them. The job fails if any step fails."""
     steps = []
     for at, each in enumerate(hetjob.components(config)):
         world = run.component(at)
@@ -78,15 +78,12 @@ def _worlds(config: Config, run: RunPath, workdir: Path) -> list[str]:
 
 
 def _own(number: int, config: Config) -> dict[str, Any]:
-    """Return srun's options for one component.
-
-    They include --mem, because srun would otherwise use the --mem of the first component.
-    """
+    """Return srun's options for one component. Without --mem, srun would use the --mem of the first component."""
     return {"het-group": number, "mem": memory_option(config), "output": None}
 
 
 def _own_log(run: RunPath) -> list[str]:
-    """Return a prefix for a command. With the prefix, the command writes its output to the rank's log."""
+    """Return a command prefix that redirects the command's output to the rank's log."""
     return ["sh", "-c", OWN_LOG, run.in_shell(run_folder.LOGS)]
 
 
@@ -103,7 +100,7 @@ def srun_step_line(
     launcher = config.engine.step_command(here)
     flags = {**options(config, run), **(more or {}), **container.container_options(config, run, workdir)}
     if str(config.cluster.srun.get("distribution")).startswith("arbitrary"):
-        del flags["nodes"]  # Slurm 26.05 refuses both
+        del flags["nodes"]  # Slurm 26.05 refuses --nodes with an arbitrary distribution
     program = [python, "-u", "-m", STARTS[config.launch.kind].module, run.in_shell(run_folder.SPEC)]
     task = [*before, *container.container_prefix(config, run, workdir), *program]
     words = [*launcher, *option_flags({**flags, **config.cluster.srun})]
@@ -123,8 +120,7 @@ def wrapped(arguments: Iterable[str]) -> list[str]:
 def options(config: Config, run: RunPath) -> dict[str, Any]:
     """Return the options for srun.
 
-    If one task per node starts all ranks of the node, the task gets the CPUs and GPUs of all these ranks. It then binds
-    each rank itself.
+    If one task starts all ranks of a node, it gets all their CPUs and GPUs, and binds each rank itself.
     """
     ranks, cores, launch = ranks_per_node(config), cpus_per_rank(config), config.launch
     start = STARTS[launch.kind]
@@ -143,7 +139,7 @@ def options(config: Config, run: RunPath) -> dict[str, Any]:
         "mpi": None if config.comm.backend == "mpi" else "none",
         "kill-on-bad-exit": int(launch.kill_on_bad_exit),
         "no-kill": bool(left),  # the other tasks continue without a node that is lost
-        # If the job loses a node before this step, srun would wait forever for it. hpcinit.after then acts.
+        # If the job loses a node before this step, srun would wait forever. After the limit, hpcinit.after acts.
         "immediate": STEP_LIMIT_S if config.spare_nodes else None,
         "wait": launch.wait_s,
         "cpu-bind": launch.cpu_bind if alone else launch.cpu_bind and "none",

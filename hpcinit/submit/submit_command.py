@@ -21,7 +21,7 @@ from hpcinit.config.request import Request, Search
 from hpcinit.submit import excluded_nodes, messages, program_arguments, sweep
 from hpcinit.submit import transaction as submission
 
-SMOKE = "hpcinit.jobs.smoke"  # the program without -- train.py
+SMOKE = "hpcinit.jobs.smoke"  # runs if the command line has no `-- train.py`
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     def submit(requests: Sequence[Request]) -> int:
         if not program and requests[0].config.job.module == SMOKE and not requests[0].config.dry_run:
             console.note(
-                f"no program: this is the smoke test, whose time limit is {requests[0].config.time_min} min. To submit "
-                f"your program: hpcinit submit {shlex.join([*arguments, '--', 'train.py'])}"
+                f"no program after --, so this submits the smoke test (time limit: {requests[0].config.time_min} min). "
+                f"To submit your program: hpcinit submit {shlex.join([*arguments, '--', 'train.py'])}"
             )
         typed = program_arguments.typed
         requests = [replace(request, given=typed(arguments, request.parameters)) for request in requests]
@@ -104,7 +104,7 @@ def submit_all(
         if len(jobs) == 1:
             state = f", but the job is still running: hpcinit status {shlex.quote(str(jobs[0][1].path))}"
         else:
-            state = f"; {counted(len(jobs), 'job')} submitted, the others not" if jobs else "; nothing was submitted"
+            state = f"; only {counted(len(jobs), 'job')} submitted" if jobs else "; nothing was submitted"
         print(f"hpcinit: interrupted{state}", file=sys.stderr)
         if as_json:
             print(json_output.line("error", Interrupted(f"interrupted{state}").document()), flush=True)
@@ -154,11 +154,11 @@ def split_program(argv: Sequence[str], command: str) -> tuple[list[str], list[st
 def set_program(program: Sequence[str], request: Request, command: Sequence[str]) -> None:
     """Make the job run the program that the user typed: `train.py --lr 3`, `-m package.train ...` or `any-command ...`.
 
-    The program's arguments are added to job.args, which a sweep may set. If the job config already names a program,
-    they replace job.args. In the arguments, ${key} is replaced by the value of the config key.
+    The program's arguments are added to job.args. If the job config already names a program, they replace job.args.
+    Each ${key} in them is replaced by the value of that config key.
 
-    Raise RequestError if the arguments contain keys of hpcinit, because the user probably meant to type them before the
-    --. To pass such keys to the program, the user types a second -- before them.
+    Raise RequestError if the arguments contain keys of hpcinit, which the user probably meant to type before --. A
+    second -- in front of the program turns this check off.
 
     command: the command line before --.
     """
@@ -189,7 +189,7 @@ def _all(
     runs: dict[int, Path],
     as_json: bool,
 ) -> int:
-    """Submit the requests in order, add them to `jobs`, and with wait=true follow them.
+    """Submit the requests in order and add them to `jobs`. With wait=true, wait for the runs.
 
     Return the highest exit status.
     """
@@ -228,7 +228,7 @@ def _all(
 
 
 def _sweep(requests: Sequence[Request], argv: Sequence[str], runs: dict[int, Path], as_json: bool) -> int:
-    """Submit all requests as job arrays, add their folders to `runs`, and return the exit status."""
+    """Submit all requests as job arrays, and add the folders of the tasks to `runs`. Return the exit status."""
     config = requests[0].config
     if config.dry_run:
         for about, text, files in sweep.dry_run(requests, argv):
@@ -267,7 +267,7 @@ def _beside(as_json: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def _others(requests: Sequence[Request], number: int) -> str:
-    """Return a note that the requests of a sweep from `number` on were not submitted, or '' if there are none."""
+    """Return a note that the requests from `number` on were not submitted, or '' if there are none."""
     if len(requests) == 1 or number == len(requests):
         return ""
     if number == 0:

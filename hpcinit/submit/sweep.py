@@ -130,10 +130,7 @@ def _write_record(task: Path, record: Mapping[str, Any]) -> None:
 
 
 def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str:
-    """Return what yaml.safe_dump returns, but faster.
-
-    known: a cache of formatted sections. A section that several tasks share is formatted only once.
-    """
+    """Return what yaml.safe_dump returns, but format each section only once. `known` caches the sections."""
     parts = []
     for name, value in document.items():
         key = (name, repr(value))
@@ -147,9 +144,9 @@ def _yaml(document: Mapping[str, Any], known: dict[tuple[str, str], str]) -> str
 class Submitted:
     """A sweep whose jobs have been submitted.
 
-    ids: the job id of each submitted task, by number.
+    ids: the job id of each submitted task, by the task's number.
     refused: why the other tasks were not submitted, or ''.
-    expected: one line for each start time that Slurm estimates.
+    expected: the start times that Slurm estimates, one line each.
     """
 
     path: Path
@@ -214,7 +211,7 @@ def submit_all(
             for each in requests:
                 write_more(path / str(each.number), each.number)
             one.check_with_slurm()
-            if config.validate:  # all of them before the first is submitted
+            if config.validate:  # validate all jobs before the first one is submitted
                 expected = _expected(jobs, [validate.sbatch_test_only(path / job.file, one.env) for job in jobs])
             for job in jobs:
                 one.check_interrupted()
@@ -228,11 +225,10 @@ def submit_all(
 
 
 def _expected(jobs: Sequence[Job], estimates: Sequence[str]) -> list[str]:
-    """Return Slurm's estimates, each once. With several jobs, each estimate names its tasks.
+    """Return the start times that Slurm estimates, without repetitions.
 
-    Return [] if the jobs have dependencies, because Slurm's estimates ignore them.
-
-    estimates: one for each job.
+    With several jobs, each line names its tasks. Return [] if the jobs have dependencies, because Slurm's estimates
+    ignore them.
     """
     config = jobs[0].requests[0].config
     if config.dependency:
@@ -255,8 +251,7 @@ def _hand_over(
 ) -> None:
     """Submit one job of the sweep, and write submission.json for each of its tasks.
 
-    records: the function adds the record of the job to this list.
-    ids: the function adds the job id of each task to this dict, by the number of the task.
+    Add the job's record to `records`, and the ids of its tasks to `ids`.
     """
     config = job.requests[0].config
     # With sweep.at_once, each array starts after the previous one, because the limit is for the whole sweep.

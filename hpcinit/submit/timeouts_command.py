@@ -12,7 +12,9 @@ NODES = tuple(2**power for power in range(15))  # 1 to 16384
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcinit timeouts", description="Print the start-up timeout in force.")
+    parser = argparse.ArgumentParser(
+        prog="hpcinit timeouts", description="Print the start-up timeout of a job with these settings."
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for hpcinit submit: cluster=x nodes=8")
     return console.add_verbosity_options(parser)
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if options.quiet:
         print(f"{formula.start_up(config.nodes).total_seconds():g}")
         return 0
-    print(f"start_up = {formula.text(config.nodes)}, but at most the remaining time of the job - 30 s\n")
+    print(f"start_up = {formula.text(config.nodes)}, but at most the job's remaining time minus 30 s\n")
     for name, (value, source) in sources.items():
         print(f"  {name:10} {value:8g}   {source}")
     print("\n  nodes  seconds")

@@ -7,7 +7,7 @@
         job_id, command = transaction.submit(script)
         mark(transaction.path, transaction.record(job_id, command))
 
-If the block fails, the folders whose jobs certainly do not exist are removed. The other folders are kept.
+If the block fails, the folders are removed. A folder is kept only if its job exists or may exist.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Transaction:
         self.parts: Sequence[Path] = ()
         self._config, self._received, self._claims = config, received, claims
         self._request = ""
-        self._token = ""  # of the latest call of sbatch; '' before the first
+        self._token = ""  # the token of the latest sbatch call; '' before the first call
         self._queued: QueueQuery | None = None
         self._kept: set[Path] = set()  # folders of jobs that exist or may exist
 
@@ -73,9 +73,7 @@ class Transaction:
         return bool(self._received)
 
     def refuse_duplicates(self, request: str, jobs: int) -> None:
-        """Claim a request, so that no other process submits it.
-
-        Also start squeue, to look for a job with the same request.
+        """Claim a request, so that no other process submits it, and start squeue to look for an earlier job.
 
         Raise RequestError if another process has claimed the request, and SubmitError if the claim cannot be written.
 
@@ -102,15 +100,14 @@ class Transaction:
     def submit(
         self, script: Path, options: Sequence[str] = (), parts: Sequence[Path] = ()
     ) -> tuple[str, Sequence[str]]:
-        """Submit `script` so that there is exactly one job: with sbatch, or on this machine with cluster=local.
+        """Submit `script` exactly once: with sbatch, or on this machine with cluster=local.
 
-        Return the job id and the command. Raise SubmitError if there is no job. If there may be one, raise its subclass
-        MaybeSubmitted.
+        Return the job id and the command. Raise SubmitError if there is no job, and MaybeSubmitted if there may be one.
 
         options: options for sbatch.
         parts: the run folders that belong to this job.
         """
-        self._token = tokens.new(self._request)  # each job of a chain or a sweep has its own
+        self._token = tokens.new(self._request)  # each job of a chain or a sweep has a different token
         exists = True  # the job exists or may exist
         try:
             how = partial(self._sbatch, script, options)
@@ -211,13 +208,13 @@ def mark(
     except OSError as error:
         end = " ".join(slurm_client.addressed([from_record(record).cancel_command, str(record["job_id"])]))
         raise MaybeSubmitted(
-            f"job {record['job_id']} was submitted, but its record {path / run_folder.SUBMISSION} cannot be written: "
-            f"{error.strerror}; the job will run, to cancel it: {end}"
+            f"job {record['job_id']} was submitted and will run, but {path / run_folder.SUBMISSION} cannot be "
+            f"written: {error.strerror}. To cancel the job: {end}"
         ) from None
 
 
 def require_sbatch(config: Config) -> None:
-    """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS names a different cluster."""
+    """Raise SubmitError if sbatch is missing, and RequestError if SLURM_CLUSTERS does not name the job's cluster."""
     if not config.engine.uses_slurm:
         return
     other, named = os.environ.get("SLURM_CLUSTERS"), config.cluster.clusters
@@ -225,7 +222,7 @@ def require_sbatch(config: Config) -> None:
         here = "cluster.clusters names the job's cluster" if named else "hpcinit submits to this machine's cluster"
         raise RequestError(
             f"SLURM_CLUSTERS is {other!r}, expected {ours!r} or unset: {here}. To submit to {ours}: unset "
-            f"SLURM_CLUSTERS. For the other cluster: cluster.clusters={other}"
+            f"SLURM_CLUSTERS. To submit to {other}: cluster.clusters={other}"
         )
     if shutil.which("sbatch") is None:
         raise SubmitError(
@@ -281,9 +278,9 @@ def dry_run(config: Config, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 def files_read(
     config: Config, workdir: Path, code: SnapshotPlan | None = None, path: Path | None = None
 ) -> dict[str, str]:
-    """Return the text of each file in the run folder `path` that the ranks will read, by name.
+    """Return the text of each file that the ranks will read, by its name in the run folder `path`.
 
-    They show a placeholder instead of the job's secret, which submit() makes.
+    The text contains a placeholder for the job's secret, because only submit() creates the secret.
     """
     files = {}
     for number, world in enumerate(hetjob.worlds(config)):

@@ -1,7 +1,7 @@
-"""Finds the first failure of a run: collects what each source of evidence shows, and ranks these findings.
+"""Finds the first failure of a run: collects the findings of each source of evidence, and ranks them.
 
 Each source of evidence has a module read_*.py, which yields findings. ranking.py decides which finding is the first
-failure. The functions here read no files: they get Evidence and return a Verdict.
+failure. gather_evidence.py has already read all files.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def diagnose(evidence: Evidence) -> Verdict:
     first = ranking.first(every)
     verdict = ranking.judged(first, every, evidence)
     if evidence.setup and not evidence.setup.ended:
-        line = f"before the ranks started, a line of the setup failed: {setup_failure.described(evidence.setup)}"
+        line = f"a setup line failed before the ranks started: {setup_failure.described(evidence.setup)}"
         verdict = replace(verdict, evidence=(*verdict.evidence, line))
     return replace(_with_secondary(verdict, evidence), flight=evidence.flight)
 
 
 def has_only_secondary_errors(evidence: Evidence) -> bool:
-    """Return whether every error of a rank is secondary, that is, caused by another rank's failure.
+    """Return whether all errors of ranks are secondary, that is, caused by another rank's failure.
 
-    If so, the record of the first error is missing. A shared file system may not show it on this machine yet.
+    The record of the first error is then missing. On a shared file system, it may appear later.
     """
     if any(read_records.is_cause(one, evidence) for one in evidence.found):
         return False
@@ -61,7 +61,7 @@ def has_only_secondary_errors(evidence: Evidence) -> bool:
 
 
 def _with_secondary(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Return the verdict with the number of other ranks that failed as a consequence, for each kind of error."""
+    """Return the verdict with lines about the ranks that failed as a consequence."""
     groups: dict[str, list[Found]] = {}
     for one in evidence.ordered:
         if one.record.rank != verdict.rank and causes.is_secondary(one.record):
@@ -69,13 +69,17 @@ def _with_secondary(verdict: Verdict, evidence: Evidence) -> Verdict:
     lines = []
     for name, group in groups.items():
         times = [evidence.when(one) for one in group]
-        later = f", up to {max(times) - verdict.time:.1f} s later" if verdict.time is not None else ""
+        later = (
+            f", up to {max(times) - verdict.time:.1f} s later"
+            if verdict.time is not None and evidence.has_clock
+            else ""
+        )
         lines.append(f"{counted(len(group), 'other rank')}: {name}{later}")
     known = {verdict.rank, *(one.record.rank for group in groups.values() for one in group)}
     aborted = sorted({rank for end in evidence.log.ends if end.after_abort for rank in end.ranks} - known)
     if aborted:
         plural = "s" * (len(aborted) > 1)
-        lines.append(f"{len(aborted)} rank{plural} ended by Slurm afterwards (rank{plural} {ranges(aborted)})")
+        lines.append(f"{len(aborted)} rank{plural} terminated afterwards (rank{plural} {ranges(aborted)})")
     if evidence.clocks:
         ahead = min(evidence.clocks, key=lambda host: evidence.clocks[host])
         spread = max(evidence.clocks.values()) - min(evidence.clocks.values())

@@ -19,14 +19,14 @@ from hpcinit.base.text import MOST_RANKS
 from hpcinit.why import plain_pickle
 from hpcinit.why.plain_pickle import FORGOTTEN, Forgotten, Incomplete
 
-MOST_S = 30.0  # of CPU time for all dumps of a question; 200 MB take 3 s
-MOST_BYTES = 256 << 20  # of a file; 2,000 entries with their stacks have some megabytes
-MOST_MEMORY = 256 << 20  # bytes beside the file, while it is read
-MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 500  # that are kept of a file, 600 bytes each
-ALL_ENTRIES = 150_000  # of all files together, if they have more than FEWEST_ENTRIES each
-FEW_BYTES = 300  # of an entry: a file with fewer for each that is kept has hardly any to skip
-MOST_JSON = 32 << 20  # bytes: 20,000 entries of a recorder have 14 MB, because JSON has no stacks
-MOST_TEXT, MOST_VALUES = 4_096, 100_000  # characters of a text, and values in the sizes of one call
+MOST_S = 30.0  # CPU time for reading all dumps; reading 200 MB takes 3 s
+MOST_BYTES = 256 << 20  # largest file; 2,000 entries with their stacks take some megabytes
+MOST_MEMORY = 256 << 20  # bytes of memory that reading a file may use, in addition to the file itself
+MOST_ENTRIES, FEWEST_ENTRIES = 20_000, 500  # how many entries are kept per file, at 600 bytes each
+ALL_ENTRIES = 150_000  # how many entries are kept of all files together, but at least FEWEST_ENTRIES per file
+FEW_BYTES = 300  # the reader skips entries only if a dump has more than this many bytes per kept entry
+MOST_JSON = 32 << 20  # largest JSON file in bytes; 20,000 entries take 14 MB, because JSON has no stacks
+MOST_TEXT, MOST_VALUES = 4_096, 100_000  # most characters of a text; most numbers in the sizes of one call
 NO_DUMP = "it is not a dump"  # neither a pickle nor JSON
 KNOWN_FORMATS = 2  # torch 2.4 to 2.13 writes formats 2.2 to 2.10
 NUMBERS = ("record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "seq_id", "is_p2p", "retired", "timeout_ms")
@@ -38,7 +38,7 @@ _RANKS = re.compile(r"[\[(][0-9,\s]*[\])]")
 
 
 class ReadLimits:
-    """How much CPU time reading all dumps may take, and how many calls per dump are kept."""
+    """Limits for reading all dumps: the CPU time, and how many calls per dump are kept."""
 
     def __init__(self, files: int = 1, most_s: float = MOST_S) -> None:
         self.most_s = most_s
@@ -46,7 +46,7 @@ class ReadLimits:
         self.entries = min(MOST_ENTRIES, max(FEWEST_ENTRIES, ALL_ENTRIES // max(files, 1)))
 
     def checker(self) -> Callable[[], None]:
-        """Return a function that raises ValueError if reading the next file uses too much time or memory."""
+        """Return a function that raises ValueError when reading a file has taken too much time or memory."""
         most = _memory() + MOST_MEMORY
 
         def check() -> None:
@@ -80,7 +80,7 @@ def read(path: Path, limits: ReadLimits) -> dict[str, Any]:
         data = file.read(state.st_size)
         if not data:
             raise ValueError("it is empty")
-        if data[:64].lstrip()[:1] not in (b"\x80", b"{", b"(", b"}"):  # a pickle of any protocol, or JSON
+        if data[:64].lstrip()[:1] not in (b"\x80", b"{", b"(", b"}"):  # first bytes of pickles and of JSON
             raise ValueError(NO_DUMP)
         return load(data, limits)
 
@@ -97,14 +97,16 @@ def load(data: bytes, limits: ReadLimits | None = None) -> dict[str, Any]:
         found = _load_json(data, limits) if data[:64].lstrip()[:1] == b"{" else _load_pickle(data, limits)
     except Incomplete:
         raise ValueError(
-            f"not a flight recorder's dump: it ends after {len(data)} bytes. "
-            "Its rank was writing it, or ended before it was complete"
+            f"not a flight recorder's dump: it ends after {len(data)} bytes. The rank is still writing it, or "
+            "ended before the dump was complete"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a flight recorder's dump: {error}") from None
     major = re.match(r"\d{1,9}", str(found.get("version", "")))
     if major and int(major[0]) > KNOWN_FORMATS:
-        raise ValueError(f"it has format {found['version']}, and hpcinit reads formats up to {KNOWN_FORMATS}.x")
+        raise ValueError(
+            f"its format is {found['version']}, but this hpcinit can read formats only up to {KNOWN_FORMATS}.x"
+        )
     return found
 
 
@@ -137,7 +139,7 @@ def _document(
     kept = []
     for place, entry in enumerate(entries or (), before):
         if entry is not None:
-            if before:  # shows that the recorder has older entries
+            if before:  # a record_id shows that there were older entries
                 entry.setdefault("record_id", place)
             kept.append(entry)
     found: dict[str, Any] = {"entries": kept}
@@ -197,11 +199,11 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, str | int | float)
 
 
-_shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes are one object
+_shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # equal sizes share one object, which saves memory
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, a text (at most MOST_TEXT characters of it), or a tuple for a list.
+    """Return a number, a string of at most MOST_TEXT characters, or a tuple for a list.
 
     Return None for any other value, and for a number that is too large.
     """
@@ -223,17 +225,17 @@ def _plain(value: Any) -> Any:
 def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
     """Return nested lists as tuples. Raise ValueError if they are too large.
 
-    left: a list with one number: how many more lists and values may follow. The function subtracts 1 for each.
+    left: one number in a list: how many more lists and values are allowed. The function decreases it.
     """
     left[0] -= len(values) + 1
     if left[0] < 0:
-        raise ValueError(f"a call has sizes of more than {MOST_VALUES} values")
+        raise ValueError(f"the tensor sizes of a call have more than {MOST_VALUES} values")
     return tuple([_nested(one, left) if isinstance(one, list | tuple) else _plain(one) for one in values])
 
 
 def _load_json(data: bytes, limits: ReadLimits) -> dict[str, Any]:
     if len(data) > MOST_JSON:
-        raise ValueError(f"it has {len(data) >> 20} MB of JSON, expected at most {MOST_JSON >> 20} MB")
+        raise ValueError(f"it is a JSON file of {len(data) >> 20} MB, expected at most {MOST_JSON >> 20} MB")
     check = limits.checker()
     try:
         fields = json.loads(data.decode(errors="replace"))

@@ -14,8 +14,9 @@ from hpcinit.records.hang_report import HangReport
 from hpcinit.records.job_log import JobLog
 from hpcinit.why.hang_verdict import HangVerdict
 
-NO_RANK, LAUNCHER = -1, -2  # instead of the rank of an error: unknown, or none, because it is the launcher's
-AGREE_S = 0.5  # clocks that differ by less count as equal: writing a file may take that long
+# Values for the rank of an error: NO_RANK if the rank is unknown, LAUNCHER if the launcher printed the error.
+NO_RANK, LAUNCHER = -1, -2
+AGREE_S = 0.5  # clocks that differ by less than this count as equal, because writing a file takes some time
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class SetupLine:
     """A line of the batch script that failed before the ranks started.
 
     typed: the line as the user wrote it, or '' if unknown.
-    message, output: what was printed when it failed.
+    message: the printed line that shows why it failed, or ''.
+    output: the last lines that the script printed.
     ended: whether the script ended at this line. If not, it continued and started the ranks.
     """
 
@@ -34,7 +36,8 @@ class SetupLine:
     output: tuple[str, ...] = ()
 
 
-Position = tuple[int, str, tuple[str | None, ...]]  # number of a call, its type, its sizes ('' if they may differ)
+# A call's number, its type and its sizes ('' for sizes that may differ)
+Position = tuple[int, str, tuple[str | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Watched:
     group: the process group, '' for the group of all ranks, or None if unknown.
     position: the call that timed out, or None.
     enqueued: the number of the last call that the rank made, or None if unknown.
-    stuck: whether the watchdog itself is blocked.
+    stuck: whether the message reports that the watchdog itself is blocked.
     """
 
     rank: int
@@ -61,32 +64,32 @@ class Evidence:
 
     state, reason, exit_status: as `hpcinit status` shows them.
     who: the user who canceled the job, or '' if unknown.
-    clocks: for each host, the file server's clock minus the node's.
+    clocks: for each host, how many seconds the file server's clock is ahead of the host's.
     nodes: for each node that is down, Slurm's reason.
     hang: the hang report, or None.
-    silence: what the ranks are doing if all have stopped printing, else None.
+    silence: if all ranks have stopped printing, what they are doing; else None.
     flight: what the dumps of torch's flight recorder show.
     tails: the last line in the log of each rank without an error record.
     step: the last step that rank 0 reported, or -1.
-    uses: how much of hpcinit the program used (records/program_use.py).
+    uses: which of hpcinit's functions the program called (records/program_use.py).
     size: the world size, or 0 if unknown.
     hosts: the host of each rank, if known.
     returned: the ranks whose program ended with status 0.
     every_end_is_logged: whether the job's log has a line for each rank whose exit status is not 0.
     has_clock: whether the times of the errors are real times. Otherwise, they only show the order.
     preempted: whether Slurm reports that it preempted the job since its last start.
-    lists_failed_ranks: whether ranks may be missing because the log lists only those that failed.
+    lists_failed_ranks: whether the log lists only failed ranks, so that there may be more ranks.
     setup: a line of the batch script that failed before the ranks started, or None.
     watched: the messages of torch's NCCL watchdog.
     cut: the ranks whose tracebacks are cut off at the end of the log.
-    handled: errors after which training continued in that process.
+    handled: errors after which the same process continued the training.
     alarms: log lines that may show a failure but that no reader recognizes, with their ranks.
     trains: whether a log shows training steps.
     finished: whether a log shows that the program or the job completed.
-    over: whether a line after the last training step reports that the training finished.
-    unread: lines before the failure that no reader understands, and that may show an earlier failure.
+    over: whether a line after the last training step reports that the training is finished.
+    unread: lines before the failure that may show an earlier failure, but that no reader recognizes.
     skipped: whether parts of the logs were not read, or are missing.
-    unregistered: the ranks that never started, while the others wait for them.
+    unregistered: the ranks that have not started, so that the other ranks wait for them.
     last_words: the ranks whose error is the last output of their process.
     """
 
@@ -137,7 +140,7 @@ class Evidence:
 
     @functools.cached_property
     def ordered(self) -> list[Found]:
-        """Return the error records, oldest first, after correcting for differences between the nodes' clocks."""
+        """Return the error records, oldest first, by the clock of the file server."""
         return sorted(self.found, key=self.when)
 
     def when(self, one: Found) -> float:
@@ -151,7 +154,7 @@ class Evidence:
         return bool(self.flight.culprits or (report and report.waiting))
 
     def verdict(self, headline: str, kind: str, do: str, **more: Any) -> Verdict:
-        """Return a Verdict that also contains the last reported step."""
+        """Return a Verdict with the last reported step."""
         return Verdict(headline, kind, do, step=self.step, **more)
 
     def last_output(self, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -176,10 +179,10 @@ class Verdict:
     ranks: all ranks at fault.
     time: when it failed, by the clock of the file server, or None if unknown.
     flight: which ranks cause a hang, according to torch's flight recorder.
-    resubmit: whether the advice is to submit the run again. If the run is continued anyway, `hpcinit why` replaces this
-        advice (observe/continuation.py).
-    error: the program's error without rank and time, or '' if the kind is enough. Failed tasks of a sweep are grouped
-        by it.
+    resubmit: whether the advice is to submit the run again. If the run continues automatically, `hpcinit why` replaces
+        this advice (observe/continuation.py).
+    error: the program's error without rank and time, or '' if `kind` identifies the failure. `hpcinit why` groups the
+        failed tasks of a sweep by this text.
     certain: whether the evidence proves the verdict (ranking.py).
     doubt: what would make it certain, or ''.
     """
@@ -202,13 +205,13 @@ class Verdict:
 
 
 def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return how far the file server's clock is ahead of each host's clock, in seconds.
+    """Return how many seconds the file server's clock is ahead of each host's clock.
 
-    Return {} if all hosts agree within AGREE_S seconds. If a host has several differences, the smallest one counts,
-    because a delayed write can only increase a difference.
+    Return {} if these differ by at most AGREE_S seconds between the hosts.
 
-    differences: for each file, the host that wrote it, and a time difference. The difference is the file's modification
-        time, set by the server, minus the time that the host wrote into the file.
+    differences: pairs of a host and a time difference: a file's modification time, set by the server, minus the time
+        that the host wrote into the file. A delayed write can only increase it, so the smallest one of each host
+        counts.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

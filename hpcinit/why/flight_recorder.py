@@ -1,18 +1,18 @@
 """Reads dumps of torch's flight recorder: what each rank has called in each group, and which calls are unfinished.
 
-A dump is a pickle (only dicts, lists, strings and numbers) or JSON. Another user may be able to write to its folder,
-and a pickle can name any function to call. So a pickle that names a function or class is refused.
+A dump is a pickle (only dicts, lists, strings and numbers) or JSON. Loading a pickle can run code, and another user may
+have written it. So hpcinit refuses a pickle that names a function or class.
 
-Fields read from a dump, as written by torch 2.4 to 2.13 (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp), formats
-2.2 to 2.10. Each may be missing:
+hpcinit reads the following fields of a dump. Each field may be missing. torch 2.4 to 2.13 writes them in formats 2.2 to
+2.10 (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp):
 
     entries[]    process_group (name, description), pg_id, collective_seq_id, p2p_seq_id, is_p2p, profiling_name
                  ('nccl:all_reduce', 'nccl:send 0->1' with ranks of the group), state ('scheduled', 'started',
                  'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns, timeout_ms.
                  JSON has no 'entries' for a rank that has called nothing. A batch of sends and receives ends with
                  a further entry, whose is_p2p is false.
-    pg_config    group name -> {desc, ranks: '[0, 1]'} in the group's order, only of groups that the rank has used;
-                 gloo leaves it empty
+    pg_config    group name -> {desc, ranks: '[0, 1]'}, with the ranks in the group's order. It lists only groups that
+                 the rank has used. gloo leaves it empty.
     pg_status    pg_id -> last_enqueued_collective, a string in JSON. This number also counts sends and receives,
                  although gloo writes no entries for them
 """
@@ -39,22 +39,23 @@ from hpcinit.why import dump_reader
 SUFFIX = r"(?:\.(?:json|pkl|pickle|pt|bin|dump|trace))?"
 NAME = re.compile(rf"(?P<prefix>.*?)(?P<rank>\d{{1,6}}){SUFFIX}")
 NAMED_RANK = re.compile(r"(?P<prefix>.*rank[_.=-]?)(?P<rank>\d{1,6})(?!\d).*", re.IGNORECASE)  # trace_rank3_of_8.json
-DEPTHS = ("*", "*/*", "*/*/*")  # a folder for each attempt, and one for each node
-UNREADABLE = "unreadable"  # key of the document for a file that cannot be read: the reason
-WRITTEN_NS = "written_ns"  # key added to a document: when its file was written, since 1970
-# The entry that ends a coalesced batch; only its state is updated, that of the parts is not. Since torch 2.7 also
-# 'ALLGATHER_coalesced'.
+DEPTHS = ("*", "*/*", "*/*/*")  # dumps may be in folders for attempts, and in folders for nodes below these
+UNREADABLE = "unreadable"  # key for the reason why a file cannot be read
+WRITTEN_NS = "written_ns"  # key for the time when a file was written, in nanoseconds since 1970
+# The kind of the entry that ends a coalesced batch. torch updates the state of this entry only, not of the parts. Since
+# torch 2.7, the kind can also be 'ALLGATHER_coalesced'.
 COALESCED = "coalesced"
-MOST_PENDING = 64  # groups and peers in which a rank can wait: a dump of another program may list thousands
-SMALLEST = 3  # no recorder keeps fewer calls
-FEW = 64  # finished calls after which a recorder that overwrites entries has hardly lost an unfinished one
+MOST_PENDING = 64  # most unfinished calls per rank that are used; a dump of another program may list thousands
+SMALLEST = 3  # every recorder keeps at least this many calls
+# If a dump has this many calls before the oldest unfinished one, assume that only finished calls were overwritten.
+FEW = 64
 SETTLE_S = 10.0  # ranks write their dumps within this time of each other
 SCHEDULED, STARTED, DONE = "scheduled", "started", "completed"
-CUT = -1  # number of a call whose parts the recorder has overwritten: of messages, or of a collective
-FORGOTTEN = "forgotten"  # called so long ago that the recorder has overwritten it
+CUT = -1  # number of a batch of which the recorder has overwritten some parts
+FORGOTTEN = "forgotten"  # state of a call that the recorder may have overwritten
 
 Batch = list[tuple[int, Mapping[str, Any]]]  # the entries of one call, each with its index in the dump
-GroupOf = Callable[[int, str], "Group"]  # of a rank and a group's name
+GroupOf = Callable[[int, str], "Group"]  # returns the group with a name, as a rank knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Call:
         example, 'all_reduce' or 'send'.
     order: the number of the call among all calls of the rank. All parts of a batch have the same number.
     created_ns: when it was called, in nanoseconds since 1970, by the rank's own clock.
-    failed_ns: if torch gave up the call before it finished, when its timeout would have been over; else 0.
+    failed_ns: the end of the call's timeout, if torch gave up the unfinished call; else 0.
     """
 
     kinds: tuple[str, ...]
@@ -114,10 +115,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Return the kind of the call, such as 'all_reduce'.
-
-        For a batch, return the first kind, as in 'all_gather and 2 more'.
-        """
+        """Return the kind of the call, such as 'all_reduce', or 'all_gather and 2 more' for a batch."""
         first, *more = self.kinds
         return f"{first} and {len(more)} more" if more else first
 
@@ -127,9 +125,9 @@ class Recording:
     """What the dump of one rank contains.
 
     last: for each group, the number of the newest collective that the rank has called.
-    timed: whether the recorder has seen a call start on the device (TORCH_NCCL_ENABLE_TIMING).
-    untimed: whether a call in the dump has finished although the recorder has not seen it start.
-    complete: whether the dump contains every call since the start. Only then can messages to a peer be counted.
+    timed: whether a call in the dump has a recorded start on the device (TORCH_NCCL_ENABLE_TIMING).
+    untimed: whether a call in the dump has finished without a recorded start.
+    complete: whether the dump contains every call since the start. If not, messages to a peer cannot be counted.
     backends: such as 'nccl' and 'gloo'.
     pending: the oldest unfinished call in each group and to each peer, in the order of the calls.
     places: for each group, the pairs (this rank, its peer) of the rank's messages, as ranks of the group.
@@ -152,7 +150,7 @@ class Recording:
     _calls: dict[Operation, Call] = field(default_factory=dict, repr=False)
 
     def call(self, operation: Operation) -> Call | None:
-        """Return the rank's call in an operation, or None if the recorder does not contain that call."""
+        """Return the rank's call in this operation, or None if the dump does not contain it."""
         if operation not in self._calls and (batch := self._batches.get(operation)):
             cut = not self.complete and not batch[0][0] and _is_end(batch[-1][1])
             self._calls[operation] = replace(_call(batch), cut=cut)
@@ -170,8 +168,7 @@ class Recording:
     def may_have_forgotten(self) -> bool:
         """Return whether the recorder may have overwritten the entry of an unfinished call.
 
-        Such a call is older than all recorded calls. It may be unfinished even if recorded calls have finished, because
-        calls run on several streams of the device.
+        An old call may be unfinished although newer calls have finished, because the device has several streams.
         """
         older = self._batches[self.pending[0]][0][0] if self.pending else self.kept
         return not self.complete and older < FEW
@@ -186,12 +183,7 @@ def load(data: bytes) -> Mapping[str, Any]:
 
 
 def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
-    """Return what the readable dumps contain, by rank.
-
-    In the result, each group has the same name and members on all ranks.
-
-    dumps: for each rank, the content of its dump.
-    """
+    """Return what the readable dumps contain, by rank. Each group has the same name and members on all ranks."""
     dumps = {rank: dump for rank, dump in dumps.items() if UNREADABLE not in dump}
     configs = {rank: _configured(dump) for rank, dump in dumps.items()}
     listed: dict[str, list[Group]] = {}
@@ -213,9 +205,9 @@ def recordings(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, Recording]:
 
 
 def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries of a dump. Mark the entry that ends a batch of sends and receives as a message.
+    """Return the entries of a dump. Set is_p2p for the entry that ends a batch of sends and receives.
 
-    torch does not mark this entry as a send or receive, but gives it the same numbers as the messages of the batch.
+    torch does not set it there, but gives this entry the same numbers as the messages of the batch.
     """
     entries: list[Mapping[str, Any]] = []
     parts: dict[str, tuple[int, int]] = {}
@@ -230,17 +222,17 @@ def _entries(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _batches_are_counted(dumps: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
-    """Return whether torch counted each batch of sends and receives as a collective of its group, as torch 2.4 does.
+    """Return whether torch counted each batch of sends and receives as a collective, as torch 2.4 does.
 
-    If so, the same collective has different numbers on ranks that sent a different number of batches.
+    The same collective can then have different numbers on two ranks.
     """
     steps = Counter(step for entries in dumps for step in _batch_steps(entries))
     return bool(steps[1]) and not steps[0]
 
 
 def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
-    """Yield for each batch of messages by how much it increased the number of collectives in its group."""
-    calls: dict[str, list[tuple[int, int]]] = {}  # the last two of each group
+    """Yield, for each batch of sends and receives, by how much it increased collective_seq_id."""
+    calls: dict[str, list[tuple[int, int]]] = {}  # the numbers of the last two calls in each group
     for entry in entries:
         group, numbers = str(entry.get("process_group")), _numbers(entry)
         last = calls.setdefault(group, [] if _order(0, entries[0]) else [(0, 0)])
@@ -251,10 +243,7 @@ def _batch_steps(entries: Sequence[Mapping[str, Any]]) -> Iterator[int]:
 
 
 def _without_batches(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the entries, renumbered so that batches of messages do not count as collectives.
-
-    The messages get new numbers too.
-    """
+    """Return the entries with new numbers, which do not count batches of messages as collectives."""
     batches: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     before: dict[str, tuple[int, int]] = {}
@@ -283,10 +272,10 @@ def _is_message(entry: Mapping[str, Any]) -> bool:
 def omit_finished_calls(documents: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether the dumps omit finished calls (TORCH_INCLUDE_ONLY_ACTIVE).
 
-    Such dumps do not show whether a rank has not made a call, or has finished it.
+    Such dumps do not show whether a rank has finished a call or never made it.
 
-    A recorder that only overwrites old calls also omits finished calls. But it keeps consecutive calls, and the same
-    number of calls on each rank.
+    A full recorder also lacks old finished calls. But the numbers of its calls have no gaps, and all ranks have the
+    same number of calls.
     """
     dumps = [_entries(document) for document in documents if UNREADABLE not in document]
     if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
@@ -325,7 +314,7 @@ def _configured(dump: Mapping[str, Any]) -> dict[str, Group]:
     return found
 
 
-@functools.lru_cache(maxsize=4096)  # all ranks of a group list the same
+@functools.lru_cache(maxsize=4096)  # all ranks of a group list the same members
 def _members(order: tuple[int, ...]) -> frozenset[int]:
     if not all(0 <= rank < MOST_RANKS for rank in order):
         raise ValueError("such ranks do not exist")
@@ -341,7 +330,7 @@ def _recording(
 ) -> Recording:
     """Return the recording of a rank.
 
-    A dump has thousands of calls, so Call objects are created later, and only for calls that the search needs.
+    A dump has thousands of calls, so Recording.call() creates a Call object only when the search needs it.
     """
     groups: dict[tuple[str, str], Group] = {}
     last: dict[Group, int] = {}
@@ -361,10 +350,11 @@ def _recording(
         message = _number(entry.get("p2p_seq_id", entry.get("seq_id")))
         if message:
             with_messages.add(group)
-        if collective is not None and (not p2p or collective > 0):  # a message has the number of the collective before
+        # A message has the number of the collective before it.
+        if collective is not None and (not p2p or collective > 0):
             last[group] = max(collective, last.get(group, collective))
         number = CUT if cut else message if p2p else collective
-        if number is not None:  # torch 2.4 gives batches of messages no number among the messages
+        if number is not None:  # torch 2.4 does not number batches as messages
             found.setdefault((group, p2p, number, collective if p2p else None), []).append((place, entry))
     batches: dict[Operation, Batch] = {}
     messages: dict[tuple[Group, int, int], list[Batch]] = {}
@@ -378,14 +368,16 @@ def _recording(
             places.setdefault(group, set()).add((own, src if own == dst else dst))
     complete = not entries or (not _order(0, entries[0]) and _order(len(entries) - 1, entries[-1]) < len(entries))
     for (group, src, dst), sent in messages.items():
-        # Where the recorder has forgotten the first calls, the oldest pending one is taken for its peer's oldest.
+        # If the recorder has overwritten the first calls, count from the oldest pending message. Assume that the same
+        # message is the oldest pending one of the peer.
         first = 0 if complete else -sum(_state(batch) == DONE for batch in sent)
         batches |= {(group, Message(src, dst, number)): batch for number, batch in enumerate(sent, first)}
     backends = frozenset(str(entry.get("profiling_name", "")).partition(":")[0] for entry in entries)
     used = {group.name for group in groups.values()}
     unused = {group for name, group in config.items() if name not in used}
     for group, number in _last_by_status(dump, ids, unused).items():
-        if group not in with_messages and backends != {"gloo"}:  # torch counts messages too, and gloo lists none
+        # pg_status also counts messages, which gloo does not record.
+        if group not in with_messages and backends != {"gloo"}:
             last[group] = max(number, last.get(group, number))
     return Recording(
         rank,
@@ -416,7 +408,6 @@ def _pending(batches: Mapping[Operation, Batch]) -> list[Operation]:
 
 
 def _group_name(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name and the description of an entry's group."""
     words = entry.get("process_group", entry.get("pg_name", entry.get("pg_id")))
     if isinstance(words, list | tuple):
         return str(words[0]) if words else "", str(words[1]) if len(words) > 1 else ""
@@ -456,12 +447,11 @@ def _is_end(entry: Mapping[str, Any]) -> bool:
 
 
 def _end(batch: Batch) -> Mapping[str, Any]:
-    """Return the entry that contains the state of a batch."""
     return next((entry for _, entry in batch if _is_end(entry)), batch[-1][1])
 
 
 def _call(batch: Batch) -> Call:
-    """Return the call that these entries describe: one entry, or all parts of a batch and the entry that ends it."""
+    """Return the call that these entries describe: a single entry, or all entries of a batch."""
     parts = [entry for _, entry in batch if not _is_end(entry)] or [batch[-1][1]]
     end, state = _end(batch), _state(batch)
     given_up = end.get("retired") is True and state != DONE
@@ -495,8 +485,7 @@ PAIR = re.compile(r"(?:send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
     """Yield (own rank in the group, (src, dst), entries) for each send and receive of a batch.
 
-    The device executes a batch as a whole. So each message gets the position of the first one and the state of the
-    batch.
+    The device executes a batch as a whole, so all its messages have the same position and state.
     """
     ends = [(batch[0][0], {**entry, "record_id": _order(*batch[0])}) for _, entry in batch if _is_end(entry)]
     for place, entry in batch:
@@ -506,11 +495,11 @@ def _messages(batch: Batch) -> Iterator[tuple[int, tuple[int, int], Batch]]:
 
 
 def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: Iterable[Group]) -> dict[Group, int]:
-    """Return the number of the newest collective of each group, according to pg_status.
+    """Return the number of each group's newest collective, according to pg_status.
 
-    pg_status also counts calls that the recorder has overwritten. Its keys are pg_ids, which number the groups of the
-    rank in the order of their creation. For a group without an entry, the pg_id follows from the group's name, because
-    torch numbers these names in the same order.
+    pg_status also counts calls that the recorder has overwritten. Its keys are pg_ids, which number the rank's groups
+    in the order of their creation. An entry shows the pg_id of its group. For other groups, it follows from the group's
+    name, which is a number in the same order.
 
     unused: the groups without an entry.
     """
@@ -519,7 +508,7 @@ def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: I
         return {}
     values = {str(key): one.get("last_enqueued_collective") for key, one in status.items() if isinstance(one, dict)}
     by_name = {group.name: group for group in (*ids.values(), *unused)}
-    if not ids.keys() <= values.keys() and values.keys() <= by_name.keys():  # keys are names
+    if not ids.keys() <= values.keys() and values.keys() <= by_name.keys():  # the keys are group names
         return {by_name[key]: last for key, one in values.items() if (last := _number(one)) and last > 0}
     rest = sorted(values.keys() - ids.keys(), key=lambda key: (len(key), key))
     groups = sorted(unused, key=lambda group: (len(group.name), group.name))
@@ -546,9 +535,8 @@ def read_attempt(run: Path, job_id: str, restart: object) -> dict[int, Mapping[s
 def read_folder(folder: Path, *, unreadable: bool = False) -> dict[int, Mapping[str, Any]]:
     """Return the dumps in a folder and below it, by rank. The number at the end of a file's name is the rank.
 
-    Files whose names start with different prefixes may be from several nodes or from several attempts. If no rank has
-    two files, they are from several nodes. Otherwise, only the newest files count. An unreadable file next to readable
-    dumps counts as an unreadable dump of its rank.
+    Files with different prefixes are from several nodes. If their ranks overlap, they are from several attempts, and
+    the newest files count. If some dumps are readable, an unreadable file counts as an unreadable dump of its rank.
 
     unreadable: whether to return unreadable files with 'rank' in their names if no dump can be read.
     """
@@ -586,7 +574,7 @@ def _written(paths: Iterable[Path]) -> float:
     return max(times)
 
 
-_newest: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}  # the files read last: --replay needs them again
+_newest: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}  # the dumps read last; --replay needs them again
 
 
 def _read(paths: Mapping[int, Path], limits: dump_reader.ReadLimits) -> dict[int, Mapping[str, Any]]:

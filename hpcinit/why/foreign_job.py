@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,21 +26,22 @@ from hpcinit.why.evidence import LAUNCHER, NO_RANK, Evidence
 from hpcinit.why.log_lines import Line, Log
 from hpcinit.why.read_tracebacks import Error
 
-# Not of a checkpoint: 'saved with world_size=10'. NCCL prints 'nranks 8', and Lightning 'MEMBER: 1/8'.
+# The world size. NCCL prints 'nranks 8', and Lightning 'MEMBER: 1/8'. The world size of a checkpoint does not count:
+# 'saved with world_size=10'.
 _SIZE = re.compile(
     r"^(?!.*(?:saved|checkpoint|loaded|resum)).*?\b(?:(?:dist_)?world[_ ]size\b['\"]?\s*[:=]?\s*|nranks |MEMBER: \d+/)"
     r"(\d{1,6})(?!\d)",
     re.IGNORECASE | re.MULTILINE,
 )
-# Lightning, before a rank waits for the others: 'Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8'
+# Lightning prints before a rank waits for the others: 'Initializing distributed: GLOBAL_RANK: 3, MEMBER: 4/8'
 _MEMBER = re.compile(r"GLOBAL_RANK: (\d{1,6}), MEMBER: \d+/(\d{1,6})\b")
-# As `scontrol show job` and `sacct` print it, which scripts call at their end.
+# Slurm's state, as `scontrol show job` and `sacct` print it. Some scripts call these commands at the end.
 _STATE = re.compile(
     r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b"
     r"|^\d+[\w.]*[| ].*?\b(OUT_OF_MEMORY|NODE_FAIL|TIMEOUT|PREEMPTED|DEADLINE|BOOT_FAIL)\b",
     re.MULTILINE,
 )
-# What no reader knows may still be the cause.
+# Lines that no reader recognizes, but that may show the cause.
 _ALARM = re.compile(
     r"(?i)\b(?:\w*error|\w*exception|fatal|fail(?:ed|ure)|abort(?:ed|ing)?|panic|killed|segmentation fault|core dumped|"
     r"terminated?|timed out|timeout|unable|cannot|refused|denied|exceeded|not found|unreachable|"
@@ -47,7 +49,7 @@ _ALARM = re.compile(
     r"missing ranks|no such file|closing signal|truncated|non-?finite|heartbeats?"
     r"|(?:is|are|was|became|found|detected) (?:nan|inf)s?)\b"
 )
-# Lines of Slurm, launchers, torch's watchdogs and stacks, and lines that the program itself does not call an error
+# Lines of Slurm, launchers, torch's watchdogs and stacks, and lines that the program logs below the level ERROR
 _UNDERSTOOD = re.compile(
     r"^(?:sbatch|hpcinit): |torch/distributed/|torch\.distributed\.elastic|\[launch\.py:"
     r"|ProcessGroup[NG]|^=====|^-----|^Root Cause|^frame #\d|^\S+ FAILED$|Exception raised from|closing signal SIG"
@@ -64,7 +66,7 @@ _OTHER_ENDS = (
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
     ("CANCELLED", re.compile(r"TERM_(?:FORCE_)?(?:OWNER|ADMIN): job killed")),
 )
-# torchrun restarts the ranks, or Slurm the job; and what shows that they started
+# _RESTARTED: torchrun restarts the ranks. _REQUEUED: Slurm requeues the job. _STARTED (below): ranks have started.
 _RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")
 _REQUEUED = re.compile(r"CANCELLED AT \S+ DUE TO (?:JOB REQUEUE|PREEMPTION|NODE FAILURE)")
 # Errors below these lines are consequences: Slurm ended the job, or refused it.
@@ -73,23 +75,28 @@ _LAST_LINE = re.compile(
     r"|^sbatch: error: Batch job submission failed"
 )
 _STARTED = re.compile(f"{read_tracebacks.TRAINS.pattern}|{re.escape(read_tracebacks.HEADER)}|exitcode")
+_EXIT_0 = re.compile(r"(?i)\W*exit(?:ed)?(?: with)?(?: (?:code|status))?\W{0,3}0\s*\Z")
 _FINISHED = re.compile(r"(?i)\b(?:finished|completed|done|success\w*)\b")
-# After this, an error of an agent is no failure of the training.
+# Lines that report the end of the training. If an agent fails later, the training has not failed.
 _OVER = re.compile(
     r"(?i)worker group successfully finished|\b(?:training|fit(?:ting)?|run|job)\b\W{0,3}(?:is |was |has |has been )?"
     r"(?:done|finished|completed?|successful\w*|ended successfully)\b|\b(?:finished|completed) (?:the )?training\b"
     r"|`Trainer\.fit` stopped: `max_"
 )
-MOST_OF_NODE = 8  # ranks; with more, a local rank may not be the rank
+MOST_OF_NODE = 8  # a larger job may have several nodes, so that local ranks differ from global ranks
 _HIGH_RANK = re.compile(r"(?i)rank[^\w\n]{0,12}(?:[89]|\d{2,6})\b|num processes: (?:9|\d{2})")
 _ABORTED = ("code 134", "code 137", "code 143")  # SIGABRT, SIGKILL and SIGTERM, as a shell reports them
-SHORTEST = 8  # characters of a message that another line may repeat
-MOST_LAST = 20  # lines in which a program reports that it is finished
+SHORTEST = 8  # characters; hpcinit searches other lines only for longer messages
+MOST_AT_END = 100  # a report of success counts only in the last lines of a log, with the exit status 0 below
+MOST_LAST = 20  # a report that the program is finished counts only in the last lines
 _STACK = "(most recent call first):"  # of faulthandler
 _PY_SPY = re.compile(r'^Thread \S+ \(\w+\): "MainThread"$', re.MULTILINE)
 _FRAME = re.compile(r"^ +(\S+) \(([^():\n]+):(\d+)\)$", re.MULTILINE)  # of py-spy
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)", re.MULTILINE)
 WORKER_GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
+# The process read from its worker, through a pipe or socket of Python's multiprocessing, when the worker ended.
+_PIPE_ENDED = re.compile(r"(?:EOFError|BrokenPipeError|FileNotFoundError|Connection(?:Reset|Refused)Error)\b")
+_OF_LOADER = re.compile(r"torch/utils/data/dataloader\.py.*multiprocessing/\w+\.py", re.DOTALL)
 ENDED_BY_SLURM = {"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"}
 WORKER_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal")
 
@@ -99,7 +106,7 @@ class Foreign:
     """What the logs show about a job that hpcinit did not start.
 
     evidence: the facts in the logs.
-    unknown: what the logs do not show, and what would show it.
+    unknown: questions that the logs do not answer, each with a hint on what would answer it.
     """
 
     evidence: Evidence
@@ -126,9 +133,11 @@ def gather(
     size = max([0, *(int(found[1]) for log in logs for found in _SIZE.finditer(log.text))])
     state = state or next((found[1] or found[2] for log in logs if (found := _STATE.search(log.text))), "")
     state = state or next((end for end, text in _OTHER_ENDS for log in logs if text.search(log.text)), "")
+    succeeded = bool(by_log) and not state and all(_exits_with_0(found[-MOST_AT_END:]) for found in by_log)
+    state = "COMPLETED" if succeeded else state
     slurm = job_log.read("\n".join(line.text for line in lines))
     ends = [end for _, _, end in sorted(read_launchers.table(lines), key=lambda one: one[:2])]
-    of_ranks = known.task and not ends  # srun's tasks are the agents of torchrun otherwise
+    of_ranks = known.task and not ends  # otherwise, srun's tasks are torchrun's agents
     agents = {end.host for end in slurm.ends if end.how.startswith("Exited with") and not end.after_abort}
     every_end = of_ranks and bool(slurm.ends)
     not_started = [one if of_ranks else replace(one, ranks=()) for one in slurm.not_started]
@@ -143,11 +152,11 @@ def gather(
         read_launchers.ends, about, listed=bool(slurm.ends), processes=processes, one_node=one_node
     )
     failed = any(not end.succeeded for end in (*slurm.ends, *ends_of(())))
-    # Of several processes that print without a rank, one may fail while others train on.
-    handled = [one for one in every if one.handled and not (failed and one.rank == NO_RANK)]
+    # If several processes print without a rank, one of them may fail while others continue to train.
+    handled = [one for one in every if succeeded or (one.handled and not (failed and one.rank == NO_RANK))]
     cut = [one.rank for one in every if one.text == read_tracebacks.CUT]
     every = [one for one in every if one.text != read_tracebacks.CUT]
-    errors = [one for one in every if one not in handled and not (ended and WORKER_GONE.search(one.text))]
+    errors = [one for one in every if one not in handled and not (ended and _lost_its_worker(one))]
     errors = _before_end(_without_caught(errors), lines if len(logs) == 1 else ())
     of_launcher = [one for one in errors if read_launchers.is_of_launcher(one)]
     errors = _assigned([one for one in errors if one not in of_launcher], slurm)
@@ -155,7 +164,7 @@ def gather(
     by_others = ends_of(with_error)
     slurm = replace(slurm, ends=(*by_others, *slurm.ends))
     errors = _assigned(errors, slurm)
-    if not (errors or slurm.ends or slurm.not_started):  # the launcher's own errors are secondary otherwise
+    if not (errors or slurm.ends or slurm.not_started):  # otherwise, the launcher's errors are secondary
         host = agents.pop() if len(agents) == 1 else ""
         errors = [replace(one, rank=LAUNCHER, host=host) for one in sorted(of_launcher, key=read_launchers.is_report)]
     hosts = {rank: end.host for end in slurm.ends for rank in end.ranks if end.host}
@@ -185,7 +194,7 @@ def gather(
         watched=watched,
         cut=cut,
         handled=[causes.short(one.text) for one in handled],
-        alarms=[*_events(by_log), *_alarms(lines[trained + 1 :])],
+        alarms=[] if succeeded else [*_events(by_log), *_alarms(lines[trained + 1 :])],
         trains=trained >= 0,
         finished=state == "COMPLETED" or any(_FINISHED.search(line.text) for line in lines[-MOST_LAST:]),
         over=any(_OVER.search(line.text) for line in lines[trained + 1 :]),
@@ -196,7 +205,7 @@ def gather(
         last_words=frozenset(one.rank if one.rank >= 0 else None for one in _last_words(errors, lines)),
     )
     skipped = sum(log.skipped for log in logs) >> 20
-    unread = f"what {skipped} MB of the logs contain: hpcinit only searched them for messages of failures"
+    unread = f"what else is in {skipped} MB of the logs: hpcinit only searched them for messages of failures"
     return Foreign(evidence, (*_unknown(evidence, size), *([unread] if skipped else [])))
 
 
@@ -241,21 +250,40 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
     return [one for _, one in sorted(zip(at, found, strict=True), key=lambda pair: pair[0])]
 
 
+def _exits_with_0(end: Sequence[Line]) -> bool:
+    """Return whether a log ends with the exit status 0, and the program reports success after its last traceback.
+
+    The exit status alone is no proof, because it may be that of `tee` or of another command of the batch script.
+    """
+    traced = max((at for at, line in enumerate(end) if read_tracebacks.HEADER in line.text), default=-1)
+    after = [line.text for line in end[traced + 1 :]]
+    return bool(after and _EXIT_0.match(after[-1])) and any(_FINISHED.search(text) for text in after)
+
+
 def _unregistered(lines: Sequence[Line]) -> tuple[int, ...]:
-    """Return the ranks for which the others wait at the start, as far as the lines of Lightning show it."""
+    """Return the ranks for which the others wait at the start, according to Lightning's log lines."""
     found = {int(match[1]): int(match[2]) for line in lines if (match := _MEMBER.search(line.text))}
-    if len(found) < 2:  # the log may be of one rank
+    if len(found) < 2:  # this may be the log of only one rank
         return ()
     return tuple(sorted(set(range(min(max(found.values()), MOST_RANKS))) - found.keys()))
 
 
 def _before_end(errors: list[Error], lines: Sequence[Line]) -> list[Error]:
-    """Return the errors, without those below the line in which Slurm reports that it ended or refused the job.
+    """Return the errors above the line in which Slurm reports that it ended or refused the job.
 
-    lines: the lines of the only log. In several logs, the order of the lines is not that of time.
+    A step that Slurm refused before them is the first one.
+
+    lines: the lines of the log, or () for several logs. Then return all errors, because their order is unknown.
     """
     over = next((at for at, line in enumerate(lines) if _LAST_LINE.search(line.text)), len(lines))
-    return [one for one in errors if not over <= one.number < len(lines)]
+    errors = [one for one in errors if not over <= one.number < len(lines)]
+    return [*read_launchers.refused_step(lines, errors), *errors]
+
+
+def _lost_its_worker(error: Error) -> bool:
+    """Return whether a process failed because its DataLoader worker had ended."""
+    pipe = _PIPE_ENDED.match(error.text) and _OF_LOADER.search(error.traceback)
+    return bool(pipe or WORKER_GONE.search(error.text))
 
 
 def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
@@ -269,16 +297,16 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
         if log.rank is not None and _STACK in text:  # faulthandler writes the main thread last
             main = _THREAD.findall(text)[-1:] if text == log.text else ["0x1"]
             stacks[log.rank] = hang_report.place(f"main thread {''.join(main)}\n{text}")
-    stacks = {rank: place for rank, place in stacks.items() if place.at or place.waits_in}  # others are cut
+    stacks = {rank: place for rank, place in stacks.items() if place.at or place.waits_in}  # other stacks are cut off
     return hang_report.report([], stacks, 0.0, 0) if len(stacks) > 1 else None
 
 
 def _last_attempt(lines: list[Line]) -> list[Line]:
     """Return the lines after the last restart of the ranks, or all lines if the ranks have printed nothing since."""
     for shown, started in ((_RESTARTED, _STARTED), (_REQUEUED, read_tracebacks.TRAINS)):
-        last = max((number for number, line in enumerate(lines) if shown.search(line.text)), default=-1)
-        if any(started.search(line.text) for line in lines[last + 1 :]):
-            lines = lines[last + 1 :]
+        begun = max((number for number, line in enumerate(lines) if started.search(line.text)), default=0)
+        last = max((number for number, line in enumerate(lines[:begun]) if shown.search(line.text)), default=-1)
+        lines = lines[last + 1 :]
     return lines
 
 
@@ -291,13 +319,12 @@ def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
 
 
 def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None, *, several: bool) -> list[str]:
-    """Return the lines before `first` that may show an earlier failure, and that no reader understands.
+    """Return lines before `first` that may show an earlier failure, but that no reader recognizes.
 
-    A line counts if it looks like an error. The last line of a process counts, too, unless another process printed the
-    same line with other numbers.
+    These are lines that look like an error, and the last line of each other process, if no similar line was printed.
 
-    errors: the errors that are understood.
-    several: whether there are several logs, so that the order of the lines is not that of time.
+    errors: the recognized errors.
+    several: whether there are several logs, whose lines are not in the order of time.
     """
     known = {part.strip() for one in errors for part in f"{one.text}\n{one.traceback}".splitlines()}
     messages = [text for one in errors if len(text := causes.detail(one.text)) > SHORTEST]
@@ -312,7 +339,7 @@ def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None,
     most = max(steps.values(), key=len, default=[])
     since = most[-1 - read_tracebacks.HANDLED_AFTER] if len(most) > read_tracebacks.HANDLED_AFTER else -1
     last: dict[str, str] = {}
-    shapes: dict[str, set[str]] = {}
+    shapes: Counter[str] = Counter()
     found = []
     for number, line in enumerate(lines[:end]):
         text = line.text.strip()
@@ -322,11 +349,11 @@ def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None,
         if is_known or not text or line.text.startswith("  "):
             last[line.stream] = "" if is_known else last.get(line.stream, "")
             continue
-        shapes.setdefault(_shape(text), set()).add(line.stream)
+        shapes[_shape(text)] += 1
         last[line.stream] = text
         if _ALARM.search(text) and not (line.stream == own and read_tracebacks.is_exception(text)):
             found.append(text)
-    odd = [text for stream, text in last.items() if text and stream != own and len(shapes[_shape(text)]) == 1]
+    odd = [text for stream, text in last.items() if text and stream != own and shapes[_shape(text)] == 1]
     return list(dict.fromkeys([*found, *odd]))
 
 
@@ -343,7 +370,7 @@ def _shape(text: str) -> str:
 
 
 def _last_words(errors: Sequence[Error], lines: Sequence[Line]) -> Iterator[Error]:
-    """Yield the errors after which their process printed nothing."""
+    """Yield the errors that are the last output of their process."""
     printed: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
         if line.text.strip():
@@ -363,11 +390,11 @@ def _events(logs: Sequence[Sequence[Line]]) -> list[tuple[int, str]]:
 
 
 def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
-    """Return the errors. If one error has no rank and one failed rank has no error, combine the two."""
+    """If exactly one error has no rank, and exactly one failed rank has no error, assign the error to that rank."""
     with_rank = {one.rank for one in errors}
     nameless = [one for one in errors if one.rank == NO_RANK and not causes.is_secondary_text(one.text)]
     ends = [end for end in slurm.ends if not end.after_abort and not end.succeeded]
-    # The others were aborted after it.
+    # A rank that a signal ended was probably aborted after another rank had failed.
     own = [end for end in ends if end.how.startswith("Exited with") and not end.how.endswith(_ABORTED)]
     failed = {rank for end in own or ends for rank in end.ranks} - with_rank
     if len({one.text for one in nameless}) == 1 and len(failed) == 1:
@@ -376,23 +403,23 @@ def _assigned(errors: Sequence[Error], slurm: JobLog) -> list[Error]:
 
 
 def _without_caught(errors: Sequence[Error]) -> list[Error]:
-    """Return the errors, without those that have no traceback, if another rank's traceback shows a cause.
+    """If a traceback shows a cause, drop the errors that other ranks printed without a traceback.
 
-    A program prints a message without a traceback if it has caught the exception.
+    An error without a traceback is one that the program caught.
     """
     traced = {one.rank for one in errors if not one.alone and not causes.is_secondary_text(one.text, one.traceback)}
     return [one for one in errors if not one.alone or not traced or one.rank in traced]
 
 
 def _first_of_each(errors: Sequence[Error]) -> Iterator[Error]:
-    """Yield one error per rank: the first error that no other rank caused, or else the rank's first error."""
+    """Yield one error per rank: its first error that no other rank caused, or else its first error."""
     by_rank: dict[int, list[Error]] = {}
     for error in errors:
         by_rank.setdefault(error.rank, []).append(error)
     for found in by_rank.values():
         worker = [one for one in found if WORKER_KILLED.search(one.text)]
         cause = [one for one in found if not causes.is_secondary_text(one.text, one.traceback)]
-        # Threads of torch and of loggers fail when the process ends, before its own traceback is printed.
+        # Threads of torch and of loggers fail when the process ends, before the process prints its traceback.
         cause.sort(key=lambda one: one.in_thread and causes.message(one.text) is None)
         yield (worker or cause or found)[0]
 
@@ -412,11 +439,11 @@ def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
             "torchrun --tee 3"
         )
     if any(one.record.rank == LAUNCHER for one in evidence.found):
-        yield "why the ranks ended: only errors of the launcher are here; the logs of the other nodes show it"
+        yield "why the ranks ended: these logs contain only errors of the launcher; read the logs of the other nodes"
     if evidence.found and not evidence.log.ends:
         yield "how each rank ended: the messages of srun or torchrun's table show it"
     if any(not end.ranks for end in evidence.log.ends):
-        yield "which rank it was: DeepSpeed's launcher does not print it; deepspeed --enable_each_rank_log=FOLDER does"
+        yield "which rank failed: DeepSpeed's launcher does not print it; deepspeed --enable_each_rank_log=FOLDER does"
     if evidence.lists_failed_ranks:
         yield "whether there were more ranks: torchrun lists only those that failed; print WORLD_SIZE at the start"
     if not any(evidence.hosts.values()) and evidence.found:
@@ -533,9 +560,8 @@ def _output(*command: str) -> str:
 
 
 def _with_cause(error: Error) -> str:
-    """Return the message of the error and of the exception that directly caused it.
+    """Return the message of the error and of its direct cause.
 
-    For an error of a launcher, return only its own message. Otherwise, a lost connection as the cause would make the
-    error look like the consequence of another rank's failure.
+    For an error of a launcher, omit the cause. It may be a lost connection, so the error would count as secondary.
     """
     return error.text if error.rank == LAUNCHER else error.whole

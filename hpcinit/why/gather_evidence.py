@@ -44,8 +44,8 @@ from hpcinit.why import (
 from hpcinit.why.evidence import Evidence, Watched, clocks
 from hpcinit.why.read_tracebacks import Error
 
-LIMIT = timedelta(seconds=15)  # for scontrol: a verdict without its answer is better than a long wait
-TAIL_BYTES = 32768  # of each rank's log: torch's watchdog prints stacks of C++
+LIMIT = timedelta(seconds=15)  # timeout of scontrol: a verdict without its answer is better than a long wait
+TAIL_BYTES = 32768  # how much is read from the end of each rank's log: torch's watchdog prints long C++ stacks
 MOST_LOGS = 1024
 MOST_OF_JOB_LOG = 64 << 20  # bytes of logs/job.log that are read completely
 # Lines in a rank's log that other programs print, or that do not explain an end.
@@ -61,7 +61,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     attempt = safe_files.json_or_empty(path / run_folder.EXIT)
     job_id = str(attempt.get("job", "")) or now.job_id
     restart = attempt.get("restart")
-    # The log first: srun reports the end of a rank after the rank has written its record.
+    # Read the log before the records: srun reports the end of a rank after the rank has written its record.
     log = job_log.read(_text(path / run_folder.JOB_LOG), spec.ranks_per_task(path))
     every = list(error_records.read(path / run_folder.ERRORS))
     found = error_records.of_last_attempt(every, job_id, restart if isinstance(restart, int) else None)
@@ -74,7 +74,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     started = _started(path, job_id, restart)
     hosts = {rank.rank: rank.host for rank in started} | _hosts_by_rank(path, job_id, restart)
     recorded = {one.record.rank for one in found}
-    # A log has the output of all attempts.
+    # A rank's log contains the output of all attempts.
     since = min((min(rank.events.values(), default=0.0) for rank in started), default=0.0) if restart else 0.0
     ends = _ends_of_logs(path, since)
     tails = {rank: end.last for rank, end in ends.items() if end.last and rank not in recorded}
@@ -84,7 +84,7 @@ def gather(path: Path, now: state.State) -> Evidence:
     if oom and not log.oom:
         log = replace(log, oom=oom)
     gone = now.name == "NODE_FAIL" or (log.cancelled is not None and log.cancelled.why == "NODE FAILURE")
-    silent = now.requeued and log.cancelled is None  # stopped together with the batch script, which logged nothing
+    silent = now.requeued and log.cancelled is None  # requeued, but the job's log does not show why
     nodes = _nodes(log.lost) if slurm and log.lost else {}
     if slurm and (gone or silent) and not log.lost:  # the batch script's own node failed, so the log does not name it
         nodes = _down(",".join(_hosts(path, job_id, restart)) if now.requeued else job.get("NodeList", ""))
@@ -136,8 +136,8 @@ def _flight(
 ) -> hang_verdict.HangVerdict:  # fmt: skip
     """Return the verdict on the flight recorder's dumps.
 
-    The verdict is empty while ranks may still be writing dumps. It is also empty if the ranks have stopped printing but
-    their stacks do not prove a hang.
+    It is empty while ranks may still be writing dumps. It is also empty if the ranks have stopped printing, but their
+    stacks do not prove a hang.
     """
     if silence and not silence.certain:
         return hang_verdict.HangVerdict()
@@ -156,9 +156,9 @@ def _spec(path: Path) -> spec.Spec | None:
 
 
 def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[Found]) -> HangReport | None:
-    """Return the report of a hang that a collective timeout ended before a rank reported it.
+    """If a collective timed out before any rank reported a hang, return a report from the ranks' stacks.
 
-    Return None if there was no such hang, or if no rank had written its stack.
+    Return None if no collective timed out, or if there are no stacks.
     """
     timeouts = [one.record.time for one in found if causes.is_timeout(one.record)]
     if not timeouts or not all(causes.is_secondary(one.record) for one in found):
@@ -174,10 +174,9 @@ def _unreported_hang(path: Path, job_id: str, restart: object, found: Sequence[F
 
 
 def _silence(path: Path, now: state.State, job_id: str, restart: object) -> HangReport | None:
-    """Return what the ranks are doing if all have stopped printing, else None.
+    """If all ranks have stopped printing, return what they are doing. Otherwise, return None.
 
-    Ranks that run a command instead of Python write no stacks. For them, only their logs show that they have stopped
-    printing.
+    Ranks that run a command instead of Python write no stacks. For such ranks, check when their logs last changed.
     """
     runs = now.name == "RUNNING"
     if found := hang_report.without_output(path, job_id, restart, time.time() if runs else None):
@@ -289,7 +288,7 @@ def _hosts_by_rank(path: Path, job_id: str, restart: object) -> dict[int, str]:
 
 
 def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
-    """Return the ranks that wrote a timeline in an attempt. If the ranks were restarted in it, use their last start."""
+    """Return the ranks that wrote a timeline in an attempt, since the last restart of the ranks."""
     folders = sorted(
         (path / run_folder.TIMELINE).glob(f"{_step_of(job_id)}.*.{restart}"), key=lambda one: one.stat().st_mtime
     )
@@ -298,10 +297,7 @@ def _started(path: Path, job_id: str, restart: object) -> list[timeline.Rank]:
 
 
 def _step_of(job_id: str) -> str:
-    """Return the job ID as it appears in the names of job steps.
-
-    For a task of a job array, return '*', because Slurm names its steps after another ID.
-    """
+    """Return the job ID as in the names of job steps, or '*' for an array task, whose steps have another ID."""
     return "*" if "_" in job_id else job_id
 
 
@@ -321,7 +317,7 @@ def _down(nodelist: str) -> dict[str, str]:
 
 
 def _record(what: str, name: str, key: str) -> dict[str, str]:
-    """Return the fields that scontrol shows, as in `scontrol show job 5`.
+    """Return the fields of `scontrol show`, such as `scontrol show job 5`.
 
     Return {} if the controller does not answer or has purged the job.
     """

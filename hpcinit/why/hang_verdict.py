@@ -1,12 +1,11 @@
 """Finds the ranks that cause a hang, from the flight recorder's dumps of all ranks.
 
-A rank's unfinished call waits for the other members of its group. A member may not have made the call, its device may
-not advance, or it may have left no dump. If a member waits in a call of another group, it is only a victim. Then the
+In an unfinished call, a rank waits for the other members of the group. A member may not have made the call, its device
+may be stuck, or it may have left no dump. If a member waits in a call of another group, it is only a victim, and the
 search continues with that call. The ranks that remain are the root causes.
 
-A device executes the calls of a rank in order. A kernel of NCCL starts whether or not other ranks have made the call.
-So a device or a link does not advance in two cases: a rank's oldest unfinished call has not started, or the other ranks
-have finished that call.
+A device executes the calls of a rank in order. An NCCL kernel starts even if other ranks have not made the call. So a
+device or link is stuck if the oldest unfinished call of a rank has not started, or if the other ranks have finished it.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ from hpcinit.why.flight_recorder import (
 NOT_CALLED, DEVICE_STUCK, MISMATCH = "not-called", "device-stuck", "mismatch"
 NO_DUMP, PEER_LOST = "no-dump", "peer-lost"
 UNPROVEN = (NO_DUMP, PEER_LOST)
-CLOCKS_NS = 10 * 10**9  # clocks of two nodes may differ by seconds
+CLOCKS_NS = 10 * 10**9  # the clocks of two nodes may differ by up to this time
 DEFAULT = "default_pg"  # torch's description of the group of all ranks
 
-# What must be equal on all ranks of a collective. The others may differ: only rank `root` has the input of a scatter
-# and the output of a gather, and all_to_all and the variants with 'v' divide unevenly.
+# In all_to_all and in the variants with 'v', sizes may differ between ranks. Only rank `root` has the input of a
+# scatter and the output of a gather.
 UNEVEN = ("all_to_all", "alltoall")
 NO_INPUT, NO_OUTPUT = ("scatter",), ("gather",)
 ONE_WAY = ("broadcast", "reduce_oop", "gather", "scatter", "send", "recv")
-ANY_INPUT_TYPE = ("scatter", "broadcast")  # ranks that only receive may give an input of another type
+ANY_INPUT_TYPE = ("scatter", "broadcast")  # ranks that only receive may pass an input of another type
 
 ONLY_UNFINISHED = (
-    "which rank the others wait for: the dumps list only unfinished calls, so a missing call may be finished; run "
-    "again without TORCH_INCLUDE_ONLY_ACTIVE"
+    "which rank the others wait for: the dumps list only unfinished calls, so a call that they omit may have finished; "
+    "run again without TORCH_INCLUDE_ONLY_ACTIVE"
 )
 ADVICE = {
     NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or while it runs "
     "hpcinit stacks RUN --rank {rank}",
     DEVICE_STUCK: "look for Xid and link errors on its node, and exclude the node: +cluster.sbatch.exclude=NODE",
     MISMATCH: "the ranks run different code or data at this point: compare what they do before this call",
-    NO_DUMP: "its process may be dead or unresponsive: look at its log and at its node",
-    PEER_LOST: "its process or its node has died: look at its log and at its node",
+    NO_DUMP: "its process may be dead or unresponsive: read its log, and check its node",
+    PEER_LOST: "its process or its node has died: read its log, and check its node",
 }
 
 
@@ -71,7 +70,7 @@ class Culprit:
         group. number is None for a send or receive.
     waiting_ranks: the ranks that wait in this call.
     since_ns: when the first of them made the call, in nanoseconds since 1970, or 0 if no dump shows it.
-    shared: the evidence, worded as a clause about several ranks.
+    shared: the evidence for a sentence about several ranks, such as 'have not called ...'.
     """
 
     rank: int
@@ -95,11 +94,11 @@ class Culprit:
 class HangVerdict:
     """Which ranks cause a hang, and which ranks only wait.
 
-    culprits: the root causes, the first one first.
+    culprits: the root causes: proven ones before others, and earlier ones before later ones.
     victims: the ranks that wait because of them.
-    unknown: what the dumps do not show, and what would show it.
-    differ: whether ranks made different calls and it is unknown which call is wrong.
-    shown: whether the dumps show a hang. False if no rank waits, and `unknown` only reports unreadable dumps.
+    unknown: questions that the dumps do not answer, each with a hint on what would answer it.
+    differ: whether ranks made different calls, and the dumps do not show which call is wrong.
+    shown: whether the dumps show a hang. False if `unknown` only reports unreadable dumps.
     """
 
     culprits: tuple[Culprit, ...] = ()
@@ -126,7 +125,7 @@ class HangVerdict:
         return (*sentences, *self.unknown)
 
     def document(self) -> dict[str, Any]:
-        """Return the verdict as plain values that JSON can store."""
+        """Return the verdict as plain values for JSON."""
         culprits = [{k: v for k, v in asdict(one).items() if k not in ("since_ns", "shared")} for one in self.culprits]
         secondary = [f"{_ranks(self.victims)} {_plural(self.victims, 'wait')} because of this"] if self.victims else []
         return {"culprits": culprits, "secondary": secondary, "unknown": list(self.unknown)}
@@ -152,13 +151,13 @@ def verdict(
 
 
 def search(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = ()) -> Search:
-    """Return which ranks wait for which others, according to the dumps. verdict() and a replay use this."""
+    """Return which ranks wait for which others, according to the dumps."""
     unreadable = {rank: str(dump[UNREADABLE]) for rank, dump in dumps.items() if UNREADABLE in dump}
     return Search(flight_recorder.recordings(dumps), unreadable, ended)
 
 
 class Search:
-    """Which ranks wait for which others in one hang."""
+    """Finds the ranks that cause one hang, by following which ranks wait for which others."""
 
     def __init__(
         self, ranks: Mapping[int, Recording], unreadable: Mapping[int, str], ended: Collection[int] = ()
@@ -171,15 +170,16 @@ class Search:
         self.open = list(dict.fromkeys(operation for found in self.pending.values() for operation in found))
         self.timed = self._starts_are_recorded()
         self.found: dict[int, Culprit] = {}
-        self.causes: dict[int, Operation] = {}  # what the others wait in, by the rank at fault
+        self.causes: dict[int, Operation] = {}  # for each rank at fault, the call in which the others wait
         self.unknown: list[str] = []
-        self.all_called: list[tuple[int, str]] = []  # when, and what is unknown of a call that all members have made
+        # For each call that all members have made: its time, and what is unknown about it.
+        self.all_called: list[tuple[int, str]] = []
         self.differ = False
 
     def verdict(self) -> HangVerdict:
         for operation in self.open:
             self._look_at(operation)
-        if self.all_called:  # the ranks of later calls may only wait for those of the first
+        if self.all_called:  # later calls may only wait for the first one
             more = len(self.all_called) - 1
             self.unknown.append(min(self.all_called)[1])
             self.unknown += [f"{counted(more, 'later call')} wait, too: perhaps only for these ranks"] * bool(more)
@@ -206,9 +206,9 @@ class Search:
         return HangVerdict(tuple(culprits), victims, tuple(dict.fromkeys(self.unknown)), self.differ, shown)
 
     def _drop_unproven(self) -> None:
-        """Drop a rank that left no dump if another rank is proven to be at fault for the same call.
+        """Drop a rank without a dump if another rank is proven to be at fault for the same call.
 
-        The rank without a dump may only wait for the proven one.
+        The dropped rank probably only waits for the other one.
         """
         proven = {(one.group, one.collective, one.number) for one in self.found.values() if one.kind not in UNPROVEN}
         for one in list(self.found.values()):
@@ -242,9 +242,8 @@ class Search:
     def _order(self, group: Group) -> tuple[int, ...]:
         """Return the global ranks of a group, in the order of their ranks in the group.
 
-        Normally, this is the order in which the dumps list the members. But some recorders list them in another order,
-        or use global ranks in messages. The messages of each rank show which order is right, because they name the rank
-        itself.
+        Normally, the dumps list the members in this order. But some recorders list them in another order, or use global
+        ranks in messages. Each message contains the rank's own number in the group, which shows the right order.
         """
         named = {rank: one.places[group] for rank, one in self.ranks.items() if group in one.places}
         in_order = tuple(sorted(self.members[group]))
@@ -293,8 +292,8 @@ class Search:
     def _starts_are_recorded(self) -> bool:
         """Return whether the recorders record when a device starts a call.
 
-        If so, a call in the state 'scheduled' has not started. This is certain only if a rank has started a call that
-        another rank has not made.
+        If so, a call in the state 'scheduled' has not started. The proof is a call that one rank has started, but
+        another has not made.
         """
         for operation in self.open:
             states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]
@@ -316,15 +315,16 @@ class Search:
         if isinstance(operation[1], Message) and not listed:  # src and dst cannot be mapped to global ranks
             return
         if isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states):
-            done = []  # messages are counted from the oldest pending one: an older one proves nothing
+            done = []  # the count starts at the oldest pending message, so older ones prove nothing
         self._look_at_silent(operation, states, waiting)
-        # Where messages are counted from the oldest pending one, a receive that waits for its own device has no number.
+        # If the count starts at the oldest pending message, the number of a receive that waits for its device is a
+        # guess.
         guessed = isinstance(operation[1], Message) and not all(self.ranks[rank].complete for rank in states)
         guessed = guessed and not any(self._is_first(rank, operation) for rank in waiting)
         for rank in absent if not guessed else ():
             self._look_at_absent(rank, operation, waiting)
         if self._differs(operation, [*waiting, *done]):
-            return  # no device can finish it
+            return  # no device can finish calls that differ
         first = [rank for rank in waiting if self._is_first(rank, operation)]
         everybody = listed and len(states) == len(concerned) and not absent
         name = self.name(operation).lstrip("_").partition(" ")[0]
@@ -338,7 +338,7 @@ class Search:
             self.all_called.append((since, self._all_called(operation, concerned, waiting)))
 
     def _look_at_silent(self, operation: Operation, states: Mapping[int, str | None], waiting: Sequence[int]) -> None:
-        """Blame the ranks of an operation that left no dump. They have ended, lost their connection, or are dead."""
+        """Blame the ranks of an operation that left no dump. Such a rank has ended, lost its connection, or died."""
         concerned = self.concerned(operation)
         left = {rank for rank in concerned & set(self.ended) if states.get(rank) is None}
         for rank in sorted(concerned - self.ranks.keys() - self.unreadable.keys()):
@@ -347,7 +347,7 @@ class Search:
                 wait = _plural(waiting, "wait")
                 clause = _clause(text, what=self.called(operation), others=_ranks(waiting), wait=wait)
                 self._blame(rank, NOT_CALLED, operation, waiting, clause)
-            elif left:  # the others lose the connection to a rank that has ended, and may fail before they write a dump
+            elif left:  # a rank that lost its connection to an ended rank may fail before it writes a dump
                 continue
             elif waiting and all(self._lost_its_peer(other, operation) for other in waiting):
                 clause = _clause(
@@ -362,10 +362,7 @@ class Search:
                 self._blame(rank, NO_DUMP, operation, waiting, clause)
 
     def _look_at_absent(self, rank: int, operation: Operation, waiting: Sequence[int]) -> None:
-        """Blame a rank that has not made the call.
-
-        A rank is not blamed if it waits itself, or if its dump does not prove that it did not make the call.
-        """
+        """Blame a rank that has not made the call, unless it waits in another call or its dump may lack the call."""
         whether = f"whether rank {rank} called {self.called(operation)}"
         if self._is_older(rank, operation, waiting):
             self.unknown.append(f"{whether}: its dump is older than that call")
@@ -378,7 +375,7 @@ class Search:
             self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
 
     def _all_called(self, operation: Operation, concerned: Collection[int], waiting: Sequence[int]) -> str:
-        """Return what is unknown about a call that all members have made and none has finished."""
+        """Return what is unknown about an unfinished call that all members have made."""
         called = f"{_ranks(concerned)} {_have(concerned)} called {self.called(operation)}"
         sent, received = self._elements(operation, concerned)
         if sent != received:
@@ -395,9 +392,9 @@ class Search:
         self, states: Mapping[int, str | None], first: Sequence[int], waiting: Sequence[int], done: Sequence[int],
         *, everybody: bool, one_way: bool,
     ) -> list[int]:  # fmt: skip
-        """Return the ranks whose device or link does not advance.
+        """Return the ranks whose device or link is stuck.
 
-        everybody: whether all members have called.
+        everybody: whether all members have made the call.
         one_way: whether the root or the sender may finish before the others.
         """
         started = [rank for rank in waiting if states[rank] == STARTED]
@@ -410,15 +407,15 @@ class Search:
             return reached
         if not done or not everybody or len(first) < len(waiting):
             return []
-        # Where data flows in one direction only, a waiting rank may wait for one that should pass the data on.
+        # If data flows in one direction only, a waiting rank may wait for another rank to forward the data.
         alone = len(first) == 1 and FORGOTTEN not in states.values()
         return list(first) if alone or not one_way else []
 
     def _shows_starts(self, rank: int) -> bool:
         """Return whether the rank's recorder shows when a call starts on the device.
 
-        The recorder does so if it has recorded a start. If only another rank's recorder has recorded a start, assume
-        the same for this one, unless it has recorded the end of a call without its start.
+        It does if it has recorded a start. If only other recorders have, assume that it does, unless it has recorded
+        the end of a call without a start.
         """
         own = self.ranks[rank]
         return own.timed or (self._any_timed() and not own.untimed)
@@ -449,9 +446,9 @@ class Search:
         )
 
     def keys(self, operation: Operation, ranks: Iterable[int]) -> dict[int, tuple[Any, ...]]:
-        """Return, for each rank that has called the operation, the values that must agree between the ranks.
+        """Return the values that must agree between the ranks, for each rank that has made the call.
 
-        If one rank lists no sizes or types, they cannot be compared on any rank.
+        If one rank lists no sizes or no types, omit them for all ranks.
         """
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         sized = not any(None in (*call.input_sizes, *call.output_sizes) for call in calls.values())
@@ -462,7 +459,7 @@ class Search:
         return {rank: _must_agree(call, sized=sized, typed=typed) for rank, call in calls.items()}
 
     def _differs(self, operation: Operation, ranks: Sequence[int]) -> bool:
-        """Return whether the ranks made different calls in one operation. If so, blame those in the minority."""
+        """Return whether the ranks made different calls in one operation. If so, blame the minority of the ranks."""
         keys = self.keys(operation, ranks)
         calls = {rank: call for rank in ranks if (call := self.ranks[rank].call(operation)) and not call.cut}
         counts = Counter(keys.values()).most_common()
@@ -507,7 +504,7 @@ class Search:
     def _is_older(self, rank: int, operation: Operation, waiting: Sequence[int]) -> bool:
         """Return whether a rank's dump was certainly written before the waiting ranks made the call.
 
-        Return False if the clocks must be wrong: a waiting rank made the call after it wrote its own dump.
+        If a waiting rank's dump seems older than its own call, the clocks are wrong: return False.
         """
         calls = [
             (self.ranks[other].written_ns, call.created_ns)
@@ -536,10 +533,10 @@ class Search:
         return self.state(rank, operation) in (SCHEDULED, STARTED)
 
     def _drop_guesses(self) -> None:
-        """Drop ranks that are blamed only because of uncertain message numbers.
+        """Drop a rank that is blamed only for a message that may not be missing.
 
-        If a recorder has overwritten calls, the numbers of messages are uncertain, and a rank may only seem not to have
-        sent a message. If all ranks that wait for this rank have a stuck device, the stuck devices explain the wait.
+        If a recorder has overwritten calls, messages may be counted wrong. If all ranks that wait for the message have
+        a stuck device, that explains the wait.
         """
         stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
         for one in list(self.found.values()):
@@ -548,7 +545,7 @@ class Search:
                 del self.found[one.rank]
 
     def _sequence(self, rank: int) -> list[str]:
-        """Return the description of the group of each collective that a rank called, in the order of the calls."""
+        """Return the descriptions of the groups whose collectives a rank called, in the order of the calls."""
         calls = self.ranks[rank].collectives()
         return [group.description or group.name for _, group in sorted(calls, key=lambda one: one[0])]
 
@@ -567,12 +564,12 @@ class Search:
         for rank, operations in self.pending.items():
             for operation in operations:
                 if self._is_send(rank, operation) and operation != operations[-1]:
-                    continue  # the program has continued after it
+                    continue  # the program has continued after this send
                 peers = self.concerned(operation) & self.ranks.keys() if self.is_listed(operation[0]) else set()
                 waits_for[rank] |= {other for other in peers if self.state(other, operation) is None}
         in_cycle = sorted(rank for rank in waits_for if rank in _reached(rank, waits_for))
-        # A program continues while an asynchronous send is not received. If that is all that a rank waits for, and
-        # others wait for its next call, then its program has stopped, not its send.
+        # An asynchronous send does not block its rank. So if only sends of a rank are unfinished, and other ranks wait
+        # for its next call, this rank has stopped outside of its recorded calls.
         senders = [rank for rank in in_cycle if all(self._is_send(rank, operation) for operation in self.pending[rank])]
         for rank in senders:
             for operation in self.open:
@@ -582,8 +579,8 @@ class Search:
                     self._blame(rank, NOT_CALLED, operation, waiting, self._not_called(rank, operation))
         if senders:
             return
-        # If all ranks but one make the same calls in the same kinds of groups, that one has skipped a call or made one
-        # too many.
+        # If all ranks but one make the same calls in the same kinds of groups, this rank has skipped a call or made an
+        # extra one.
         sequences = {rank: self._sequence(rank) for rank in self.ranks}
         alone = [rank for rank in in_cycle if not any(_agree(sequences, rank, other) for other in self.ranks)]
         in_cycle = alone or in_cycle
@@ -649,7 +646,7 @@ class Search:
 
 
 class Clause(NamedTuple):
-    """The evidence against a rank, worded as the end of a sentence whose subject is one rank, or several ranks."""
+    """The evidence against one rank ('has not called ...'), and against several ('have not called ...')."""
 
     one: str
     several: str
@@ -666,7 +663,7 @@ def _clause(text: str, **values: str) -> Clause:
 def _must_agree(call: Call, *, sized: bool, typed: bool) -> tuple[Any, ...]:
     """Return the values that must be equal on every rank of a collective.
 
-    sized, typed: whether all ranks list the sizes, and the types.
+    They include the sizes if `sized`, and the types if `typed`.
     """
     found: list[Any] = []
     for place, kind in enumerate(call.kinds):
@@ -691,17 +688,14 @@ def _types(values: Sequence[Any], place: int) -> frozenset[Any]:
 
 
 def _of_message(call: Call, *, typed: bool) -> tuple[Any, ...]:
-    """Return the values that must be equal for a send and its receive: the send's input and the receive's output."""
+    """Return the size and type that a send and its receive must have in common."""
     send = call.kinds == ("send",)
     sizes, types = (call.input_sizes, call.input_dtypes) if send else (call.output_sizes, call.output_dtypes)
     return sizes, types if typed else ()
 
 
 def _described(calls: Sequence[Call]) -> list[str]:
-    """Return each call as text, such as 'all_reduce of [1024, 8]'. The calls differ, and so must the texts.
-
-    The text shows the size and type of the input. If all texts would be equal, also show the output.
-    """
+    """Return each call as text, such as 'all_reduce of [1024, 8]'. If all inputs are equal, add the outputs."""
     shown = [f"{call.name}{_shape(call.input_sizes)}{_type(call.input_dtypes)}" for call in calls]
     if len(set(shown)) > 1:
         return shown

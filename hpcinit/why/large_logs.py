@@ -6,10 +6,10 @@ import os
 import re
 from typing import BinaryIO
 
-WHOLE = 4 << 20  # bytes of a log that is read completely
-START, END = 256 << 10, 2 << 20  # bytes: the size of the world is at the start, messages of Slurm are at the end
+WHOLE = 4 << 20  # a log of up to this many bytes is read completely
+START, END = 256 << 10, 2 << 20  # bytes; the world size is at the start, and messages of Slurm are at the end
 WINDOW, BEFORE = 16 << 10, 256  # bytes after and before a message
-MOST_WINDOWS = 64  # for each message: the first ones count, later errors are usually consequences
+MOST_WINDOWS = 64  # parts per message: hpcinit reads the first ones, because later errors are usually consequences
 CHUNK = 8 << 20
 LARGEST = 4 << 30  # bytes of a log that are searched
 MESSAGES = (  # of Python, srun, slurmstepd, torchrun, torch's watchdog, NCCL, the driver, DeepSpeed and Lightning
@@ -77,7 +77,7 @@ def _windows(descriptor: int, size: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     counts = dict.fromkeys(MESSAGES, 0)
     for start in range(0, size, CHUNK):
-        chunk = os.pread(descriptor, CHUNK + 64, start)  # a message may be on the border
+        chunk = os.pread(descriptor, CHUNK + 64, start)  # a message may extend into the next chunk
         for message in MESSAGES:
             at = chunk.find(message)
             while at >= 0 and counts[message] < MOST_WINDOWS:

@@ -1,9 +1,9 @@
 """Reads log lines, removes the prefixes that launchers, containers and log frameworks add, and finds each line's rank.
 
 The rank is in a prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun, '[rank: 3]' of Lightning,
-'[1,3]<stderr>:' of mpirun) or in the name of the file. Two prefixes may not show the rank: that of srun if its tasks
-are torchrun agents, and '[default1]:' if it is a local rank. A line may have several prefixes, in any order. Text that
-precedes several lines of a traceback or of Slurm's messages counts as a prefix too.
+'[1,3]<stderr>:' of mpirun) or in the name of the file. Two prefixes may contain another number: srun's prefix if the
+tasks are torchrun agents, and torchrun's prefix, which has the local rank. A line may have several prefixes, in any
+order. Other text also counts as a prefix if it precedes several lines of a traceback or of Slurm's messages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hpcinit.why.evidence import NO_RANK
 
 NAMES = ("*.out", "*.err", "*.log", "*.txt", "*log.*", "log*", "*stderr*", "*stdout*")
 MOST_FILES = 1024  # of one folder
-MOST_BYTES = 256 << 20  # of all files that are read completely
+MOST_BYTES = 256 << 20  # bytes of all logs together, if each is read completely
 _SRUN = re.compile(r"^ *(\d{1,6}):(?: |$)")  # srun -l
 _BRACKETS = re.compile(r"^\[(\d{1,6})\](?: |$)")  # mpirun -l of MPICH and Intel MPI
-_PREFIXES = (  # the group is a rank
+_PREFIXES = (  # the group of each pattern is a rank
     re.compile(r"^\[rank(\d{1,6})\]: ?"),  # torch
     re.compile(r"^\[?(?i:rank)[ =:_-]?(\d{1,6})(?:\]:?|:| \|) (?!.*(?:[Ww]atchdog|NCCL))"),  # programs
     re.compile(r"^[\[(](?:proc(?:ess)?|task|R)[ =:#]?(\d{1,6})[\])]:? "),  # JAX and its programs
@@ -35,7 +35,7 @@ _PREFIXES = (  # the group is a rank
         r"^\[[^\]\s,]{1,80},(?:mpirank:)?(\d{1,6})(?:,[^\]\s]{1,80})?\]<std(?:out|err)>: ?"
     ),  # mpirun --tag-output
 )
-# Without a rank: timestamps, of CRI with a stream; and Ray's actors, whose processes differ in their process ID.
+# Prefixes without a rank: timestamps (CRI adds the stream), and Ray's actors, which print their process ID.
 _DAY = r"(?:\d{4}[-/]\d\d[-/]\d\d[T _]|(?:[A-Z][a-z]{2} )?[A-Z][a-z]{2} [ \d]\d )"
 _TIME = re.compile(
     rf"^(?:\[?{_DAY}?\d\d:\d\d:\d\d(?:[.,]\d+)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d)| \d{{4}})?\]?|\d{{10}}\.\d+)(?:[ :]|$)"
@@ -51,13 +51,14 @@ _FILE = re.compile(
 )
 _NUMBERED = re.compile(r"(?i)^(?!.*(?:node|host|agent|worker|pod|attempt|step|epoch)).*[._-](\d{1,6})\.[a-z]+$")
 _FOLDER = re.compile(r"attempt_\d+/(\d{1,6})/std(?:err|out)\.log$")  # torchrun --log-dir, by local rank
-_TABLE = re.compile(r"\brank\s*: (\d+) \(local_rank: (\d+)\)")  # of torchrun's failures
-# Any other prefix: a host of pdsh, a pod, a logger that prefixes each line. These start a line otherwise.
+_TABLE = re.compile(r"\brank\s*: (\d+) \(local_rank: (\d+)\)")  # a line in torchrun's table of failures
+# Any other prefix, such as a host (pdsh), a pod or a logger, before a text that normally starts a line.
 _OTHER = re.compile(
     r"^(?P<prefix>\S.{0,120}?)"
     r"(?:Traceback \(most recent call last\):|srun: |slurmstepd: |\[rank\d+\]: |Fatal Python error: |╭─)"
 )
-# A label after another prefix; what starts a line that has no label; what all lines start with
+# _INNER: a label after another prefix. _STARTS: the start of a line without a label. _FIRST_WORD: a prefix that most
+# lines of the log have.
 _INNER = re.compile(r"(?:(?<!\S)\d{1,6}: |(?<!\S)\[\d{1,6}\] |\[rank\d+\]: ?|\[default\d+\]:)$")
 _STARTS = re.compile(
     r"(?:\[rank\d+\]: ?)?\W*(?:(?:Exception Group )?Traceback \(most recent call last\):"
@@ -67,7 +68,8 @@ _FIRST_WORD = re.compile(
     r"(?!srun|slurm|hpcinit|\[rank|\[default|Traceback|\w*Error)\S{0,40}[A-Za-z]\S{0,40}(?:[\]:] (?:\| )?| {1,40}\| )"
 )
 # How programs name a rank inside a line: 'Rank 0, size 4', RankID:3, [RANK:0], world_rank=3, "rank": 3, PMI_RANK=3,
-# SLURM_PROCID=3, JAX's process_index=3 and /task:3. Not a local rank, that of a node or a stage, or another process's.
+# SLURM_PROCID=3, JAX's process_index=3 and /task:3. Local ranks, ranks of nodes or stages, and ranks of other processes
+# do not count.
 _OTHERS = "local node machine group stage tensor pipeline expert tp pp dp ep cp mp lora low from to peer remote with by"
 NAMED = re.compile(
     rf"(?i)(?<![a-z0-9_-]){''.join(f'(?<!{word} )' for word in _OTHERS.split())}"
@@ -75,14 +77,14 @@ NAMED = re.compile(
     r"(?:rank(?:[ _]?id)?|slurm_procid|process[ _](?:id|index|rank))[\"']?[ =:_#(\[-]{0,2}(\d{1,6})\b|/task:(\d{1,6})\b"
 )
 _PID = re.compile(r"(?i)\bp(?:id|roc)[=: ]{1,2}(\d{2,9})\b")
-# What follows a progress bar in its line: a message of Slurm, or a line of a rank
+# A message of Slurm or a line of a rank that follows a progress bar in the same line
 _WITHOUT_LINE_END = re.compile(r"(?<=[^\s:>])(?=(?:slurmstepd|srun): error: |\[rank\d{1,6}\]: ?\S)")
 _CLOCK = re.compile(r"[\d:.,/-]*\d:\d\d[\d:.,]*")
 _DAYTIME = re.compile(r"\b\d\d:\d\d:\d\d(?:[.,]\d+)?")
-CLOCK_BEFORE = 80  # characters of a line
+CLOCK_BEFORE = 80  # characters at the start of a line that may contain the time of day
 MOST_PREFIXES = 8
 MOST_LINE = 16384  # characters of a line
-# Keys of JSON objects that contain lines of a log, and a rank
+# Keys of JSON objects: keys of texts from a log, and keys of a rank
 _JSON_TEXT = re.compile(r"(?i)^(?:log|message|msg|event|text|error)$|exc|traceback|stack")
 _JSON_RANK = re.compile(r"(?i)^(?:world_|global_)?rank$")
 # Composer prints the files of each rank after one has failed.
@@ -110,7 +112,7 @@ class Line(NamedTuple):
     """A log line without its prefixes.
 
     rank: the rank that printed it, or NO_RANK if unknown.
-    stream: a name that all lines of the same process have in common.
+    stream: identifies the process that printed it.
     clock: the time of day at the start of the line, or ''.
     """
 
@@ -160,10 +162,10 @@ def _numbers(names: Sequence[str]) -> set[int]:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the numbers in prefixes mean.
+    """Whether the numbers in prefixes are ranks.
 
     task: whether the number of an srun task is a rank.
-    local: whether the number of a torchrun process on its node is a rank.
+    local: whether the local rank in torchrun's prefix is also the global rank.
     """
 
     task: bool
@@ -194,8 +196,7 @@ def lines(log: Log, known: Labels) -> Iterator[Line]:
 def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
     """Return whether the lines of a log start with a label, such as the task number of `srun -l`.
 
-    Return True if more than half of the lines match `label`. A single match is enough if the label precedes a message
-    that normally starts a line.
+    More than half of the lines must match, or one label must precede a message that normally starts a line.
 
     most: the number of lines that may have a label.
     """
@@ -204,7 +205,7 @@ def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
 
 
 def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, others: _Prefixes) -> Line:
-    """Return a line without its prefixes, in whatever order they are.
+    """Return a line without its prefixes, which may have any order.
 
     task: the pattern of a task's label, or None if the log has no such labels.
     """
@@ -213,7 +214,7 @@ def _line(line: str, rank: int, task: re.Pattern[str] | None, known: Labels, oth
         before, rest = rest, _TIME.sub("", rest, count=1)
         if task and (found := task.match(rest)):
             rank, stream, rest = int(found[1]) if known.task else rank, stream + found[1], rest[found.end() :]
-            task = None  # the text may start with a number
+            task = None  # a number after the label belongs to the text
         prefix, rest = others.split(rest)
         if prefix:
             rank, stream = named(prefix) if rank == NO_RANK else rank, stream + _CLOCK.sub("", prefix)
@@ -252,7 +253,7 @@ def process(text: str) -> str:
 
 
 class _Prefixes:
-    """Prefixes of lines that hpcinit does not know, found in tracebacks and in messages of Slurm.
+    """Prefixes of unknown programs, found in front of tracebacks and messages of Slurm.
 
     A number in a prefix matches any number.
     """

@@ -18,9 +18,9 @@ from hpcinit.records.node_records import NodeFailure
 if TYPE_CHECKING:
     from hpcinit.why.evidence import Evidence
 
-MOST_OF_A_NAME = 8  # runs NAME-0042 with the highest numbers
-MOST_TASKS = 256  # of one sweep
-LOG_BYTES = 65536  # read from the end of a job's log
+MOST_OF_A_NAME = 8  # how many runs of each name are checked: those with the highest numbers
+MOST_TASKS = 256  # how many tasks of a sweep are checked
+LOG_BYTES = 65536  # how much is read from the end of a job's log
 FAULTS = (b"Node failure on", b"Task launch for")  # printed by srun; records/job_log.py reads them
 
 
@@ -79,7 +79,7 @@ def _recent(runs_dir: Path, since: float) -> Iterator[Path]:
     """
     by_name: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):
-        for name in os.listdir(runs_dir):  # noqa: PTH208 - no stat for each of thousands
+        for name in os.listdir(runs_dir):  # noqa: PTH208 - no stat for each of thousands of folders
             stem, dash, number = name.rpartition("-")
             if dash and number.isdigit():
                 by_name.setdefault(stem, []).append(name)
@@ -137,15 +137,15 @@ def _end(path: Path) -> bytes:
         return b""
 
 
-# Which nodes caused the end of a run, if any: from the output of Slurm and the driver, and from the heartbeats.
-# Only messages count that a program cannot cause: a program's own failure is not the node's.
+# Below: which nodes ended a run, according to heartbeats and to messages of Slurm and the driver. Messages that a
+# faulty program can cause do not count.
 
 NODE_FAIL, NO_HEARTBEATS, UNREACHABLE = "NODE_FAIL", "no heartbeats", "slurmd unreachable"
 _XID = re.compile(r"\bXid(?: ?\(PCI:[^)]*\))?[: ]+(\d{1,3})\b")  # NVRM: Xid (PCI:0000:10:1c): 79, pid=...; 'Xid 79'
 _MESSAGES = (
-    ("ECC", re.compile(r"[Uu]ncorrect(?:able|ed) (?:ECC|memory) error")),  # CUDA's 214 and HIP's 214
-    ("NVLink", re.compile(r"[Uu]ncorrectable NVLink error")),  # CUDA's 220
-    ("GPU lost", re.compile(r"fallen off the bus|GPU is lost")),  # NVML's 15
+    ("ECC", re.compile(r"[Uu]ncorrect(?:able|ed) (?:ECC|memory) error")),  # error 214 of CUDA and HIP
+    ("NVLink", re.compile(r"[Uu]ncorrectable NVLink error")),  # error 220 of CUDA
+    ("GPU lost", re.compile(r"fallen off the bus|GPU is lost")),  # error 15 of NVML
 )
 
 
@@ -158,8 +158,8 @@ class NodeFault(NamedTuple):
 def faulty_nodes(evidence: Evidence) -> list[NodeFault]:
     """Return each faulty node, once per kind of fault.
 
-    If the kernel killed a process for lack of memory, ignore lost and silent nodes: a lack of memory can take a healthy
-    node down.
+    If the OOM killer killed a process, do not count lost and silent nodes: a healthy node can fail when its memory is
+    full.
     """
     found = [*_of_errors(evidence)]
     if not evidence.oom:
@@ -174,10 +174,10 @@ def _is_one(host: str) -> bool:
 def _of_slurm(evidence: Evidence) -> Iterator[NodeFault]:
     for host in dict.fromkeys((*evidence.log.lost, *evidence.nodes)):
         yield NodeFault(host, NODE_FAIL, evidence.nodes.get(host, ""))
-    if len(evidence.log.unreachable) == 1:  # several at once: an image that starts on no node looks the same
+    if len(evidence.log.unreachable) == 1:  # several unreachable nodes may have the same faulty image
         yield NodeFault(evidence.log.unreachable[0], UNREACHABLE)
     for node in evidence.hang.silent_nodes if evidence.hang else ():
-        if len(node.ranks) > 1:  # a single process may be stopped, or hold the GIL: the node is healthy then
+        if len(node.ranks) > 1:  # on a healthy node, a single rank may be stopped or keep the GIL
             yield NodeFault(node.host, NO_HEARTBEATS, str(node))
 
 

@@ -66,14 +66,19 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cluster", metavar="NAME", help="only this cluster (default: all clusters)")
     change = parser.add_mutually_exclusive_group()
-    change.add_argument("--add", metavar="NODE", help="exclude this node, or several (n[3-5]), for a time")
+    change.add_argument(
+        "--add", metavar="NODE", help="exclude a node, or several (n[3-5]), from submissions for a time"
+    )
     change.add_argument("--forget", metavar="NODE", help="clear the failure history of this node")
     parser.add_argument("--why", default="", metavar="TEXT", help="the reason for --add")
     return console.add_verbosity_options(parser, "one JSON object per node, for programs")
 
 
 def _tables(cluster: str) -> dict[str, Path]:
-    """Return the existing tables by cluster. If `cluster` is given, return only its table, which may not exist yet."""
+    """Return the file with failed nodes of each cluster.
+
+    If `cluster` is given, return only its file, which may not exist yet.
+    """
     if cluster:
         return {cluster: node_records.file(os.environ, cluster)}
     return {path.stem: path for path in sorted(node_records.folder(os.environ).glob("*.jsonl"))}
@@ -82,7 +87,7 @@ def _tables(cluster: str) -> dict[str, Path]:
 def _add(hosts: Sequence[str], options: argparse.Namespace, tables: dict[str, Path]) -> None:
     if len(tables) != 1:
         known = ", ".join(tables) or "none"
-        raise RequestError(f"no cluster is given, expected --cluster NAME; clusters with records: {known}")
+        raise RequestError(f"no cluster given, expected --cluster NAME; clusters with records: {known}")
     [(name, path)] = tables.items()
     now = time.time()
     # The time makes each key unique, so that a node can be added again after --forget.

@@ -1,9 +1,9 @@
-"""Reads a pickle of plain values that another user may have written. It calls nothing, and limits time and memory.
+"""Reads a pickle of plain values that another user may have written. Calls no function, and limits time and memory.
 
-Python's own unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every
-value, so a dump of 200 MB takes 2 GB of memory. The Reader in this module knows only the opcodes of plain values and
-executes each in constant time. If the pickle contains a long list of dicts, the Reader creates only the last items. It
-skips the other items with a regular expression, because a Python loop over all opcodes of 200 MB takes 10 s.
+Python's unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every value, so
+a dump of 200 MB takes 2 GB of memory. The Reader in this module knows only the opcodes of plain values, and executes
+each of them in constant time. It creates only the last items of a long list of dicts. It skips the other items with a
+regular expression, because a Python loop over all opcodes of 200 MB takes 10 s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 STEP = 1 << 18  # bytes between two calls of `check`
 MOST_OF_ITEM = 1 << 20  # bytes of an item that is skipped as a whole
 MOST_DEPTH = 1000  # of open lists, dicts and tuples
-MOST_KEY = 1 << 31  # among larger numbers, many can have one hash
+MOST_KEY = 1 << 31  # largest number that may be a key; many larger numbers can have the same hash
 
 
 class Incomplete(ValueError):
@@ -25,26 +25,26 @@ class Incomplete(ValueError):
 
 
 class Forgotten(ValueError):
-    """A value refers to part of an item that the reader skipped."""
+    """A value is part of an item that the reader skipped."""
 
 
 EARLY = "it ends too early"
 MALFORMED = "it is not a pickle of plain values"
-FORGOTTEN = object()  # instead of a value that was in a skipped item
+FORGOTTEN = object()  # replaces a value that was in a skipped item
 
 _FLOAT = struct.Struct(">d")
 _CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
 _LONG = b"|".join(rb"\x8a%c.{%d}" % (size, size) for size in range(10))
 _FIXED = rb"[N\x88\x89\])(eat\x85-\x87]|[Kqh].|[jJr].{4}|M..|[G\x95].{8}|" + _LONG
-# Opcodes with their arguments, except those of dicts and texts; and dicts without texts, such as frames of a stack. The
-# numbers limit the memory for a match.
+# A sequence of opcodes with their arguments. It may contain dicts without texts, such as frames of a stack, but no
+# other dicts and no texts. The numbers limit the memory for a match.
 _RUN = re.compile(rb"(?:%s|\}(?:q.|r.{4})\((?:%s){0,100}u){0,10000}" % (_FIXED, _FIXED), re.DOTALL)
 _REFERENCES = re.compile(rb"(?:q.|r.{4}|(\x94))?\((?:h.|j.{4}){0,1000}e", re.DOTALL)  # the items of a list
 _DICT = re.compile(rb"\}(?:q.|r.{4}|(\x94))?\(", re.DOTALL)
 
 
 class _Place(NamedTuple):
-    """Where an item starts in the data, and how many values the pickle had memoized before it."""
+    """Where an item starts in the data, and how many values were memoized before it."""
 
     start: int
     memoized: int
@@ -68,30 +68,29 @@ class Reader:
 
         take: called with each complete item. It returns what to keep of the item.
         check: called regularly. It raises ValueError to stop reading.
-        skip: whether to skip the other items of the list. A pickle stores a repeated value once, and later items refer
-            to it. If the stored value is in a skipped item, the later one becomes FORGOTTEN.
+        skip: whether to skip the other items of the list. A later item that refers to a value in a skipped one gets
+            FORGOTTEN instead of the value.
         unneeded: a key that no caller needs. Its value may become FORGOTTEN, too.
         """
         self.data, self.key, self.take, self.check = data, key, take, check
         self.unneeded, self.skip = unneeded, skip
         self.memo: dict[int, Any] = {}
-        self.memoized = 0  # values that got the next number of the memo
+        self.memoized = 0  # the number that MEMOIZE gives to the next value
         self.texts: dict[str, str] = {}
-        self.items: list[Any] = []  # stays empty
+        self.items: list[Any] = []  # the list self.key of the dict, which stays empty
         self.last: deque[Any] = deque(maxlen=most)  # an item, or its _Place
         self.count = 0
 
     def read(self) -> tuple[dict[Any, Any], list[Any], int]:
-        """Return the dict, the last items of its list self.key, and how many items the list had before them.
+        """Return the dict with an empty list, the last items of the list, and how many items were before them.
 
-        The list in the returned dict is empty. Raise ValueError if the pickle is not such a dict, and Incomplete if it
-        is cut off.
+        Raise ValueError if the pickle is not such a dict, and Incomplete if it is cut off.
         """
         document = self._run(0)
         if not isinstance(document, dict):
             raise ValueError("it is no dictionary")
         before = self.count - len(self.last)
-        self.items = []  # a hostile item that refers to the list changes nothing
+        self.items = []  # a hostile item may refer to the list, but cannot change the result
         items = []
         for number, one in enumerate(self.last):
             if number % 256 == 0:
@@ -138,7 +137,7 @@ class Reader:
                     elif code == 0x28:  # MARK
                         outer.append(stack)
                         if len(outer) > MOST_DEPTH:
-                            raise ValueError(f"its values are nested more than {MOST_DEPTH} times")
+                            raise ValueError(f"its values are nested more than {MOST_DEPTH} levels deep")
                         if items_depth < 0 and stack and stack[-1] is self.items:
                             items_depth = len(outer)
                         stack = []
@@ -230,7 +229,7 @@ class Reader:
     def _end_of_item(self, at: int) -> int:
         """Return where the dict at `at` ends, or 0 for a large or broken dict.
 
-        Memoize only its texts, because later items refer to them. Create no other value.
+        Memoize only its strings, because later items refer to them.
         """
         data, depth, most = self.data, 0, min(at + MOST_OF_ITEM, len(self.data) - 1)
         while at < most:
@@ -264,7 +263,7 @@ class Reader:
         return 0
 
     def _text(self, code: int, at: int) -> tuple[str, int]:
-        """Return the text whose length is at `at`, and where it ends. Raise Incomplete if the data ends before it."""
+        """Return the string whose length is at `at`, and where it ends. Raise Incomplete if the data ends before it."""
         start = at + (4 if code == 0x58 else 1)
         end = start + int.from_bytes(self.data[at:start], "little")
         if end > len(self.data):
@@ -274,14 +273,14 @@ class Reader:
 
 
 def _set(target: Any, values: list[Any]) -> None:
-    """Add keys and values to a dict. Raise ValueError if a key is neither a text nor a number.
+    """Add keys and values to a dict. Raise ValueError if a key is neither a string nor a number.
 
     Other keys are refused, because hashing a nested tuple can take years.
     """
     keys = values[::2]
     kinds = set(map(type, keys))
     if not isinstance(target, dict) or kinds - {str, int}:
-        raise ValueError("a key is neither a text nor a number")
+        raise ValueError("a key is neither a string nor a number")
     if int in kinds and any(abs(key) > MOST_KEY for key in keys if isinstance(key, int)):
         raise ValueError(f"a key is a number above {MOST_KEY}")
     target.update(zip(keys, values[1::2], strict=False))
@@ -295,5 +294,5 @@ def _refusal(data: bytes, at: int, stack: list[Any]) -> str:
     elif code == b"\x93":  # STACK_GLOBAL
         names = [one[:100] for one in stack[-2:] if isinstance(one, str)]
     if names:
-        return f"it names {'.'.join(names)}, and a flight recorder's dump names nothing"
+        return f"it refers to {'.'.join(names)}, and a flight recorder's dump contains only plain values"
     return f"it contains an opcode that torch's dumps do not have: {code!r}"

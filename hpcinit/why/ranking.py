@@ -1,6 +1,6 @@
 """Ranks the findings to decide which one is the first cause of the failure.
 
-If another finding explains a finding, it does not count. The verdict is the first of the remaining findings with the
+A finding that another one explains does not count. The verdict is the first of the remaining findings with the
 highest grade.
 
 | grade      | what shows the failure                                                      | explained by          |
@@ -8,8 +8,8 @@ highest grade.
 | PROVEN     | dumps of torch's flight recorder name ranks that others wait for            | a failure of that rank|
 | WAITING    | stacks: some ranks wait in a collective, and others do not                  | a failure of that rank|
 | STATED     | a message of torch, NCCL or gloo names the rank that others wait for        | a failure of that rank|
-| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: those, NODE |
-| RAISED     | an error that no other rank causes, after which its rank printed no step    |                       |
+| KILLED     | a signal ended a rank, and no rank had failed before                        | an abort: see below   |
+| RAISED     | a rank raised an error that no other rank caused, and then printed no step  |                       |
 | NODE       | Slurm reports the loss of a node                                            |                       |
 | MEMORY     | Slurm reports the kernel's OOM killer                                       |                       |
 | HUNG       | ranks timed out in a collective, and nothing shows for which rank they wait | any failure above     |
@@ -17,18 +17,20 @@ highest grade.
 | STOPPED    | most ranks died of SIGTERM                                                  |                       |
 | TERMINATED | a rank died of SIGTERM before Slurm ended the step                          |                       |
 | INTERRUPTED| a rank was interrupted by SIGINT                                            |                       |
-| NOTED      | a line without a traceback has a known message of a failure                 |                       |
-| EXITED     | a launcher lists an exit status other than 0 of a rank without an error     |                       |
+| NOTED      | a line outside of tracebacks contains a known message of a failure          |                       |
+| EXITED     | a rank without an error exited with a status other than 0                   |                       |
 | EARLY      | a rank ended with status 0 while others failed                              |                       |
 | DIFFERENT  | errors were raised in different collectives                                 |                       |
-| UNLISTED   | all ranks that are listed failed because of one that is not                 |                       |
+| UNLISTED   | all listed ranks failed because of a rank that is not listed                |                       |
 | MISSING    | a rank has no error, and the collective of all others timed out             |                       |
 | LOST       | all errors are consequences of another rank's failure                       |                       |
 | SCRIPT     | the batch script or srun failed, and no rank did                            |                       |
 | NOTHING    | no failure is in the evidence                                               |                       |
 
-"A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY. KILLED, RAISED and EXITED
-explain that a rank did not connect. NODE and MEMORY explain every hang. MEMORY and NOTED explain an abort, too.
+- "A failure of that rank" is KILLED (without an abort), RAISED, TERMINATED, EXITED or EARLY.
+- KILLED, RAISED and EXITED also explain why a rank did not connect.
+- NODE and MEMORY explain every hang.
+- An abort is explained by any hang (PROVEN, WAITING, STATED or HUNG), RAISED, NODE, MEMORY or NOTED.
 
 A verdict is certain if its evidence proves it. Otherwise its headline starts with "probably", and `doubt` is what would
 make it certain.
@@ -42,15 +44,16 @@ make it certain.
 | KILLED, HUNG, ENDED, STOPPED, TERMINATED         | SHOWN, FIRST, READ                               |
 | INTERRUPTED, EXITED, EARLY, DIFFERENT, SCRIPT    | SHOWN, FIRST, READ                               |
 | NOTHING, if the logs show no failure             | FINISHED                                         |
-| others: only one line, or consequences, show it  | never                                            |
+| others, shown only by one line or consequences   | never                                            |
 
-- SHOWN: the rank and the cause do not follow only from what is missing, or from what most ranks do.
-- ONE_CAUSE: the message has only one cause.
-- FIRST: no finding about another process is left, and no other rank failed at the same time.
-- OWN: the message is not about other processes, whose failure could have caused it.
+- SHOWN: the evidence shows the rank and the cause. hpcinit did not infer them from missing lines or from the majority
+  of the ranks.
+- ONE_CAUSE: only one cause can lead to this message.
+- FIRST: no other process has an unexplained failure, and no other rank failed at the same time.
+- OWN: the message does not mention other processes, whose failure could have caused the error.
 - ENDED_BY_IT: of all ranks whose end is unexplained, the launcher lists this one first. Without such a list, the error
   is the last output of its process.
-- READ: the log is complete, and each line that looks like an error, and the last line of each process, is understood.
+- READ: the log is complete. hpcinit recognizes each line that looks like an error, and the last line of each process.
 - FINISHED: the log shows that the program or the job completed.
 """
 
@@ -95,8 +98,9 @@ class Grade(IntEnum):
 
 HANGS = (Grade.PROVEN, Grade.WAITING, Grade.STATED, Grade.HUNG)
 UNSHOWN = "the log of the rank that failed first, which shows its error"
-RIVALS = (*HANGS, Grade.KILLED, Grade.RAISED, Grade.NODE, Grade.MEMORY)  # no consequences of any failure
-# Errors of the process itself, whichever processes their messages name
+# Grades of failures that may be the first cause
+RIVALS = (*HANGS, Grade.KILLED, Grade.RAISED, Grade.NODE, Grade.MEMORY)
+# Errors that a process causes itself, even if the message names other processes
 OWN_KINDS = (
     failure_kinds.CUDA_MEMORY, failure_kinds.HOST_MEMORY, failure_kinds.SHARED_MEMORY, failure_kinds.DISK,
     failure_kinds.IMPORT, failure_kinds.NO_GPU, failure_kinds.NOT_A_NUMBER,
@@ -104,7 +108,7 @@ OWN_KINDS = (
 OWN_ERRORS = re.compile(
     r"(?:[\w.]+\.)?(?:Type|Name|Attribute|Index|Syntax|Import|ModuleNotFound|ZeroDivision|UnboundLocal)Error\b"
 )
-# Messages about other processes, and errors that are raised if these are gone
+# Messages about other processes, and errors that a process raises when other processes are gone
 OF_OTHERS = re.compile(
     r"(?i)(?<![\w-])(?:\w*connect\w*|peers?|remote|ranks?|workers?|replicas?|process(?:es)?|quorum|waited"
     r"|\w*time(?:d ?)?out\w*|sockets?|broken\w*|closed|reset|lost|abort\w*|cancel\w*|interrupt\w*|\w*gather|\w*reduce"
@@ -121,7 +125,7 @@ class Finding:
     ranks: the ranks at fault, or () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
     shown: False if only a missing line suggests the failure. Such a finding does not explain another one.
-    inferred: whether its rank or its cause follows only from what is missing, or from the majority of the ranks.
+    inferred: whether nothing shows the rank or the cause directly, so that hpcinit concluded it.
     message: the whole message of the error, or ''.
     together: the ranks that failed with another error at the same time, as text, or ''.
     """
@@ -152,7 +156,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
 
 
 def left(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings that no other one explains, or all if each one is explained."""
+    """Return the findings that no other finding explains, or all findings if each one is explained."""
     differ = {(one.grade, one.ranks, one.abort, one.shown): one for one in findings}.values()
     explained = {
         id(one)
@@ -173,7 +177,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
-    """Return the failure. If its rank is unknown, fill in the rank that the others waited for, which `hang` names."""
+    """Return a failure of an unknown rank with a rank: the one for which the others waited, according to `hang`."""
     (rank,), known = hang.ranks, failure.verdict
     lines = (*known.evidence, hang.verdict.headline)
     verdict = replace(known, rank=rank, host=known.host or hang.verdict.host, evidence=lines)
@@ -191,7 +195,7 @@ def judged(found: Finding, findings: Sequence[Finding], evidence: Evidence) -> V
         or found.grade is Grade.NOTHING
         or (unknown and verdict.rank is None and found.grade is not Grade.RAISED)
     ):
-        return replace(verdict, certain=False)  # it names no cause and no rank
+        return replace(verdict, certain=False)  # the verdict names no cause and no rank
     return replace(verdict, headline=f"probably {verdict.headline}", certain=False, doubt=missing)
 
 
@@ -210,12 +214,12 @@ def doubt(found: Finding, findings: Sequence[Finding], evidence: Evidence) -> st
 
 def _one_cause(found: Finding, _: Sequence[Finding], __: Evidence) -> str:
     several = causes.has_several_causes(found.message)
-    return "what the rank printed before this message, which has several causes" if several else ""
+    return "what the rank printed before this message, which can have several causes" if several else ""
 
 
 def _first(found: Finding, rivals: Sequence[Finding], evidence: Evidence) -> str:
     if found.together:
-        return f"clocks that agree: {found.together} failed at the same time"
+        return f"more exact clocks, because {found.together} failed at the same time"
     others = [one for one in rivals if not (one.abort or one is found or one.verdict.error == found.verdict.error)]
     if evidence.has_clock or not others:
         return ""

@@ -15,19 +15,19 @@ from hpcinit.why import read_hang, read_records
 from hpcinit.why.evidence import Evidence, Verdict, named
 from hpcinit.why.ranking import Finding, Grade
 
-GONE = "a rank or its node disappeared without an error; the other ranks only report that they lost it"
+GONE = "a rank or its node disappeared without an error; the other ranks only report a lost connection"
 EARLY = (
-    "it left before the others were done: an early return, sys.exit(0) or os._exit(0) on this rank alone, or it made "
-    "one call less than the others; compare what it does after that step"
+    "find out why only this rank ended: an early return, sys.exit(0) or os._exit(0), or one call less than the others; "
+    "compare what the ranks do after that step"
 )
 UNSEEN = (
-    "no stack shows where that rank was. Ranks write stacks hang.after_s seconds after the last step: set it below the "
-    "timeout of collectives (comm.collective_timeout_s, or the program's own)"
+    "no stack shows where that rank was. Ranks write stacks hang.after_s seconds after the last step: set hang.after_s "
+    "below the timeout of collectives (comm.collective_timeout_s, or the program's own)"
 )
 _INFINIBAND = re.compile(r"from peer \S+ with (?:status=|error )\d+")  # NCCL's net_ib.cc
 _PEER = re.compile(r"(?i)\b(?:from|to|with|peer|remote) (?:peer )?rank \[?(\d{1,6})")
-SHELL = 128  # a shell adds it to the number of a signal
-NOT_STARTED = (125, 126, 127)  # of a container runtime or a shell that cannot start the program
+SHELL = 128  # a shell exits with this number plus the signal's number
+NOT_STARTED = (125, 126, 127)  # exit statuses of a container runtime or a shell that cannot start the program
 READ_LOGS = "read the job's log, and the logs of ranks without an error record"
 
 
@@ -51,9 +51,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return the first end by a signal. Ends by SIGTERM, and ends after Slurm aborted the step, do not count.
+    """Return how the first rank died of a signal. SIGTERM, and signals after Slurm aborted the step, do not count.
 
-    Return None if there is none, or if the launcher lists a rank that printed an error before it.
+    Return None if no rank died of a signal, or if the launcher lists a rank with an error before it.
     """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
@@ -67,9 +67,9 @@ def first_signal(evidence: Evidence) -> End | None:
 def _signals(evidence: Evidence) -> Iterator[Finding]:
     if end := first_signal(evidence):
         aborted = {rank for one in evidence.log.ends if one.how.startswith("Aborted") for rank in one.ranks}
-        if end.how.startswith("Aborted") and len(aborted) > 1:  # which was first is unknown
+        if end.how.startswith("Aborted") and len(aborted) > 1:  # which rank aborted first is unknown
             end = replace(end, ranks=())
-        abort = end.how.startswith("Aborted")  # the message that shows its reason may be missing in a log
+        abort = end.how.startswith("Aborted")  # a log may lack the message with the reason for the abort
         inferred = abort and not evidence.has_clock
         yield Finding(Grade.KILLED, _of_signal(end, evidence), end.ranks, abort, inferred=inferred)
 
@@ -126,7 +126,7 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
         kind = failure_kinds.UNKNOWN if kind == failure_kinds.PROGRAM else kind
     do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
     code = int((re.findall(r"\d{1,3}", end.how) or ["1"])[0])
-    signal = job_log.how(SHELL - code) if code > SHELL else ""  # as a shell and a container report it
+    signal = job_log.how(SHELL - code) if code > SHELL else ""  # a shell and a container add SHELL to the signal
     if kind == failure_kinds.PROGRAM and signal in causes.SIGNALS:
         kind, do, head = failure_kinds.SIGNAL, causes.SIGNALS[signal], f"{head} (signal: {signal})"
     if kind == failure_kinds.PROGRAM and code in NOT_STARTED:
@@ -139,8 +139,8 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
 def _ended_early(evidence: Evidence) -> tuple[int, ...]:
     """Return the ranks that ended with status 0 while others failed with secondary errors."""
     known = _succeeded(evidence)
-    # srun prints nothing about a task that ended with status 0. While a node is unreachable it prints nothing either.
-    # A rank that hangs is not listed either.
+    # srun lists the ranks that failed. So the other ranks ended with status 0, unless they hang or their node is
+    # unreachable.
     listed = evidence.every_end_is_logged and not evidence.watched
     if listed and evidence.log.ends and evidence.state == "FAILED":
         logged = {rank for end in evidence.log.ends for rank in end.ranks}
@@ -167,16 +167,16 @@ def _early(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _unlisted(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the finding that a rank outside the list of failed ranks probably ended first. Its number is unknown."""
+    """Yield a finding if all listed ranks failed because of a rank that the list does not contain."""
     timed_out = any(causes.is_timeout(one.record) for one in evidence.found)
     if evidence.lists_failed_ranks and evidence.found and not _without_error(evidence) and not timed_out:
         lost = named(one.record.rank for one in evidence.found)
-        head = f"a rank that is not among the failed ones ended first, with exit status 0; {lost} lost it"
+        head = f"a rank that is not among the failed ones ended first, with exit status 0; {lost} lost the connection"
         yield Finding(Grade.UNLISTED, evidence.verdict(head, failure_kinds.EARLY_END, EARLY))
 
 
 def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
-    """Yield a finding on ranks without an error, if the collective of all other ranks timed out or broke."""
+    """Yield findings on ranks that the others lost or waited for."""
     missing = _without_error(evidence)
     if missing and any(causes.is_timeout(one.record) for one in evidence.found):
         head = f"a collective timed out{evidence.at_step}, and {evidence.named(missing)} did not call it"
@@ -197,12 +197,12 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
     elif not missing and evidence.found:
         yield Finding(Grade.LOST, evidence.verdict(GONE, failure_kinds.UNKNOWN, READ_LOGS))
     elif missing and evidence.found:
-        # srun may receive the end of a peer first and abort the step. The peers lost this rank before that.
+        # srun may first learn that a peer ended, and then abort the step. The peers had already lost this rank.
         killed = [end for end in evidence.log.ends if [*end.ranks] == [*missing] and end.how.startswith("Killed")]
         if killed and len(missing) == 1:
             verdict = _of_signal(killed[0], evidence)
-        elif len(missing) > 1:  # most of them were ended before they could print an error
-            head = f"{GONE}; {evidence.named(missing)} printed none"
+        elif len(missing) > 1:  # a signal ended most of these ranks before they printed an error
+            head = f"{GONE}; {evidence.named(missing)} printed no error"
             verdict, missing = evidence.verdict(head, failure_kinds.UNKNOWN, READ_LOGS), ()
         else:
             head = GONE.replace("a rank or its node", evidence.named(missing))
@@ -224,10 +224,7 @@ def _of_ranks(head: str, kind: str, do: str, ranks: tuple[int, ...], evidence: E
 
 
 def _calls(evidence: Evidence) -> list[Waiting]:
-    """Return the collectives in which ranks failed with secondary errors, according to their tracebacks.
-
-    The collective with the most ranks is first.
-    """
+    """Return the collectives in which ranks failed with secondary errors, those with the most ranks first."""
     together: dict[tuple[str, str], list[int]] = {}
     for one in evidence.found:
         place = hang_report.place_of_error(one.record.traceback)

@@ -16,7 +16,7 @@ FLIGHT = "torchfrtrace on flight/ in the run folder shows each rank's collective
 HANG = "read the stacks of all ranks in hang/ of the run folder; hang.action=end ends such a run automatically"
 DIFFERENT = "the ranks run different code or data at this point: compare what they do before these calls"
 WORKER = (
-    "its data set, or the file system that it reads, does not return; on that node, py-spy dump --pid {pid} shows the "
+    "a read of its data set or of its file system does not return; on that node, py-spy dump --pid {pid} shows the "
     "line of the worker; "
 )
 STOPPED_BY = "another process stopped it (SIGSTOP, a debugger, a watchdog of the node); "
@@ -42,17 +42,20 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(Grade.WAITING, of_silence(evidence, evidence.silence), ranks)
     elif report and not culprits:
         first, *rest = report.lines()
-        head = f"{first}, but no rank waits for another as far as the stacks show"
+        head = f"{first}, but the stacks show no rank that waits for another"
         yield Finding(Grade.NOTHING, evidence.verdict(head, failure_kinds.UNKNOWN, HANG, evidence=tuple(rest)))
 
 
 def is_hang(silence: HangReport) -> bool:
-    """Return whether the stacks of a silent program show a hang: some ranks wait for others, or in different calls."""
+    """Return whether the stacks of a silent program show a hang.
+
+    In a hang, some ranks wait for others, or ranks wait in different calls.
+    """
     return silence.certain or bool(not silence.stuck and hang_report.different_call(silence.waiting))
 
 
 def _of_record(evidence: Evidence) -> HangReport | None:
-    """Return a report with the error of the rank that ended the run because of a hang. Its report.json is missing."""
+    """Return a hang report with the error of the rank that ended the run because of a hang, or None."""
     records = (one.record for one in evidence.ordered)
     first: ErrorRecord | None = next((one for one in records if one.kind == failure_kinds.HANG), None)
     if first is None:
@@ -62,10 +65,7 @@ def _of_record(evidence: Evidence) -> HangReport | None:
 
 
 def _of_flight(evidence: Evidence, report: HangReport | None) -> Finding:
-    """Return the finding from the dumps.
-
-    report: the hang report, which adds its lines to the finding, or None.
-    """
+    """Return the finding from the dumps, with the lines of the hang report if there is one."""
     first, *rest = evidence.flight.lines()
     culprits = evidence.flight.culprits
     do = f"{culprits[0].advice}; {FLIGHT}" if culprits else FLIGHT
@@ -95,9 +95,8 @@ def _of_report(report: HangReport, evidence: Evidence) -> Finding:
 
 
 def of_odd_call(odd: Waiting, calls: tuple[Waiting, ...], evidence: Evidence) -> Verdict:
-    """Return the verdict on ranks that wait in a different call than the majority does.
+    """Return the verdict on the ranks in `odd`, which wait in a different call than the majority.
 
-    odd: these ranks and their call.
     calls: all calls in which ranks wait.
     """
     others = next(call for call in calls if call is not odd)

@@ -10,12 +10,16 @@ from hpcinit.records import job_log
 from hpcinit.records.job_log import End
 from hpcinit.why.evidence import LAUNCHER, NO_RANK
 from hpcinit.why.log_lines import Line
-from hpcinit.why.read_tracebacks import Error
+from hpcinit.why.read_tracebacks import TRAINS, Error
 
 # The table of torchrun's ChildFailedError.
 _FIELD = re.compile(r"^\s*(time|host|rank|exitcode)\s*: (\S+)(?: \(local_rank: (\d+)\))?(?:.*\(pid: (\d+)\))?")
 _NUMBER = re.compile(r"-?\d{1,6}")
-_FORCED = re.compile(r"Unable to shutdown process (\d+) via \S+, forcefully exiting")  # by the agent, after SIGTERM
+# Printed by torchrun's agent, which sends a signal only to processes that have not ended yet.
+_SIGNALED = re.compile(
+    r"Unable to shutdown process (\d+) via \S+, forcefully exiting|Sending process (\d+) closing signal"
+)
+ENDED_BY_AGENT = ("Terminated", "Killed")  # the agent sends SIGTERM, then SIGKILL if a rank has not ended
 _ROOT = "Root Cause (first observed failure):"
 # Errors of launchers, which report that a rank failed, or that the launcher on another node ended.
 _LAUNCHER = re.compile(
@@ -27,13 +31,13 @@ _OF_LAUNCHER = re.compile(
     r'File "[^"]*(?:bin/(?:torchrun|accelerate|accelerate-launch|deepspeed)|accelerate/commands/launch\.py'
     r"|deepspeed/launcher/\w+\.py|torch/distributed/(?:run\.py|launch\.py|launcher/|elastic/(?:agent|rendezvous)/))"
 )
-# torchrun's agent, also if its table is missing; and what shows which ranks it has
+# Messages of torchrun's agent: how a local rank ended, the agent's global ranks, and whether there are several nodes.
 _OF_AGENT = re.compile(r"failed \(exitcode: (-?\d{1,3})\) local_rank: (\d{1,6}) \(pid: (\d+)\)")
 _GLOBAL = re.compile(r"\bglobal_ranks=\[([\d, ]+)\]")
 _OF_NODES = re.compile(
     r"\b(?:nnodes|num_machines|group_world_size)[=: ]{1,2}(?!1\b)\d|\b(?:node_rank|machine_rank)[=: ]{1,2}[1-9]"
 )
-# DeepSpeed's launcher. Its error has the command of its last rank, whichever rank failed.
+# Messages of DeepSpeed's launcher. Its error shows the command of its last rank, even if another rank failed.
 _SPAWNED = re.compile(r"process (\d{1,9}) spawned with command: .*'--local_rank=(\d{1,6})'")
 _NODES = re.compile(r"\[launch\.py:.*\bnnodes=(?!1\b)\d+")
 _SUCCEEDED = re.compile(r"Process (\d+) exits successfully\.")
@@ -63,19 +67,20 @@ _END = re.compile(
 )
 # MPI_Abort of Open MPI and MPICH
 _MPI_ABORT = re.compile(r"(?:MPI_ABORT was invoked on rank|\(rank) (\d{1,6}) in comm\w*(?:.*?exit code (-?\d{1,3}))?")
-# Of the rank in the prefix: Lightning; 'rank 5: exit code 1'
+# How the rank in the line's prefix ended: a message of Lightning, or 'rank 5: exit code 1'
 _CHILD = re.compile(
     r"(?:Child process with PID \d+ terminated with code|^exit(?:ed|ing)?\b.{0,20}\b(?:code|status)) (-?\d{1,3})\b"
 )
 _MPI_NAME = re.compile(r"^\s*Process name: \[\[\d+,\d+\],(\d{1,6})\]")
 _MPI_CODE = re.compile(r"^\s*Exit code:\s+(\d{1,3})$")
-# pdsh; ssh itself exits with 255
+# Printed by pdsh. The status 255 is of ssh itself.
 _SSH = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255$")
-# A part of each pattern above: a long log has few such lines.
+# A fast filter: only lines with one of these texts can match the patterns above, and a long log has few such lines.
 _WORDS = re.compile(
     r"[Ee]xit|EXIT|[Ss]ignal|SIG|[Tt]erminat|[Kk]illed|KILLED|[Cc]rash|died|[Aa]bort|ABORT|CANCEL|fail|nnodes|spawned|noticed"
     r"|RUNNING AT|[Ff]ault|Bus error|Illegal|Process name|code|global_ranks|group_world_size|num_machines|node_rank"
 )
+_REFUSED_STEP = re.compile(r"srun: error: (Unable to create step for job \d+: (?!Job/step already complet).*)")
 _RECEIVED = "Received SIGTERM: 15"  # printed by Lightning's handler, which then waits in a collective
 
 
@@ -102,15 +107,28 @@ def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
             yield Error(LAUNCHER, ": ".join([text, *own[-1:]]), "", number, host=found[1])
 
 
+def refused_step(lines: Sequence[Line], errors: Sequence[Error]) -> Iterator[Error]:
+    """Yield an error for the first step that Slurm refused, if it was before all errors and no rank trained afterwards.
+
+    For example, the step should have started the head of a Ray cluster that the program needs.
+    """
+    first = min((one.number for one in errors), default=0)
+    for number, line in enumerate(lines[:first]):
+        if found := _REFUSED_STEP.match(line.text):
+            if not any(TRAINS.search(later.text) for later in lines[number:]):
+                yield Error(LAUNCHER, found[1], "", number)
+            return
+
+
 def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
     """Return how ranks ended, according to the tables that torchrun prints on every node.
 
-    Each item is a tuple: the time, whether torchrun does not list it as the first failure, and how the rank ended.
+    Each item is a tuple: the time, False if torchrun lists the rank as the first failure, and how the rank ended.
     """
     ends: list[tuple[str, bool, End]] = []
     fields: dict[str, str] = {}
     root = False
-    forced = {found[1] for line in lines if (found := _FORCED.search(line.text))}
+    signaled = {found[1] or found[2] for line in lines if (found := _SIGNALED.search(line.text))}
     for line in lines:
         root = root or line.text.startswith(_ROOT)
         if found := _FIELD.match(line.text):
@@ -118,7 +136,7 @@ def table(lines: Sequence[Line]) -> list[tuple[str, bool, End]]:
             complete = found[1] == "exitcode" and {"host", "rank"} <= fields.keys()
             if complete and _NUMBER.fullmatch(fields["exitcode"]) and _NUMBER.fullmatch(fields["rank"]):
                 how = job_log.how(int(fields["exitcode"]))
-                by_agent = not root and (how == "Terminated" or found[4] in forced)
+                by_agent = (how == "Terminated" and not root) or (how in ENDED_BY_AGENT and found[4] in signaled)
                 ends.append(
                     (fields.get("time", ""), not root, End(fields["host"], (int(fields["rank"]),), how, by_agent))
                 )
@@ -141,12 +159,12 @@ def ends(
     processes: Mapping[str, int],
     one_node: bool,
 ) -> list[End]:
-    """Return how ranks ended, according to the messages of launchers other than the lists of srun and torchrun.
+    """Return how ranks ended, according to launchers' messages other than the lists of srun and torchrun.
 
     lines: what about_ends() returned.
     with_error: the ranks that printed an error.
     listed: whether srun or torchrun already list how ranks ended.
-    processes: the ranks of process IDs.
+    processes: for each process ID, its rank.
     one_node: whether no log shows that there are several nodes.
     """
     known = [*_received_sigterm(lines), *_of_deepspeed(lines, with_error), *_by_rank(lines)]
@@ -157,7 +175,7 @@ def ends(
 def _of_agents(lines: Sequence[Line], processes: Mapping[str, int], *, one_node: bool) -> Iterator[End]:
     """Yield how ranks ended, from the lines in which torchrun's agents report the end of a local rank.
 
-    If the global rank does not follow from the local rank, only ends by a signal are yielded, without a rank.
+    If the global rank is unknown, only a death by a signal counts.
     """
     ranks: dict[str, list[int]] = {}
     several = not one_node or any(_OF_NODES.search(line.text) for line in lines)
@@ -173,10 +191,7 @@ def _of_agents(lines: Sequence[Line], processes: Mapping[str, int], *, one_node:
 
 
 def _without_rank(lines: Sequence[Line]) -> list[End]:
-    """Return the first end by a signal that a launcher or shell reports without the rank in the same line.
-
-    The list is empty if there is none.
-    """
+    """Return the first death by a signal that a launcher or shell reports without a rank, or []."""
     rank, host = NO_RANK, ""
     for line in lines:
         if found := _FIRST_NOTICED.search(line.text):
@@ -205,10 +220,10 @@ def _received_sigterm(lines: Sequence[Line]) -> list[End]:
 def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[End]:
     """Return how ranks ended, according to DeepSpeed's launcher on one node.
 
-    The launcher does not name the rank that failed. If exactly one rank neither succeeded nor printed an error, that
-    rank failed. Otherwise, the failure has no rank.
+    The launcher does not name the failed rank. If all ranks but one succeeded or printed an error, it is that one.
+    Otherwise, it is unknown.
     """
-    several = any(_NODES.search(line.text) for line in lines)  # local ranks are then no ranks
+    several = any(_NODES.search(line.text) for line in lines)  # on several nodes, local ranks are not global ranks
     spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line.text))}
     done = {spawned[found[1]] for line in lines if (found := _SUCCEEDED.search(line.text)) and found[1] in spawned}
     ended = [End("", (rank,), job_log.SUCCEEDED, False) for rank in sorted(done)]

@@ -17,17 +17,18 @@ from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict, named
 from hpcinit.why.ranking import Finding, Grade
 
 OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
-# torch's store: the rank that has it, and the ranks that connect to it
+# Failures of torch's store: on the rank that runs its server, and on the ranks that connect to it
 SERVER_FAILED = re.compile(r"server socket has failed to (?:listen|bind)|EADDRINUSE")
 CLIENT_FAILED = re.compile(r"client socket has (?:timed out|failed to connect)")
 IS_RUNNING = re.compile(r"\b[Rr]ank (\d{1,6}) is running collective")
 MOST_MORE = 4  # further lines of an error's message
-MOST_DETAILED = 8  # findings of each grade that list the errors of other ranks: of 16,000, each would list 15,999
+# How many findings of each grade list the errors of other ranks. With 16,000 errors, each would list 15,999.
+MOST_DETAILED = 8
 MAY_CONTINUE = re.compile(
     r"(?i)\b(?:warn(?:ing)?(?! +(?:Evicted|OOM|SystemOOM))|info|debug|retry|retrying|skip\w*)\b"
 )  # in a message that may be harmless
 AFTERWARDS = "check that the result is complete; the error of the launcher does not change it"
-INTERRUPTED = "Ctrl-C or scancel --signal=INT sends it to all ranks"
+INTERRUPTED = "Ctrl-C or scancel --signal=INT sends SIGINT to all ranks"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
@@ -70,7 +71,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding on the first message without a traceback that is listed in records/causes.py."""
+    """Yield a finding on the first line outside of tracebacks that contains a message from records/causes.py."""
     if evidence.finished and not any(not end.succeeded for end in evidence.log.ends):
         return  # a program may print such a line after it has finished
     errors = "\n".join(one.record.error for one in evidence.found)
@@ -78,7 +79,7 @@ def _of_alarms(evidence: Evidence) -> Iterator[Finding]:
         found = causes.message(text)
         if not found or causes.is_secondary_text(text) or MAY_CONTINUE.search(text):
             continue
-        if text in errors:  # a detail of that error
+        if text in errors:  # a line of an error that is already reported
             continue
         row, named_ranks = found
         ends = [end for end in evidence.log.ends if not (end.after_abort or end.succeeded or end.how == "Aborted")]
@@ -110,9 +111,10 @@ def is_interrupt(record: ErrorRecord) -> bool:
 
 
 def _differs_from_all(errors: Sequence[Found]) -> tuple[int, ...]:
-    """Return the rank that called another collective than all others, if torch compared at least two of them with it.
+    """Return the rank that called a different collective than all others, or () if that is unknown.
 
-    torch compares two ranks in each message (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL, each message of torch compares two ranks. If there are several such pairs, the
+    rank must be in all of them.
     """
     pairs = {frozenset(IS_RUNNING.findall(one.record.foreign)) for one in errors}
     pairs.discard(frozenset())
@@ -121,7 +123,10 @@ def _differs_from_all(errors: Sequence[Found]) -> tuple[int, ...]:
 
 
 def _of_record(first: Found, odd: tuple[int, ...], evidence: Evidence) -> Finding:
-    """Return the finding on an error. odd: the rank that called another collective than all others, or ()."""
+    """Return the finding on an error.
+
+    odd: the rank that called a different collective than all others, or ().
+    """
     record, at = first.record, evidence.when(first)
     kind, do = causes.of_record(record)
     if kind == failure_kinds.PROGRAM and evidence.oom:
@@ -151,7 +156,7 @@ def _of_record(first: Found, odd: tuple[int, ...], evidence: Evidence) -> Findin
 def _stated(
     at_fault: Sequence[int], text: str, kind: str, do: str, lines: Sequence[str], evidence: Evidence
 ) -> Finding:
-    """Return the finding on an error whose message shows what other ranks did wrong.
+    """Return the finding on an error whose message blames other ranks.
 
     at_fault: these ranks, or () if the message does not name them.
     """
@@ -187,10 +192,10 @@ def _place(record: ErrorRecord) -> str:
 def _with_others(
     found: Finding, first: Found, errors: Sequence[Found], same: Mapping[str, Sequence[int]], evidence: Evidence
 ) -> Finding:
-    """Return the finding with the errors of other ranks, and how much later they occurred.
+    """Return the finding with lines about the errors of other ranks.
 
     errors: the errors that may be the first cause.
-    same: for each shortened message of these errors, the ranks.
+    same: the ranks with the same error, by its shortened message.
     """
     text, at = brief(first.record.error), evidence.when(first)
     ranks = {*same[text]} - {first.record.rank}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -15,15 +16,17 @@ from hpcinit.why.ranking import Finding, Grade
 
 MORE_TIME = (
     "request more time (time_min=...), or several jobs in a row that resume from the last checkpoint (chain=3); "
-    "run.should_stop() saves before the limit"
+    "with run.should_stop(), the program can save before the limit"
 )
 EXCLUDE = "hpcinit excludes a node that fails again; to exclude it now: +cluster.sbatch.exclude="
 STOP_SIGNAL = (
-    "Slurm sends it before a preemption, at the time limit and with scancel: sacct -o State,Reason shows which; "
-    "run.should_stop() saves when it arrives"
+    "Slurm sends SIGTERM before a preemption, at the time limit and with scancel: sacct -o State,Reason shows which; "
+    "with run.should_stop(), the program can save when SIGTERM arrives"
 )
+# A node that is up reported why it could not start the ranks. Nodes that did not answer are in JobLog.unreachable.
+NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.+)")
 UNFINISHED = "the logs show no failure; if the ranks did not advance before, the stacks and dumps show why"
-REFUSED = "read the message: an option, a variable of the environment, a file or the time of the job does not fit"
+REFUSED = "read the message: an option, an environment variable, a file or the time limit is wrong"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
@@ -36,6 +39,11 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         head = f"srun could not start the ranks on {', '.join(log.unreachable)}: its slurmd did not answer"
         do = f"the node is down, or srun's own set-up failed there (an image, a mount); {EXCLUDE}{log.unreachable[0]}"
         yield Finding(Grade.NODE, evidence.verdict(head, failure_kinds.NODE, do, host=log.unreachable[0]))
+    elif found := NOT_LAUNCHED.match(log.refused):
+        host, why = found.groups()
+        head = f"srun could not start the ranks on {host}: {why}"
+        do = f"report it to the site: slurmd's log on {host} shows why (often its clock or munge key); {EXCLUDE}{host}"
+        yield Finding(Grade.NODE, evidence.verdict(head, failure_kinds.NODE, do, host=host, error=log.refused))
     if evidence.oom:
         head = f"a node {causes.OUT_OF_MEMORY}: the kernel killed one of its processes"
         verdict = evidence.verdict(head, failure_kinds.HOST_MEMORY, causes.HOST_MEMORY, evidence=(evidence.oom,))
@@ -82,7 +90,7 @@ def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
         head = f"the job was requeued{when} by its batch script, an administrator, or scontrol requeue"
         return evidence.verdict(head, failure_kinds.REQUEUED, "nothing to fix: no part of the run failed", time=at)
     if "PREEMPT" in why:
-        do = "submit it again; run.should_stop() saves when Slurm sends its warning"
+        do = "submit it again; with run.should_stop(), the program can save when Slurm sends its warning"
         head = f"a job of higher priority took the nodes{when}"
         return evidence.verdict(head, failure_kinds.PREEMPTED, do, time=at, resubmit=True)
     who = f" by {evidence.who}" if evidence.who else ""
@@ -95,8 +103,7 @@ def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
 def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if SIGTERM was sent to the whole job step.
 
-    The finding needs one of these signs: SIGTERM ended a DataLoader worker or most ranks, or the program handled it and
-    exited with 143.
+    SIGTERM must have ended most ranks or a DataLoader worker, or the program must have handled it and exited with 143.
     """
     ended = [one.record for one in evidence.found if causes.STOPPED_BY_SIGTERM.search(one.record.foreign)]
     died = {rank for one in evidence.log.ends if not one.after_abort and one.how == "Terminated" for rank in one.ranks}
@@ -119,7 +126,7 @@ def _of_script(evidence: Evidence) -> Iterator[Finding]:
         head = f"Slurm could not start the program: {evidence.log.refused}"
         yield Finding(Grade.SCRIPT, evidence.verdict(head, failure_kinds.SCRIPT, REFUSED, error=evidence.log.refused))
     elif output or status:
-        head = f"the batch script ended with exit status {status} and no rank left an error"
+        head = f"the batch script ended with exit status {status} and no rank reported an error"
         head += f": {output[-1]}" if output else ""
         do = "read the lines above it in the job's log: modules, cluster.setup, srun"
         if status == 127:  # of the shell
@@ -142,7 +149,7 @@ def _nothing(evidence: Evidence) -> Verdict:
         end = "" if evidence.finished else "; how the job ended is unknown"
         return evidence.verdict(f"the logs show no failure{end}", failure_kinds.NONE, "", evidence=handled)
     if not evidence.has_clock and evidence.state == "UNKNOWN":
-        head = "the cause is unknown: the logs have no message of a failure that hpcinit knows"
+        head = "the cause is unknown: the logs contain no failure message that hpcinit recognizes"
         return evidence.verdict(head, failure_kinds.UNKNOWN, "read the end of the log")
     about = f"{evidence.state} ({evidence.reason})" if evidence.reason else evidence.state
     head = f"the cause is unknown: Slurm's state is {about}"

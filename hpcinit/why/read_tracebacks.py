@@ -18,8 +18,10 @@ from hpcinit.why.log_lines import Line, named
 HEADER = "Traceback (most recent call last)"
 CUT = "the log ends inside this traceback"
 MOST_DETAILS = 8  # further lines of one message
-HANDLED_AFTER = 2  # lines of a rank that trains, after an error that was handled
-HANDLED_BY_ALL_AFTER = 10  # lines of any rank that trains, after an error that another rank handled
+# An error counts as handled if its rank prints HANDLED_AFTER lines about training afterwards. If another rank handled
+# the same error, HANDLED_BY_ALL_AFTER such lines of any ranks are enough.
+HANDLED_AFTER = 2
+HANDLED_BY_ALL_AFTER = 10
 _MARGIN = re.compile(r"^\s*(?:\+-[+-]*|[|+])(?: (?=\S)|(?= ))")  # of an exception group
 _BOX = re.compile(r"^│ ?(.*?)\s*│?$")  # of rich
 _BOX_FRAME = re.compile(r"^\s*(\S+):(\d+) in (.+)$")
@@ -45,7 +47,7 @@ _WRAPPER = re.compile(
     r"^(?:[\w.]*ProcessRaisedException|(?:Base)?ExceptionGroup)\b"
     r"|^[\w.]+: (?:Caught \w+ in |The following operation failed in the TorchScript interpreter)"
 )
-_OF_RANK = re.compile(r"last\): \(RANK (\d{1,6})\)$")  # inside a message: torch.distributed.checkpoint
+_OF_RANK = re.compile(r"last\): \(RANK (\d{1,6})\)$")  # inside a message of torch.distributed.checkpoint
 _IN_TABLE = re.compile(r"^\s*rank\s*: (\d{1,6}) \(local_rank")  # torchrun's table, which may have tracebacks
 MOST_NOISE = 20  # lines of other programs inside a traceback
 _IGNORED = re.compile(r"^Exception ignored in|^Error in atexit\._run_exitfuncs|^--- Logging error ---")
@@ -64,10 +66,10 @@ _NCCL_WARNING = re.compile(r"^(?:(?P<host>[^\s:]{1,80}):\d+:\d+ \[\d+\])?.*NCCL 
 _MISSING = re.compile(r"(\d{1,6}): (\[.*)")  # of Horovod's stall inspector
 _USAGE_ERROR = re.compile(r"^(\S+): error: (.*)")  # of argparse, below 'usage: train.py [-h] ...'
 TRAINS = re.compile(
-    r"(?i)\b(?:(?<!job )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
+    r"(?i)\b(?:(?<!job )(?<![*] )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
     r"|\btraining finished\b"
 )
-_HANDLER = "trainer/connectors/signal_connector.py"  # of Lightning: a traceback that its handler of SIGTERM raises
+_HANDLER = "trainer/connectors/signal_connector.py"  # in tracebacks of Lightning's SIGTERM handler
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,9 @@ def read(lines: Sequence[Line]) -> list[Error]:
 
 
 def _handled_together(found: Sequence[Error], lines: Sequence[Line]) -> list[Error]:
-    """Mark an error as handled, too, if another rank handled the same error and training continued for long after it.
+    """Mark an error as handled if another rank handled the same error and training continued for long afterwards.
 
-    Often only rank 0 prints steps: when ranks search for a batch size, all of them run out of memory.
+    For example, all ranks run out of memory while they search for a batch size, but only rank 0 prints steps.
     """
     same = {_without_numbers(one.text) for one in found if one.handled and one.rank != NO_RANK}
     trains = [number for number, line in enumerate(lines) if TRAINS.search(line.text)] if same else []
@@ -165,7 +167,7 @@ def _of_process(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
     size: the number of lines in the log.
     """
     trains = [number for number, line in lines if TRAINS.search(line.text)]
-    # Lines without a rank may be of several processes.
+    # Lines without a rank may be from several processes, so require one more line.
     enough = HANDLED_AFTER + (lines[0][1].rank == NO_RANK)
     last = max((number for number, line in lines if line.text), default=-1)
     host = _HOST.fullmatch(lines[0][1].stream)
@@ -224,7 +226,7 @@ def _errors(lines: Sequence[tuple[int, Line]], size: int) -> list[Error]:
         elif chain := _CHAIN.match(text):
             chained, named, direct = bool(found), int(chain["rank"] or NO_RANK), "direct" in text and bool(found)
         elif alone := _without_traceback(line, text, number, before, usage):
-            # The kernel's messages are in a log without ranks; an error of a rank counts more.
+            # Sort messages of the kernel, which have no rank, after the errors of ranks.
             found.append(replace(alone, number=number + size) if _OF_KERNEL.search(alone.text) else alone)
             details = MOST_DETAILS
         elif text.strip():

@@ -2,7 +2,8 @@
 
 ProcessGroupNCCL.cpp prints '[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812,
 OpType=ALLREDUCE, NumelIn=1024, ...)', '... last enqueued NCCL work: 812, last completed NCCL work: 811', and "watchdog
-got stuck for 600 seconds". The rank in brackets is the rank in the group '[PG ID 0 PG GUID 0(default_pg) Rank 0]'.
+got stuck for 600 seconds". '[Rank 0]' is the rank in the group, as in the prefix
+'[PG ID 0 PG GUID 0(default_pg) Rank 0]'.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _WORK = re.compile(
 _STUCK = re.compile(rf"{_WHO}.*(?:watchdog got stuck for|Heartbeat monitor timed out)")
 _ENDED = re.compile(rf"{_WHO}.*watchdog thread terminated with exception: (?P<text>(?!.*Watchdog caught).*)")
 MESSAGES = ("SEND", "RECV")
-ONE_WAY = ("BROADCAST", "REDUCE", "GATHER", "SCATTER")  # the source may finish before the others call
+ONE_WAY = ("BROADCAST", "REDUCE", "GATHER", "SCATTER")  # the source may finish before the others make the call
 UNEVEN = ("ALLTOALL", "SEND", "RECV", "GATHER", "SCATTER", "COALESCED")  # sizes of these may differ between ranks
-FEW = 4  # if more than a quarter of the ranks is missing, the log does not have all messages
+FEW = 4  # if more than 1/4 of the ranks are missing, assume that the log lacks messages
 ADVICE = (
     "its own log and stack show what it did instead of this call; dumps of torch's flight recorder prove it "
     "(TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1), and hpcinit why reads them"
 )
-BLOCKED = "a call of CUDA or NCCL does not return there: look for Xid errors in dmesg on its node, and at its stack"
+BLOCKED = "a call of CUDA or NCCL does not return there: look for Xid errors in dmesg on its node; read its stack"
 
 
 def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
@@ -98,7 +99,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     of_rank = {one.rank: one.group for one in reversed(known) if one.group is not None}
     groups = {of_rank.get(rank) for rank in at}
     of_two = at and all(call.startswith(MESSAGES) for _, call, _ in at.values())
-    if of_two or len(groups - {None}) > 1:  # a rank may wait for one that waits in another group or for a third rank
+    if of_two or len(groups - {None}) > 1:  # a missing rank may wait in another group or for a third rank
         yield _unclear(at)
     elif len(set(at.values())) > 1:
         yield _different(at, evidence, same_group=None not in groups)
@@ -110,7 +111,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
         yield _finding(head, sorted(late), ADVICE, evidence)
     elif missing := _missing(every, evidence) if groups <= {"", None} else ():
-        it = "them" if len(missing) > 1 else "it"  # but lines of a log may be missing
+        it = "them" if len(missing) > 1 else "it"  # inferred, because the log may lack lines
         head = f"{named(missing)} did not report a timeout of {_call(at)}: {named(at)} waited for {it}"
         yield replace(_finding(head, missing, ADVICE, evidence), inferred=True)
     else:
@@ -124,10 +125,9 @@ def _unclear(at: Mapping[int, Position]) -> Finding:
 
 
 def _without_sources(at: Mapping[int, Position]) -> dict[int, Position]:
-    """Return the calls without those of ranks that wait in a later call than the majority.
+    """Remove the ranks that wait in a later call than the majority, if the majority's call is one-way.
 
-    Such ranks are removed only for one-way collectives such as a broadcast, because their source can finish before the
-    other ranks.
+    In a one-way collective, such as a broadcast, the source can finish before the other ranks.
     """
     (usual, _), *_ = Counter(at.values()).most_common() or [((0, "", ()), 0)]
     one_way = usual[1].startswith(ONE_WAY) and usual[1] != "REDUCE_SCATTER"
@@ -146,8 +146,7 @@ def _finding(
 def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bool) -> Finding:
     """Return the finding on ranks that wait in a different call than the majority.
 
-    same_group: whether all calls certainly belong to one group. If not, calls with different numbers may belong to
-        different groups, so no rank is blamed.
+    same_group: whether all calls certainly belong to one group. If not, a call with another number proves nothing.
     """
     (usual, most), *_ = Counter(at.values()).most_common()
     odd = sorted(rank for rank, position in at.items() if position != usual)
@@ -174,7 +173,7 @@ def _call(at: Mapping[int, Position]) -> str:
 
 
 def _missing(at: Mapping[int, object], evidence: Evidence) -> tuple[int, ...]:
-    """Return the ranks that did not time out, or () if they are not a small minority.
+    """Return the ranks that did not time out, or () if they are too many.
 
     If the world size is unknown, the highest rank that timed out counts as the last rank.
     """

@@ -1,8 +1,8 @@
 """Checks the verdict on a hang with a replay: a gloo program makes the calls in the dumps.
 
-The program must block at the same call as the job did. After the fault is repaired, it must finish. If the verdict is
-wrong, the program does not block as the dumps show (why/replay_program.py). A verdict is wrong if it blames a rank that
-only waits, or misses a rank at fault. jobs/replay_ranks.py runs the programs with one process per rank.
+The program must block at the same call as the job, and it must finish after the fault is repaired
+(why/replay_program.py). If it does not, the verdict is wrong: it blames a rank that only waits, or misses a rank at
+fault. jobs/replay_ranks.py runs the programs with one process per rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ NO_TORCH = (
     "--replay cannot use {} ({}): expected a Python with torch, because the replay uses torch with gloo; "
     "add --python /path/of/the/environment/of/the/job/bin/python"
 )
-NO_DEVICE = "all ranks have made the calls that do not finish: a device or a link does not advance, and gloo has none"
+NO_DEVICE = (
+    "all ranks have made the calls that do not finish: a device or a link does not advance, and a replay with gloo "
+    "uses neither"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Replay:
     text: the result as a sentence.
     ranks, groups, calls: how many were replayed.
     blocked_at: the calls in which ranks wait because the ranks at fault did not make them.
-    same_call: whether the replay blocked in the calls that are unfinished in the dumps. None if nothing was replayed.
+    same_call: whether the replay blocked in the calls that the dumps show as unfinished. None if nothing was replayed.
     finished: whether the repaired program finished. None if there is no repaired program.
     not_replayed: what the replay does not show.
     """
@@ -85,19 +88,19 @@ def replay(dumps: Mapping[int, Mapping[str, Any]], ended: Collection[int] = (), 
 
 
 def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
-    """Return the result of a replay.
+    """Return the result of a replay. Raise NotReplayable if the replay itself failed.
 
     results: what jobs/replay_ranks.py reports about the unchanged and about the repaired program.
     """
     if failed := next((one for one in results if one["error"] or not one["settled"]), None):
-        raise NotReplayable(failed["error"] or "a rank of the replay has ended")
+        raise NotReplayable(failed["error"] or "a rank of the replay exited too early")
     steps = {rank: program.steps(rank, repaired=False) for rank in program.ranks}
     calls = [(rank, step.operation) for rank, own in steps.items() for step in own]
     done = {call for call, state in zip(calls, "".join(results[0]["states"]), strict=True) if state == FINISHED}
     size = (len(steps), len({group for group, _ in program.states}), len(calls))
     base = Replay("", *size, not_replayed=tuple(_not_replayed(program)))
     text = f"replayed: {', '.join(map(counted, size, ('rank', 'group', 'call')))}"
-    # Calls that finish here and not in the dumps, or the reverse; the root of a broadcast may finish only there.
+    # Calls that finish only in the replay, or only in the dumps. The root of a broadcast may finish only in the dumps.
     odd = [
         (rank, one)
         for one, states in program.states.items()
@@ -114,7 +117,7 @@ def judge(program: Program, results: Sequence[Mapping[str, Any]]) -> Replay:
     if len(results) < 2:
         return replace(base, text=f"{text}; the verdict names no rank whose call could be repaired")
     finished = all(set(states) <= {FINISHED} for states in results[1]["states"])
-    end = "it finished" if finished else "it did not finish, so there is another cause"
+    end = "the replay finished" if finished else "the replay did not finish, so there is another cause"
     kinds = dict.fromkeys(program.blamed.values())
     repairs = [f"the calls of {_at_fault(program, kind)} {REPAIRS.get(kind, 'added')}" for kind in kinds]
     return replace(base, text=f"{text}; with {' and '.join(repairs)}, {end}", finished=finished)
@@ -151,11 +154,11 @@ def _not_replayed(program: Program) -> Iterator[str]:
         yield f"a device that does not advance: {stuck} made no unfinished call in the first run"
     yield from (f"{number} {what}" if number > 1 else what for what, number in program.left.items())
     if missing := sorted(set(program.ranks) - program.search.ranks.keys()):
-        text = "without a dump, a rank at fault is assumed to have made no unfinished call, other ranks all"
+        text = "hpcinit assumes that a rank at fault made no unfinished call, and that any other rank made them all"
         yield f"what {rank_names(missing)} called: {text}"
     kinds = {program.search.name(one).partition(" ")[0] for one in program.states if isinstance(one[1], int)}
     if kinds := kinds - {"all_reduce"}:
-        yield f"{', '.join(sorted(kinds)[:SHOWN])}: all_reduce takes their place, so that all ranks wait"
+        yield f"{', '.join(sorted(kinds)[:SHOWN])}: all_reduce replaces such calls, so that all ranks wait"
 
 
 def run(programs: Sequence[Mapping[str, Any]], python: str, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:

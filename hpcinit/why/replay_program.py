@@ -1,11 +1,11 @@
-"""Makes the programs for a replay: for each rank, the calls that its dump lists, unchanged and repaired.
+"""Builds the programs for a replay: for each rank, the calls that its dump lists, unchanged and repaired.
 
 The program has the process groups of the dumps. Every collective becomes an all_reduce of one number, because with gloo
 the root of a broadcast or a scatter does not wait for the others. If ranks make different calls, NCCL waits, but gloo
-raises an error. So a different call is made in a copy of the group, in which the other ranks make no call.
+raises an error. So a different call is made in a copy of the group, where no other rank makes a call.
 
-A dump ends with the calls in which its rank waits. In the replay, a rank that is not at fault then makes the calls in
-which others wait for it. A rank at fault makes these calls only in the repaired program.
+A dump ends with the calls in which its rank waits. In the replay, a rank that is not at fault also makes the later
+calls in which others wait for it. A rank at fault makes these calls only in the repaired program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PENDING = (SCHEDULED, STARTED)
 class Step(NamedTuple):
     """A call that one rank makes in the replay.
 
-    variant: if ranks made different calls, the number of this rank's call. 0 is the usual call.
+    variant: 0 for the usual call, or another number if the ranks made different calls.
     after: the indices of the rank's steps that must finish before this one.
     """
 
@@ -44,7 +44,7 @@ class NotReplayable(ValueError):
 class Program:
     """The calls of all ranks in a replay.
 
-    Raise NotReplayable if there are too many calls, or no unfinished one.
+    Raise NotReplayable if there are too many ranks or calls, or if all calls are finished.
     """
 
     def __init__(self, search: Search) -> None:
@@ -57,23 +57,23 @@ class Program:
         self.states = self._states()
         self._limit()
         self.variants = {operation: found for operation in self.states if (found := self._variants(operation))}
-        if self.near:  # what these wait for is not replayed
+        if self.near:  # queued calls wait for calls that are not replayed
             self.states = {one: states for one, states in self.states.items() if not self.is_queued(one)}
         self.ranks = sorted({rank for states in self.states.values() for rank in states})
         self.waiting = {rank: self._waiting(rank) for rank in self.ranks}
         self.gates = {operation: self._gates(operation) for operation in self.states}
 
     def _near(self) -> frozenset[int]:
-        """Return the ranks to which the replay is limited, or an empty set if all ranks fit into the replay.
+        """If there are too many ranks for a replay, return those in the calls that the ranks at fault did not make.
 
-        The limited replay contains only the ranks that take part in a call that a rank at fault did not make.
+        Return an empty set if all ranks fit into the replay.
         """
         size = len(self.search.world)
         if size <= MOST_RANKS:
             return frozenset()
         near = frozenset().union(*(self.search.concerned(operation) for operation in self.causes.values()))
         if not 0 < len(near) <= MOST_RANKS:
-            raise NotReplayable(f"{len(near) or size} ranks take part, but a replay can have at most {MOST_RANKS}")
+            raise NotReplayable(f"{len(near) or size} ranks are involved, but a replay can have at most {MOST_RANKS}")
         self.left[f"the other {size - len(near)} ranks, and calls that wait for an older one"] = 1
         return near
 
@@ -100,14 +100,13 @@ class Program:
             elif isinstance(what, int) or not complete:
                 self.left["finished calls that the recorder of a rank has overwritten"] += 1
         if not any(map(is_open, found.values())):
-            raise NotReplayable("no rank in the dumps waits in a call whose members the dumps list")
+            raise NotReplayable("the dumps do not list the ranks of any unfinished call")
         return found
 
     def _of_members(self, operation: Operation, members: Collection[int]) -> dict[int, str | None]:
-        """Return the state of a call on each member, or None for a member that has not made the call.
+        """Return each member's state of a call, or None for a member that has not made the call.
 
-        A rank without a dump counts as having made the call if it is not at fault, or if the others have finished the
-        call.
+        A member without a dump counts as done, unless it is at fault and others have not finished the call.
         """
         states = {rank: self.search.state(rank, operation) for rank in members if rank in self.search.ranks}
         over = bool(states) and set(states.values()) <= {DONE, FORGOTTEN}
@@ -117,7 +116,7 @@ class Program:
         return {rank: DONE if state == FORGOTTEN else state for rank, state in states.items()}
 
     def _variants(self, operation: Operation) -> dict[int, int]:
-        """Return for each rank which of several different calls it made. 0 is the usual call.
+        """Return, as a number, which of several different calls each rank made. 0 is the usual call.
 
         Return {} if all ranks made the same call, or if the operation has finished.
         """
@@ -162,15 +161,12 @@ class Program:
         return sorted(found, key=lambda operation: self._order(rank, operation))
 
     def is_queued(self, operation: Operation) -> bool:
-        """Return whether all ranks made the same unfinished call.
-
-        Nothing is wrong with such a call. It waits on a device for an older unfinished call.
-        """
+        """Return whether all ranks made the same call, which only waits on a device for an older unfinished call."""
         states = self.states[operation]
         return is_open(states) and None not in states.values() and operation not in self.variants
 
     def _gates(self, operation: Operation) -> dict[int, list[Operation]]:
-        """Return for each rank the older unfinished calls that its device must finish before this call.
+        """Return, for each rank, the older unfinished calls for which this call waits on the rank's device.
 
         Sends and receives have separate streams. They count only if no rank has an older unfinished collective.
         """
@@ -200,7 +196,7 @@ class Program:
             gates = tuple(place[one] for one in self.gates[operation].get(rank, ()) if one in place)
             found.append(Step(operation, 0 if kind and repaired else variant, gates))
         if not kind:
-            # A program continues after a send, whether or not it is received.
+            # A program continues after a send, even if the peer does not receive the message.
             after = _last_of_streams(one for one in self.waiting[rank] if self._role(rank, one) != "send")
             found += [Step(operation, 0, tuple(place[one] for one in after)) for operation in missing]
         elif repaired:

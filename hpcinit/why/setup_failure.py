@@ -12,15 +12,13 @@ from hpcinit.records import run_folder
 from hpcinit.why.evidence import SetupLine, Verdict
 
 _NOTED = re.compile(r"(?:(\d{1,3}) )?(\d{1,6}) (\S*)")  # status, number of the line, start of its command
-_OURS = re.compile(r" \|\| \{ echo '?hpcinit: error: .*")  # after a line of hpcinit's, such as `module load`
+_OURS = re.compile(r" \|\| \{ echo '?hpcinit: error: .*")  # the end of a line that hpcinit wrote, such as `module load`
 _BASH = re.compile(r"^\S+: line \d+: (?=\S)")
 _PROBLEM = re.compile(r"(?i)error|not found|no such|unknown|denied|fail|cannot")
 
 
 def read(path: Path, attempt: Mapping[str, Any], output: Sequence[str]) -> SetupLine | None:
-    """Return the set-up line that ended the script before the ranks started.
-
-    If there is none, return the first line that failed, or None if no line did.
+    """Return the set-up line that ended the script before the ranks started, or else the first that failed, or None.
 
     attempt: the content of exit.json.
     output: the last lines of the job's log, without the lines that Slurm wrote.
@@ -36,7 +34,7 @@ def read(path: Path, attempt: Mapping[str, Any], output: Sequence[str]) -> Setup
     typed = _OURS.sub("", lines.pop()) if len(lines) == 1 else ""
     printed = [_BASH.sub("", line) for line in output if not line.startswith("hpcinit: ")]
     about = next((_BASH.sub("", line) for line in output if f": line {number}: " in line), "")
-    if ended and not about:  # a message of another program, without the line
+    if ended and not about:  # another program printed the message, without a line number
         about = next((line for line in printed if _PROBLEM.search(line)), printed[-1] if printed else "")
     return SetupLine(typed, status if isinstance(status, int) else 0, about.strip(), bool(ended), tuple(printed))
 

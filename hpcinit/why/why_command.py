@@ -36,7 +36,7 @@ from hpcinit.why.replay import Replay
 
 OK, STOPPED = failure_kinds.NONE, failure_kinds.STOPPED  # kinds of a verdict on a run in which nothing failed
 WITHOUT_CAUSE = (failure_kinds.UNKNOWN, failure_kinds.SCRIPT)  # kinds of a verdict that names no cause
-UNEXPLAINED = "Slurm requeued it without a recorded reason: a preemption, a node failure, or scontrol requeue"
+UNEXPLAINED = "Slurm requeued the job without a recorded reason: a preemption, a node failure, or scontrol requeue"
 NO_STEP = (
     "wait, or read hpcinit logs --all; if the program seems to hang, hpcinit stacks RUN shows where each rank is. No "
     "step has been reported yet: hpcinit detects a hang, and the rank that causes it, in a program that calls "
@@ -48,8 +48,9 @@ NOT_FINITE = (
 )
 FOREIGN = "squeue --all --me shows whether Slurm restarts the job; submit it again only if it does not"
 UNREACHABLE = "Slurm's controller does not answer"
-MOST_NOW = 4  # groups of ranks with equal stacks in a verdict on a running job
-YOUNG_S, MOMENT_S = 3.0, 1.0  # srun reports a killed rank within a second of its peers
+MOST_NOW = 4  # most groups of ranks with equal stacks in a verdict on a running job
+# If the evidence is younger than YOUNG_S, wait MOMENT_S: srun may report a killed rank up to a second after its peers.
+YOUNG_S, MOMENT_S = 3.0, 1.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     what = "run folder, its name, or a job id; or logs of another launcher, or dumps: a file or a folder"
     parser.add_argument("run", nargs="?", default="", help=what)
     find_runs.add_runs_dir(parser)
-    again = "prove the verdict on a hang: run its calls here, with gloo on the CPU, as they are and repaired"
+    again = "check the verdict on a hang: repeat its calls here with gloo on the CPU, unchanged, then repaired"
     parser.add_argument("--replay", action="store_true", help=again)
     parser.add_argument(
         "--python", default="", metavar="PATH", help="a Python with torch for --replay; default: this one"
@@ -169,7 +170,7 @@ def _of_dumps(dumps: Mapping[int, Mapping[str, Any]], options: argparse.Namespac
 def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, Mapping[str, Any]] | None = None) -> int:
     """Print the verdict on a job that hpcinit did not start. Return the exit status."""
     verdict = diagnosis.diagnose(job.logs.evidence)
-    if verdict.resubmit:  # Slurm may requeue the job, and the logs do not show it
+    if verdict.resubmit:  # the logs do not show whether Slurm requeues the job
         verdict = replace(verdict, do=FOREIGN, resubmit=False)
     replayed = _replay(dumps or {}, (), options) if options.replay else None
     known = {"job_id": job.slurm.get("JobID", ""), "state": foreign_job.state(job.slurm), "slurm": job.slurm}
@@ -186,11 +187,11 @@ def _of_logs(job: ForeignJob, options: argparse.Namespace, dumps: Mapping[int, M
 
 def _advice(verdict: Verdict) -> list[str]:
     """Return what would make the verdict certain, and what to do."""
-    text = [f"  to be certain: {verdict.doubt}"] if verdict.doubt else []
+    text = [f"  needed to be certain: {verdict.doubt}"] if verdict.doubt else []
     return text + ([f"what to do: {verdict.do}"] if verdict.do else [])
 
 
-# The fields of a verdict that only one of the three has: on a run, on the logs of another launcher, on dumps.
+# Fields that only some verdicts have. A verdict may be on a run, on the logs of another launcher, or on dumps.
 _WITHOUT: Mapping[str, Any] = {
     "run": None,
     "state": "",
@@ -203,14 +204,14 @@ _WITHOUT: Mapping[str, Any] = {
 
 
 def _line(verdict: Verdict, where: Mapping[str, Any], replayed: Replay | None, unknown: Sequence[str] = ()) -> str:
-    """Return the verdict as JSON, with the verdict on the flight recorder's dumps.
+    """Return the verdict as JSON, including what the flight recorder's dumps show.
 
     where: additional fields.
     """
     fields = asdict(verdict)
     hang = verdict.flight.document()
     if verdict.rank is not None and verdict.rank not in [one["rank"] for one in hang["culprits"]]:
-        hang["culprits"] = []  # the dumps show what followed from another failure
+        hang["culprits"] = []  # the dumps show consequences of another failure
     known = {"verdict": fields.pop("headline"), "kind": fields.pop("kind"), "advice": fields.pop("do")}
     del fields["flight"], fields["ranks"]
     joined = {
@@ -276,9 +277,9 @@ def _explain(path: Path, now: state.State) -> Verdict:
 
 
 def _chain_is_used_up(now: state.State, found: Evidence, verdict: Verdict) -> Verdict | None:
-    """Return the verdict on a chain of jobs if its last job exited with 143, else None.
+    """Return the verdict if the last job of a chain ended before the program did, else None.
 
-    A program that handles Slurm's SIGTERM exits with 143.
+    Such a job exits with 143, because the program handled Slurm's SIGTERM.
     """
     early = now.exit_status == run_folder.ENDED_EARLY and bool(now.link) and not now.others
     ends = {end.how for end in found.log.ends if not end.after_abort} - {
@@ -303,10 +304,9 @@ def _with_disk(path: Path, now: state.State, verdict: Verdict) -> Verdict:
 
 
 def _evidence(path: Path, now: state.State) -> Evidence:
-    """Return the evidence about a run. Read it again if it has only secondary errors.
+    """Return the evidence about a run.
 
-    On a shared file system, the record of the first error may become visible late. So if all errors are recent, wait a
-    moment and read the evidence again.
+    If it has only secondary errors, read it again: on a shared file system, the first error may become visible late.
     """
     found = gather_evidence.gather(path, now)
     if diagnosis.has_only_secondary_errors(found):
@@ -379,7 +379,7 @@ def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
 def _with_states(found: Evidence, live: Sequence[stacks.Group]) -> Evidence:
     """Return the evidence with the current process states of the ranks that wrote no stack.
 
-    A rank writes no stack if it is stopped, or if C code holds the GIL.
+    Such a rank is stopped, or C code holds the GIL.
     """
     states = stacks.blocked_ranks(live)
     hang = found.hang and hang_report.with_states(found.hang, states)

@@ -1,7 +1,7 @@
 """Defines World: the rank of this process, the number of ranks, this rank's host and the host of rank 0.
 
-All values are read from the variables of one launcher. If each variable were read separately, a stale `RANK` could be
-combined with a current `SLURM_LOCALID`. Nothing would fail until a collective hangs.
+All values are read from the variables of one launcher. Otherwise, a stale `RANK` could be combined with the current
+`SLURM_LOCALID`, and nothing would fail until a collective hangs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class World:
         master_ports: candidates for rank 0's port, in order of preference.
         job: the unique name of this attempt (job, step, restart). Ports and nonces depend on it.
         warnings: contradicting values of other launchers in the environment, one sentence each.
-        master_known: False if this rank cannot know rank 0's host. Then the order of hosts is a guess, and so is
-            master_addr, except on rank 0. There, master_addr is its own host, which it must publish.
+        master_known: False if the launcher does not show which host is rank 0's. Then the order of `hosts` and
+            master_addr are guesses. Only rank 0 itself has the right master_addr, and must publish it.
         node_count: the number of nodes if the launcher counts them without naming them; else 0.
         ranks_here: all ranks of this node; empty if the launcher does not name them.
     """
@@ -56,8 +56,8 @@ class World:
         _within("local_rank", self.local_rank, "local_world_size", self.local_world_size)
         if self.local_world_size > self.world_size:
             raise WorldError(
-                f"local_world_size {self.local_world_size} is more than world_size {self.world_size}, "
-                f"as read from {self.launcher}"
+                f"local_world_size {self.local_world_size} is more than world_size {self.world_size} (launcher: "
+                f"{self.launcher})"
             )
         if self.hosts:
             _within("node_rank", self.node_rank, "number of hosts", len(self.hosts))
@@ -94,16 +94,16 @@ def number(env: Mapping[str, str], key: str, advice: str) -> int:
         raise WorldError(f"{key} is {text!r}, expected a number: {advice}") from None
 
 
-# It marks MASTER_ADDR and MASTER_PORT as set by hpcinit, not by the user: they may differ from the address or port that
-# reading the environment again would give.
+# This variable shows that hpcinit, not the user, has set MASTER_ADDR and MASTER_PORT. Their values may differ from the
+# address and ports that read() returns.
 ENV_WORLD = "HPCINIT_WORLD"
 
 
 def exports(world: World) -> dict[str, str]:
-    """Return the environment variables that scripts for torch's `env://` and for torchrun read.
+    """Return the environment variables for programs that use torch's `env://` or expect torchrun.
 
-    With these, such scripts run unchanged. Names: https://docs.pytorch.org/docs/stable/elastic/run.html (environment
-    variables). HPCINIT_WORLD contains World.job and shows that the other variables were set for this world.
+    https://docs.pytorch.org/docs/stable/elastic/run.html lists their names. HPCINIT_WORLD contains World.job, and shows
+    that hpcinit has set the other variables for this world.
     """
     return {
         "RANK": str(world.rank),

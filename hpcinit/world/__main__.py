@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     world = launchers.read(os.environ, options.started_by)
-    # node_count is the launcher's own count, 0 if it names the nodes instead; the reader of this output wants a number.
+    # World.node_count is 0 if the launcher names the nodes.
     print(json_output.line("world", asdict(world) | {"node_count": world.nodes}))
     return 0
 

@@ -1,4 +1,4 @@
-"""Reads which CPUs the kernel lists, and divides them among ranks."""
+"""Reads the CPUs and cores of this node from the kernel, and divides them among ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PROC = Path("/proc")
 
 
 def share(cores: Sequence[Collection[int]], ranks: int, place: int) -> set[int]:
-    """Return the CPUs for one rank when several ranks divide these cores among themselves.
+    """Return the CPUs of one of the ranks that share these cores.
 
-    If there are enough cores, each rank gets whole cores, else single CPUs. If there are fewer CPUs than ranks, every
-    rank gets all CPUs.
+    Each rank gets whole cores. If there are fewer cores than ranks, each gets single CPUs. If there are also fewer
+    CPUs, every rank gets all of them.
 
     cores: the cores, each given as its CPUs.
-    ranks: how many ranks divide the cores.
+    ranks: how many ranks share the cores.
     place: the number of this rank among them, from 0.
     """
     parts = [list(core) for core in cores]
@@ -44,7 +44,7 @@ def everything(sysfs: Path = SYSFS, proc: Path = PROC) -> set[int]:
             folder, name = sysfs / "fs/cgroup/cpuset", "cpuset.effective_cpus"
         else:
             continue
-        # A container may not see the path that its group has outside of it.
+        # In a container, the path of the control group on the host may not exist.
         text = read_or_empty(folder / path.lstrip("/") / name) or read_or_empty(folder / name)
         online &= numbers(text) or online
     return online

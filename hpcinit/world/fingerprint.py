@@ -13,10 +13,7 @@ PACKAGES = ("hpcinit", "torch", "deepspeed", "nvidia-nccl-cu12", "nvidia-nccl-cu
 
 
 def fingerprint(folder: Path | None = None) -> dict[str, str]:
-    """Return what this rank runs: versions, the commit of the working folder, and the run folder.
-
-    No package is imported for this.
-    """
+    """Return what this rank runs: versions, the commit of the working folder, and the run folder."""
     made_of = {"python": platform.python_version()}
     for package in PACKAGES:
         if version := versions.installed(package):

@@ -1,8 +1,8 @@
 """Finds an address of a node that every other node can reach, and lists this node's own interfaces. Linux only.
 
-If the fast network of a cluster has separate names, a template describes them. For example, the template '{host}i'
-makes jwb0001i from jwb0001. A plain suffix is added to the first label: 'i' makes n1i.site from n1.site. Two kinds of
-address are never used:
+If nodes have other names on the cluster's fast network, a template describes them: '{host}i' makes jwb0001i from
+jwb0001. A template without {host} is added to the first label: 'i' makes n1i.site from n1.site. Two kinds of addresses
+are never used:
 
 - 127.0.1.1: Debian's installer maps a machine's own name to it, and no other node can connect to it.
 - fe80::1 (link-local): it means a different machine on each interface.
@@ -45,7 +45,7 @@ def rename_host(host: str, template: str) -> str:
     rest = template.replace(PLACEHOLDER, "", 1)
     if "{" in rest or "}" in rest:
         raise ConfigError(
-            f"the host template {template!r} cannot be read, expected {PLACEHOLDER} once and no other braces, as in "
+            f"the host template {template!r} is invalid, expected {PLACEHOLDER} once and no other braces, as in "
             "'{host}-ib0', or a plain suffix"
         )
     if PLACEHOLDER in template:
@@ -77,7 +77,7 @@ def find_address(
     """Return an address of `host` that the other nodes of the job can reach.
 
     Try the name that the template makes, then `host`, then the address that Slurm has for the node. All nodes get the
-    same result, unless some nodes cannot resolve names that others can. Raise WorldError if no address is found.
+    same result if all of them can resolve the same names. Raise WorldError if no address is found.
 
     nodes: the number of nodes in the job.
     node_addr: a function that returns the address that Slurm has for a node (NodeAddr). Called only if no name
@@ -88,24 +88,24 @@ def find_address(
     reason = note = ""
     for name in dict.fromkeys((renamed, host)):
         if _is_address(name):
-            return Found(name, note)  # 127.0.0.2 is valid too: a node of the local engine
+            return Found(name, note)  # even a loopback address: the local engine's nodes have, for example, 127.0.0.2
         try:
             return Found(pick_address(name, resolver(name), nodes), note)
         except OSError as error:
             why = error.strerror or error
             problem = f"{name}{made if name == renamed else ''} does not resolve on {socket.gethostname()}: {why}"
             reason = f"{reason}; {problem}" if reason else problem
-            note = f"{reason}; {host} is used unchanged: fix cluster.host_template, or remove it"
+            note = f"{reason}; hpcinit uses {host} instead: fix cluster.host_template, or remove it"
     address = node_addr(host)
     if not address or address == host:
         template = (
-            "fix cluster.host_template, or remove it"
+            "fix or remove cluster.host_template"
             if made
-            else "or set cluster.host_template if the nodes have other names in DNS"
+            else "set cluster.host_template if the nodes have other names in DNS"
         )
         raise WorldError(
-            f"{reason}, and Slurm has no other address for it; expected a name that every node can look up: ask the "
-            f"site to add the node to DNS or /etc/hosts, {template}"
+            f"{reason}, and Slurm has no other address for it. Ask the site to add the node to DNS or /etc/hosts, or "
+            f"{template}"
         )
     note = f"{reason}; using Slurm's address for it, {address}"
     try:
@@ -118,10 +118,10 @@ def find_address(
 
 
 def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
-    """Choose one of a host's addresses: IPv4 before IPv6, and otherwise the first. Skip loopback addresses.
+    """Return a host's first IPv4 address, or else its first IPv6 address. Skip loopback addresses.
 
-    A loopback address is only chosen for a single node without other addresses. Raise WorldError if other nodes cannot
-    connect to any of the addresses.
+    A single node may use a loopback address if it has no other. Raise WorldError if other nodes cannot connect to any
+    of the addresses.
     """
     parsed = [ipaddress.ip_address(text.partition("%")[0]) for text in addresses]
     usable = [ip for ip in parsed if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)]
@@ -130,8 +130,8 @@ def pick_address(host: str, addresses: Sequence[str], nodes: int) -> str:
     if not usable:
         raise WorldError(
             f"{host} resolves to {', '.join(addresses) or 'no address'} on {socket.gethostname()}, expected an address "
-            f"that the other {nodes - 1} nodes can connect to: a line in /etc/hosts on {socket.gethostname()} maps the "
-            "name to the machine itself; remove the name from that line"
+            f"that the other {nodes - 1} nodes can connect to. If a line in /etc/hosts on {socket.gethostname()} maps "
+            "the name to the machine itself, remove the name from that line"
         )
     return str(min(usable, key=lambda ip: ip.version))
 
@@ -177,10 +177,10 @@ def towards(address: str) -> str:
 
 
 def default_address() -> str:
-    """Return this node's address on its default route. Without one, return its first usable address.
+    """Return this node's address on its default route, or else its first usable address, or ''.
 
-    Loopback and link-local addresses are not usable. If there is no usable address, return ''. The route is looked up
-    with addresses that are reserved for documentation, and nothing is sent to them.
+    Loopback and link-local addresses are not usable. To find the route, ask the kernel for the way to an address that
+    is reserved for documentation. Nothing is sent.
     """
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):
@@ -190,10 +190,10 @@ def default_address() -> str:
 
 
 def blind_spot(name: str, resolver: Resolver = resolve) -> str:
-    """Return why other nodes could not connect to a program that listens at this node's own name, or '' if they could.
+    """Return why other nodes cannot reach the address at which gloo would listen, or '' if they can.
 
-    gloo uses the first of the name's addresses that it can bind, or loopback if there is none (torch,
-    GlooDeviceFactory.cpp). Debian's installer maps a machine's own name to 127.0.1.1.
+    gloo uses the first address of this node's own name that it can bind, or else loopback (torch,
+    GlooDeviceFactory.cpp).
     """
     try:
         bound = first_of_ours(resolver(name))

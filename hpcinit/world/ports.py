@@ -1,10 +1,9 @@
 """Computes which ports a job may use for the rendezvous, torch's store and MASTER_PORT.
 
-Every rank computes the same ports. They are outside of the range that the kernel assigns to connections.
+Every rank computes the same ports. They are outside of the range that the kernel assigns to outgoing connections.
 
-If a site's firewall opens only some ports, the user sets `comm.ports`. The batch script exports that value as
-HPCINIT_PORTS, and rank 0's node then uses no other ports. gloo and NCCL still use ports from the kernel's range for
-connections between ranks.
+If a firewall opens only some ports, the user sets `comm.ports`. The batch script exports this value as HPCINIT_PORTS,
+and hpcinit then uses no other ports. gloo and NCCL still use ports from the kernel's range.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from hpcinit.base.text import numbers
 from hpcinit.world import World, number
 
 ENV_PORTS = "HPCINIT_PORTS"
-FROM_ENV = "env"  # the user's own MASTER_PORT, and MASTER_ADDR if it is set
-NEEDED = 3  # the rendezvous, torch's store, and the program's MASTER_PORT
+FROM_ENV = "env"  # use the user's MASTER_PORT, and MASTER_ADDR if it is set
+NEEDED = 3  # a port each for the rendezvous, torch's store, and the program's MASTER_PORT
 EXPECTED = f"a port, as in 29500, a range of {NEEDED} or more, as in 20000-20100, or {FROM_ENV}"
 
-# Linux gives ports 32768-60999 to outgoing connections (net.ipv4.ip_local_port_range), so a listener
-# there sometimes fails: https://github.com/NVIDIA/enroot/issues/243. Services use ports below 20000.
+# Linux gives ports 32768-60999 to outgoing connections (net.ipv4.ip_local_port_range), so listening on one of them
+# sometimes fails: https://github.com/NVIDIA/enroot/issues/243. Services use ports below 20000.
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 PORT_COUNT = 8
-# Some systems give 9000-65000 to outgoing connections. Rank 0 uses these candidates there.
+# Some systems give 9000-65000 to outgoing connections. On these systems, rank 0 uses the following ports.
 LOW_FIRST_PORT, LOW_LAST_PORT = 5_000, 8_999
 LOW_PORT_COUNT = 3
 EPHEMERAL, RESERVED = "ip_local_port_range", "ip_local_reserved_ports"
-_SYSCTL = Path("/proc/sys/net/ipv4")  # also for IPv6
+_SYSCTL = Path("/proc/sys/net/ipv4")  # these settings also apply to IPv6
 
 
 def candidate_ports(job: str) -> tuple[int, ...]:
-    """Return the ports that one attempt of a job may use, equal on every rank.
+    """Return the ports that one attempt of a job may use.
 
-    A hash of the name chooses PORT_COUNT + LOW_PORT_COUNT different ports. Jobs with consecutive ids share nodes: if
-    their ports were consecutive too, jobs that need two ports each would collide.
+    They are computed from a hash of the name. Ports computed from job ids would collide, because jobs with consecutive
+    ids often share nodes.
 
     job: the name of the attempt: job, step and restart.
     """
@@ -52,10 +51,9 @@ def candidate_ports(job: str) -> tuple[int, ...]:
 
 
 def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the ports sorted by safety, and a warning or ''.
+    """Return the ports, safe ones first. Also return a warning, or '' if at least two ports are safe.
 
-    Ports are unsafe if this node may assign them to outgoing connections. The safe ports are first. The warning reports
-    that fewer than two ports are safe, because rank 0 needs two.
+    A port is unsafe if this node may assign it to an outgoing connection. Rank 0 needs two ports.
     """
     try:
         first, last = map(int, (_SYSCTL / EPHEMERAL).read_text().split())
@@ -67,9 +65,9 @@ def outside_ephemeral(candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
     if len(candidates) - len(given) >= 2:
         return ordered, ""
     return ordered, (
-        f"{socket.gethostname()} gives ports {first}-{last} to outgoing connections (net.ipv4.{EPHEMERAL}), which "
-        f"contain {len(given)} of the {len(candidates)} candidate ports: another program may be using one. The "
-        f"administrator can keep them free: sysctl net.ipv4.{RESERVED}={FIRST_PORT}-{LAST_PORT}"
+        f"{socket.gethostname()} gives ports {first}-{last} to outgoing connections (net.ipv4.{EPHEMERAL}). They "
+        f"include {len(given)} of hpcinit's {len(candidates)} ports, so another program may be using these. The "
+        f"administrator can reserve hpcinit's ports: sysctl net.ipv4.{RESERVED}={FIRST_PORT}-{LAST_PORT}"
     )
 
 
@@ -89,7 +87,7 @@ def problem(text: str) -> str:
         return f"is {text!r}, expected ports from 1024 to 65535, the lower one first"
     if high - low + 1 < NEEDED:
         return (
-            f"is {text!r}, {high - low + 1} ports, expected {NEEDED} or more: for the rendezvous, torch's store and "
+            f"is {text!r} ({high - low + 1} ports), expected {NEEDED} or more: for the rendezvous, torch's store and "
             "MASTER_PORT"
         )
     return ""
@@ -98,12 +96,12 @@ def problem(text: str) -> str:
 def candidates(text: str, job: str) -> tuple[int, ...]:
     """Return the ports that one attempt of a job may use, according to comm.ports.
 
-    A single port becomes MASTER_PORT, and the two ports after it are used, too.
+    A single port N becomes MASTER_PORT, and N + 1 and N + 2 are used, too.
     """
     first, dash, last = text.partition("-")
     low = int(first)
     if not dash:
-        return low + 1, low, low + 2  # the rendezvous uses the first free one, and MASTER_PORT is the next
+        return low + 1, low, low + 2  # the rendezvous uses the first free port, and MASTER_PORT is the next one
     size = int(last) - low + 1
     start = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big") % size
     return tuple(low + (start + i) % size for i in range(min(size, PORT_COUNT)))

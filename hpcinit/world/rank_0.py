@@ -1,6 +1,6 @@
-"""Finds rank 0: its host, and the addresses under which this node can reach it.
+"""Finds rank 0: its host, and the addresses at which this node can reach it.
 
-Rank 0 can publish them in the run folder.
+If other ranks cannot compute the host or the addresses, rank 0 publishes them in the run folder.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def addresses(world: World, template: str) -> list[network.Found]:
     try:
         best = network.find_address(host, world.nodes, node_addr=_slurm_address, template=template)
     except WorldError as error:
-        own = _address_towards_others(world) if world.node_rank == 0 else ""  # its other ranks see the same /etc/hosts
-        reaches = "which reaches the other nodes"
+        own = _address_towards_others(world) if world.node_rank == 0 else ""  # these ranks share an /etc/hosts
+        reaches = "from which this node connects to the other nodes"
         if not own and world.rank == 0 and _rank_0_file(world):
             own, reaches = network.default_address(), "and the other ranks read that address from the run folder"
         if not (own or listening):
             raise
-        note = f"{error}; until that is fixed rank 0 listens at {own}, {reaches}"
+        note = f"{error}; for now, rank 0 listens at {own}, {reaches}"
         best = network.Found(listening or own, note if world.rank == 0 else "")
     # Another node may list the addresses of the same name in another order.
     others = [
@@ -58,7 +58,7 @@ def _resolve_or_nothing(name: str) -> Sequence[str]:
         return ()
 
 
-NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # the other ranks wait meanwhile
+NODE_ADDRESS_LIMIT = timedelta(seconds=20)  # short, because the other ranks wait meanwhile
 
 
 @functools.cache
@@ -89,11 +89,10 @@ def _rank_0_file(world: World) -> Path | None:
 
 
 def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
-    """Write rank 0's host into the run folder, for ranks that cannot compute it.
+    """Write rank 0's host into the run folder, for ranks that cannot compute it (srun --distribution=arbitrary).
 
-    One example is --distribution=arbitrary without a host file. With `address`, also write the address at which rank 0
-    listens, for nodes that cannot resolve the host's name. If the file shows that a second process acts as rank 0 on
-    another node, raise a BringUpError that names both processes.
+    With `address`, also write the address at which rank 0 listens, for nodes that cannot resolve the host's name. Raise
+    BringUpError if a process on another node has already claimed rank 0.
 
     me: the host and the process id of rank 0.
     """
@@ -109,13 +108,13 @@ def publish(world: World, me: Mapping[str, Any], address: str = "") -> None:
             file.write(text)
     except FileExistsError:
         written = ""
-        with contextlib.suppress(OSError):  # if the file server fails, only this check is lost
+        with contextlib.suppress(OSError):  # if the file server fails, skip this check
             written = path.read_text()
         _, host, pid, *_ = [*written.split("\n"), "", "", ""]
         if host and host != me["host"]:
             raise BringUpError(
-                f"two processes claim rank 0: pid {pid} on {host}, which was first (see {path}), and pid "
-                f"{me['pid']} on {me['host']}; unset RANK and SLURM_PROCID if they are left from an earlier job"
+                f"two processes claim rank 0: pid {pid} on {host}, which was first (see {path}), and pid {me['pid']} "
+                f"on {me['host']}; unset RANK and SLURM_PROCID if they are left from an earlier job"
             ) from None
     except OSError:
         if not (address or world.master_known):
@@ -142,7 +141,7 @@ def check_master_addr(world: World) -> None:
         return
     where = f"resolves to {', '.join(found)}" if found else "does not resolve"
     raise BringUpError(
-        f"MASTER_ADDR is {name}, which {where}, not an address of {socket.gethostname()}, where rank 0 runs. Set it "
-        f"to {world.host or socket.gethostname()} or another address of that node, or unset it: hpcinit finds rank 0 "
-        f"without it (it uses your MASTER_ADDR and MASTER_PORT because of comm.ports={ports.FROM_ENV})"
+        f"MASTER_ADDR is {name}, which {where}, expected an address of {socket.gethostname()}, where rank 0 runs. Set "
+        f"MASTER_ADDR to {world.host or socket.gethostname()}, or unset it, so that hpcinit finds rank 0. With "
+        f"comm.ports={ports.FROM_ENV}, hpcinit uses your MASTER_ADDR and MASTER_PORT"
     )

@@ -1,7 +1,7 @@
-"""Chooses which of the devices that torch sees this rank should use.
+"""Chooses the device that this rank should use, among the devices that torch sees.
 
-torch itself reads the variables that restrict the devices (CUDA_VISIBLE_DEVICES and the others below) when it counts
-them. This module only finds out whether other ranks of the node see the same devices.
+When torch counts devices, it reads the variables that restrict them, such as CUDA_VISIBLE_DEVICES. This module finds
+out whether other ranks of the node see the same devices.
 
 https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html
 https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html
@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from hpcinit.base.errors import BringUpError
 from hpcinit.world import World
 
-# The variables that restrict each kind of device, for messages. GPU_DEVICE_ORDINAL, which Slurm sets too, is OpenCL's.
+# The variables that restrict each kind of device. Slurm also sets GPU_DEVICE_ORDINAL, which is for OpenCL.
 VARIABLES = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
 }
-# SLURM_TRES_BIND is what the user requested, SLURMD_TRES_BIND (since 22.05) what this step got.
+# SLURM_TRES_BIND: what the user requested. SLURMD_TRES_BIND (since 22.05): what this step got.
 BINDINGS = ("SLURMD_TRES_BIND", "SLURM_TRES_BIND")
 # "gpu:per_task:2" (22.05), "gres/gpu:per_task:2" (24.11): two devices for each task, which no other task has.
 _PER_TASK = re.compile(r"gpu:per_task:(\d+)")
@@ -45,15 +45,15 @@ def index_of(env: Mapping[str, str], kind: str, count: int, world: World) -> int
     if size <= count:
         return world.local_rank
     if count == 1 and not _listed(env, kind) and on_node is not None and enough:
-        return 0  # control groups hide the other ranks' devices, and no variable shows it
+        return 0  # control groups hide the other ranks' devices without setting a variable
     raise BringUpError(_too_few(env, kind, count, world))
 
 
 def is_private(env: Mapping[str, str], kind: str, count: int, world: World) -> bool:
     """Return whether only this rank sees the `count` devices of this kind that torch sees.
 
-    That is so if a variable lists a single device, or if Slurm bound this task to `count` devices. Under torchrun or
-    mpirun, Slurm's binding does not show it: all ranks that the task started share the task's devices.
+    This is the case if a variable lists a single device, or if Slurm bound this task to `count` devices. If srun did
+    not start the ranks, Slurm's binding is no proof, because several ranks share a task's devices.
     """
     if count == 1 and any("," not in text for text in _listed(env, kind).values()):
         return True
@@ -75,9 +75,9 @@ def given(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _on_node(env: Mapping[str, str], world: World) -> int | None:
-    """Return how many ranks on this node have a device from Slurm. Return None if unknown, or under another launcher.
+    """Return how many ranks can use the node's devices, counting shared devices several times, or None if unknown.
 
-    It is SLURM_GPUS_ON_NODE, multiplied by --ntasks-per-gpu, because that many tasks share a device.
+    Only Slurm's variables show it, so it is unknown under another launcher.
     """
     devices, sharing = env.get("SLURM_GPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_GPU", "1")
     known = world.launcher == "slurm" and devices.isdigit() and sharing.isdigit()
@@ -87,7 +87,7 @@ def _on_node(env: Mapping[str, str], world: World) -> int | None:
 def _too_few(env: Mapping[str, str], kind: str, count: int, world: World) -> str:
     slurms = (*(BINDINGS[:1] if BINDINGS[0] in env else BINDINGS[1:]), "SLURM_GPUS_ON_NODE")
     names = (*_listed(env, kind), *(slurms if world.launcher == "slurm" else ()))
-    restricted = ", ".join(f"{name}={env[name]}" for name in names if name in env) or "nothing restricts them"
+    restricted = ", ".join(f"{name}={env[name]}" for name in names if name in env) or "no variable restricts them"
     advice = f"start at most {count} per node, or give each rank its own (srun --gpus-per-task=1)"
     if "," in (text := env.get("CUDA_VISIBLE_DEVICES", "")) and text.startswith("MIG-"):
         advice = "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)"

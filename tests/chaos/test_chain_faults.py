@@ -156,7 +156,7 @@ def test_a_chain_continues_after_a_full_disk(
     shown = hpcinit("status", "--json", str(folder), env=small.env).stdout
     assert json.loads(shown)["link"] == "job 2 of a chain of 2", shown
     if full == "before the stop":
-        told = f"hpcinit: warning: job {first} of this chain stopped without recording why; was the disk full?"
+        told = f"hpcinit: warning: job {first} of this chain stopped early and recorded no reason. Was the disk full?"
         assert told in (folder / "logs/job.log").read_text()
     Path("finish").touch()
     until(lambda: states(small, [second])[0] == "COMPLETED", 60)

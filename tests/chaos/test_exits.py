@@ -1,7 +1,7 @@
 """Each way in which one of four ranks can end or hang: the first line of `why`, the rank, the kind, and what is left.
 
-The program, exit_faults.py, uses hpcinit.init() ('init') or torch alone ('plain'). `make test` tries each fault once,
-`make chaos` tries all combinations and writes a table.
+The program, exit_faults.py, uses hpcinit.init() ('init') or torch alone ('plain'). `make test-all` tries each fault
+once, `make chaos` tries all combinations and writes a table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ EXPECTED = {  # fault: (kind, pattern of the first line)
     "loader": ("host-memory", rf"{FAILED}.* DataLoader worker \(pid \d+\) is killed by signal: Killed"),
     "disk": ("disk", rf"{FAILED}.* No space left on device"),
 }
-# `make test`: most with launch=fork, which is the cheapest, and with srun or torchrun where they report the end.
+# `make test-all`: most with launch=fork, which is the cheapest, and with srun or torchrun where they report the end.
 ONCE = {
     "exception": ("plain", "fork"),
     "sigterm": ("plain", "srun"),

@@ -92,7 +92,7 @@ def patient() -> Iterator[MiniSlurm]:
 def test_it_saves(hpcinit: Run, patient: MiniSlurm, launch: str) -> None:
     """Every attempt ends with a complete checkpoint of the step at which all ranks stopped.
 
-    `make chaos` makes 20 attempts per launch. `make test` makes 2, which together cover all ways.
+    `make chaos` makes 20 attempts per launch. `make test-all` makes 2, which together cover all ways.
     """
     Path("train.py").write_text(PROGRAM)
     asks, offset = list(ASKS), 2 * list(LAUNCHES).index(launch)

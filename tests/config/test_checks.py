@@ -86,7 +86,7 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["cluster=mini", "+cluster.srun.export=ALL"], "cluster.srun.export: the job needs its whole environment"),
         (["+cluster.sbatch.wrap=id"], "cluster.sbatch.wrap: hpcinit writes the script; the program goes after --"),
         (["+cluster.sbatch.test-only=true"], "cluster.sbatch.test-only: did you mean validate=...? validate=true does this before each"),
-        (["+cluster.sbatch.help=true"], "cluster.sbatch.help: with it, Slurm prints text instead of starting a job"),
+        (["+cluster.sbatch.help=true"], "cluster.sbatch.help: with this option, Slurm prints text instead of starting a job"),
         (["+cluster.sbatch.cluster=b"], "cluster.sbatch.cluster: use cluster.clusters instead"),
         (["+cluster.sbatch.tasks-per-node=2"], "cluster.sbatch.tasks-per-node: use ranks_per_node instead"),
         (["+cluster.sbatch.depend=afterok:1"], "cluster.sbatch.depend: use dependency instead"),
@@ -111,8 +111,8 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["cluster=mini", "ranks_per_node=9"], "ranks_per_node=9, but a node of partition 'main' of cluster mini has 8 GPUs (cluster.gpus_per_node), and each rank needs one: set ranks_per_node=8 or less"),
         (["cluster=mini", "partition=null", "cluster.partition=main", "nodes=5"], "nodes=5, but partition 'main' of cluster mini allows at most 4: nodes=4 or less"),
         (["cluster=mini", "cluster.partitions.main.mem_gb=3.9", "mem_gb=4"], "mem_gb=4, but a node of partition 'main' of cluster mini has 3.9 GB for jobs: mem_gb=3.9 or less, or 0"),
-        (["cluster=mini", "cluster.partitions.main.gpus_per_node=4"], "cluster.gpus_per_node=8, but a node of partition 'main' of cluster mini has 4 GPUs (its gpus_per_node): set cluster.gpus_per_node=4"),
-        (["cluster=mini", "cluster.partitions.main.gpus_per_node=0"], "has 0 GPUs (its gpus_per_node): set cluster.gpus_per_node=0 cluster.gpu_flag=null"),
+        (["cluster=mini", "cluster.partitions.main.gpus_per_node=4"], "cluster.gpus_per_node=8, but a node of partition 'main' of cluster mini has 4 GPUs (gpus_per_node of the partition): set cluster.gpus_per_node=4"),
+        (["cluster=mini", "cluster.partitions.main.gpus_per_node=0"], "has 0 GPUs (gpus_per_node of the partition): set cluster.gpus_per_node=0 cluster.gpu_flag=null"),
         (["cluster=mini", "cluster.partitions.main.gpu_type=h100", "cluster.gpu_type=a100"], "cluster.gpu_type is 'a100', but the GPUs of partition 'main' of cluster mini are of type 'h100': set cluster.gpu_type=h100"),
         (["cluster=mini", "cluster.partitions.main.cpus_per_node=8"], "8 ranks x 2 cores = 16 cores per node, but a node of partition 'main' of cluster mini has 8 (cpus_per_node): set cpus_per_rank=1 or less"),
         (["cluster=mini", "cluster.gpus_per_node=0", "ranks_per_node=17"], "17 ranks x 1 cores = 17 cores per node, but a node of partition 'main' of cluster mini has 16 (cpus_per_node): set ranks_per_node=16 or less"),
@@ -123,7 +123,7 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["parallel.tp=0"], "parallel.tp is 0, expected 1 or more, or -1"),
         (["cluster=mini", "nodes=3", "parallel.tp=8", "parallel.dp_replicate=4"], "dp_replicate 4 x tp 8 = 32 ranks, but 3 nodes x 8 ranks = 24; with tp 8: dp_replicate 3; nodes=4"),
         (["cluster=mini", "nodes=2", "parallel.tp=16"], "tp 16 does not divide the 8 ranks of a node, and tensor parallel groups must stay inside a node"),
-        (["cluster=mini", "parallel.ep=3"], "ep 3 does not divide dp_replicate 8, whose ranks share the experts: parallel.ep=2 or parallel.ep=4"),
+        (["cluster=mini", "parallel.ep=3"], "parallel.ep is 3, expected a divisor of parallel.dp_replicate=8, because experts are sharded over these ranks: parallel.ep=2 or parallel.ep=4"),
         (["parallel.cp_kind=tree"], "parallel.cp_kind is 'tree', expected one of: ulysses, ring"),
         (["parallel.wrap=zero"], "parallel.wrap is 'zero', expected one of: ddp, fsdp, deepspeed, none"),
         (["precision.param=fp8"], "precision.param is 'fp8', expected one of: fp32, bf16, fp16"),
@@ -141,9 +141,9 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["batch.accumulation=0"], "batch.accumulation is 0, expected 1 or more"),
         (["nodes=2", "batch.micro=3", "batch.global=7"], "batch.global 7 is not a multiple of micro 3 x data parallel 2 = 6; nearest values that work: batch.global=6 or 12"),
         (["nodes=8", "batch.global=63"], "batch.global 63 is not a multiple of accumulation 1 x data parallel 8 = 8; nearest values that work: batch.global=56 or 64"),
-        (["nodes=8", "batch.micro=2", "batch.accumulation=2", "batch.global=40"], "micro 2 x accumulation 2 x data parallel 8 = 32: set two of the three, or batch.global=32"),
+        (["nodes=8", "batch.micro=2", "batch.accumulation=2", "batch.global=40"], "micro 2 x accumulation 2 x data parallel 8 = 32: remove one of batch.micro, batch.accumulation and batch.global, or set batch.global=32"),
         (["nodes=4", "parallel.wrap=fsdp"], "parallel.wrap is fsdp with dp_replicate 4 and dp_shard 1: nothing would be sharded; use parallel=fsdp,"),
-        (["nodes=4", "parallel=fsdp", "parallel.wrap=ddp"], "parallel.wrap is ddp with dp_shard 4: DDP shards nothing; use parallel.wrap=fsdp"),
+        (["nodes=4", "parallel=fsdp", "parallel.wrap=ddp"], "parallel.wrap is ddp with dp_shard 4, but DDP cannot shard: use parallel.wrap=fsdp"),
         (["nodes=4", "parallel=zero3", "parallel.dp_replicate=2"], "deepspeed with dp_replicate 2 and dp_shard 2: ZeRO shards over all data parallel ranks"),
         (["deepspeed.zero_stage=2"], "deepspeed.zero_stage is 2, but parallel.wrap is ddp: set parallel=zero2, or remove it"),
         (["+deepspeed.ds_config.steps_per_print=1"], "but parallel.wrap is ddp: set parallel.wrap=deepspeed, or remove it"),
@@ -157,7 +157,7 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["cluster=mini", "parallel=tp", "parallel.tp=8", "model.heads=12"], "model.heads 12 is not a multiple of tp 8: parallel.tp=6 or parallel.tp=12"),
         (["cluster=mini", "parallel=ulysses", "parallel.cp=4", "parallel.tp=2", "model.heads=12"], "model.heads 12 / tp 2 = 6 is not a multiple of cp 4, and Ulysses divides the heads: parallel.cp=3 or parallel.cp=6, or parallel.cp_kind=ring"),
         (["nodes=2", "parallel=ulysses", "parallel.cp_kind=ring", "model.sequence=1022"], "model.sequence 1022 is not a multiple of cp 2 x 2 (ring): model.sequence=1020 or model.sequence=1024"),
-        (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' cannot be read, expected {host} once"),
+        (["cluster.host_template='{node}-ib'"], "the host template '{node}-ib' is invalid, expected {host} once"),
         (["comm.timeout_base_s=0"], "comm.timeout_base_s is 0, expected more than 0"),
         (["comm.collective_timeout_s=-5"], "comm.collective_timeout_s is -5, expected more than 0"),
         (["comm.checkpoint_timeout_s=0"], "comm.checkpoint_timeout_s is 0, expected more than 0"),
@@ -291,7 +291,7 @@ def test_the_installed_deepspeed_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
     assert found(*compiled) == []
     have["deepspeed"] = "0.17.6"
     (old,) = found("cluster=mini", "comm.deepspeed=true")
-    assert old.startswith("DeepSpeed 0.17.6 is installed, expected 0.18.5 or newer, because hpcinit could not start it")
+    assert old.startswith("DeepSpeed 0.17.6 is installed, expected 0.18.5 or newer, because hpcinit cannot start an")
     assert old in found("cluster=mini", "parallel=zero2") and found(*elsewhere) == found("cluster=mini") == []
     have["deepspeed"] = ""
     assert found(*compiled) == [] and "DeepSpeed was not found here" in warned(*compiled)[-1]
@@ -323,7 +323,7 @@ def test_warnings() -> None:
         "ds_config.zero_optimization.stage: your value 2 overrides 1 from the deepspeed options"
     ]
     (pipeline,) = warned("nodes=2", "parallel.pp=2")
-    assert "parallel.pp is 2: run.mesh has its groups, but run.wrap does not support it" in pipeline
+    assert "parallel.pp is 2, but run.wrap() does not implement it" in pipeline
     assert warned("nodes=2", "parallel.pp=2", "parallel.wrap=none") == warned() == []
 
 

@@ -24,7 +24,7 @@ def found(*overrides: str) -> list[str]:
     [
         (
             ["cluster.venv=/nowhere"],
-            "cluster.venv is '/nowhere', expected a virtual environment: no /nowhere/bin/python",
+            "cluster.venv is '/nowhere', expected a virtual environment: there is no /nowhere/bin/python",
         ),
         (
             ["cluster.python=/nowhere/python"],

@@ -108,7 +108,7 @@ def test_a_conda_environment_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Without the conda command the message gives the environment's folder, from conda's own list of environments."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     [message] = found("cluster.conda=train")
-    assert message.startswith("cluster.conda is 'train', but there is no command conda on PATH: give the environment's")
+    assert message.startswith("cluster.conda is 'train', but there is no command conda on PATH: set cluster.conda to")
     assert "cluster.conda=/path/of/train, or load conda's module with cluster.modules" in message
     assert message.endswith("""'cluster.setup=[". ~/miniconda3/etc/profile.d/conda.sh", "conda activate train"]'""")
     place = environments.make(tmp_path / "conda/envs/train")
@@ -130,7 +130,7 @@ def test_a_conda_environment_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_conda_environment_by_folder(tmp_path: Path) -> None:
     """The folder must contain bin/python; the conda command is not needed."""
     [message] = found(f"cluster.conda={tmp_path}/none")
-    assert f"expected the folder of a conda environment: no {tmp_path}/none/bin/python" in message
+    assert f"expected the folder of a conda environment: there is no {tmp_path}/none/bin/python" in message
     environments.make(tmp_path / "env")
     assert found(f"cluster.conda={tmp_path}/env") == []
 
@@ -169,7 +169,7 @@ def test_submitting_from_an_environment_without_torch(tmp_path: Path, monkeypatc
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     [message] = found()
     assert message.startswith(
-        f"the ranks run {sys.executable}, the Python that submits, and torch is not installed there"
+        f"the ranks would run {sys.executable}, the Python that runs hpcinit, but torch is not installed there"
     )
     assert f"or run {sys.executable} -m pip install torch" in message
     assert found(script="plain.py") == [] and found("check_paths=false") == []

@@ -72,7 +72,7 @@ def test_the_request_per_node(overrides: list[str], expected: tuple[int, int, in
         (["gpus=2", "ranks_per_node=4"], "ranks_per_node=4, but gpus=2 requests 2 GPUs per node, and each rank needs one: set ranks_per_node=2 or less"),
         (["gpus=0"], "gpus is 0, expected 1 or more"),
         (["cluster=local", "gpus=2"], "gpus=2, but cluster local has no option that requests GPUs (cluster.gpu_flag is null): set ranks_per_node=2"),
-        (["cluster.partitions.main.gpus_per_node=0", "gpus=2"], "gpus=2, but a node of partition 'main' of cluster mini has 0 GPUs (its gpus_per_node): remove it"),
+        (["cluster.partitions.main.gpus_per_node=0", "gpus=2"], "gpus=2, but a node of partition 'main' of cluster mini has 0 GPUs (gpus_per_node of the partition): remove it"),
     ],
 )  # fmt: skip
 def test_impossible_requests(overrides: list[str], message: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcinit.base.errors import ConfigError
-from hpcinit.checks import all_checks
+from hpcinit.checks import all_checks, partition
 from hpcinit.config.compose import compose
 from hpcinit.config.schema import Config
 from tests import sites
@@ -78,8 +78,8 @@ def test_required_keys_are_checked(name: str) -> None:
     """A request without the keys that a site requires gives one message per missing key."""
     config = compose([f"cluster={name}"])
     found = all_checks.problems(config)
-    assert len(found) == len(config.cluster.needs)
-    for key, message in zip(config.cluster.needs, found, strict=True):
+    keys = [need for need in config.cluster.needs if need != "nccl_plugin"]  # a warning
+    for key, message in zip(keys, found, strict=True):
         if key == "modules":
             assert message.startswith("cluster.modules is not set, but NCCL on ") and "modules=[...]" in message
         else:
@@ -96,10 +96,38 @@ def test_where_the_plugin_comes_from(way: str) -> None:
     assert not any("plugin" in one for one in all_checks.problems(compose([*words, way])))
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        "+cluster.srun.environment=plugin.toml",
+        "+cluster.sbatch.uenv=pytorch",
+        "container.image=a.sif",
+        "cluster.setup=['. plugin.sh']",
+        "cluster.modules=[plugin]",
+        "+job.env.LD_LIBRARY_PATH=/plugin",
+        "~cluster.env.NCCL_NET",
+        "cluster.needs=[]",
+        "cluster.gpus_per_node=0",
+        "LD_LIBRARY_PATH",
+    ],
+)
+def test_a_plugin_that_nothing_adds(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a warning only if the request and the shell contain nothing that may add NCCL's plugin."""
+    for name in partition.PLUGIN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    words = ["cluster=clariden", "check_paths=false"]
+    assert [one for one in all_checks.warnings(compose(words)) if "has no setting that adds NCCL's plugin" in one]
+    if way.isupper():
+        monkeypatch.setenv(way, "/plugin")
+    else:
+        words.append(way)
+    assert not [one for one in all_checks.warnings(compose(words)) if "plugin" in one]
+
+
 def test_needs_must_be_known_keys() -> None:
     """An unknown key in cluster.needs gives a message with the known ones."""
     (message,) = all_checks.problems(compose(["cluster.needs=[budget]"]))
-    assert message == "cluster.needs has 'budget', expected keys from: account, qos, partition, modules"
+    assert message == "cluster.needs has 'budget', expected keys from: account, qos, partition, modules, nccl_plugin"
     assert len(all_checks.problems(compose(["cluster.needs=[account,qos,partition,account]"]))) == 3
 
 
@@ -152,8 +180,12 @@ def _row(path: Path, config: Config) -> str:
     dates = sites.SOURCES.search(text)
     assert source and dates
     cells = [
-        *(f"[{path.stem}](../../conf/cluster/{path.name})", gpus, flag, "<br>".join(limits) or "the site's own"),
-        *(", ".join(cluster.needs) or "-", cluster.container.runtime or "-", f"[page]({source[1]})"),
+        *(f"[{path.stem}](../../conf/cluster/{path.name})", gpus, flag, "<br>".join(limits) or "not in the file"),
+        *(
+            ", ".join(cluster.needs).replace("nccl_plugin", "a plugin of NCCL") or "-",
+            cluster.container.runtime or "-",
+            f"[page]({source[1]})",
+        ),
         *(known, dates[1] or f"unknown (read {dates[2]})"),
     ]
     return f"| {' | '.join(cells)} |"

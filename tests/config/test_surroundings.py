@@ -13,7 +13,7 @@ APPTAINER = "cluster.container.runtime=apptainer"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["cluster.venv=/v", "cluster.conda=c"], "cluster.venv is '/v' and cluster.conda is 'c', expected one of them"),
+        (["cluster.venv=/v", "cluster.conda=c"], "cluster.venv is '/v' and cluster.conda is 'c', expected only one"),
         (
             ["container.image=x.sif"],
             "but cluster local has no container runtime: set cluster.container.runtime to one of",

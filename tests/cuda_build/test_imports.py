@@ -125,9 +125,9 @@ def test_forked_ranks_can_use_cuda(tmp_path: Path, old: bool, said: str) -> None
     ("planted", "refused"),
     [
         ("import os, torch\nos.environ.pop('PYTORCH_NVML_BASED_CUDA_CHECK')\ntorch.cuda.is_available()",
-         "has initialized CUDA (a trial fork cannot use it)"),
-        ("import torch\nkept = open('{folder}/nvidia-uvm', 'w')", "has initialized CUDA ({folder}/nvidia-uvm is open)"),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "has started 1 thread"),
+         "initialized CUDA (a trial fork cannot use it)"),
+        ("import torch\nkept = open('{folder}/nvidia-uvm', 'w')", "initialized CUDA ({folder}/nvidia-uvm is open)"),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "started 1 thread"),
     ],
     ids=["starts CUDA", "opens a device", "starts a thread"],
 )  # fmt: skip

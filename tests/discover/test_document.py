@@ -103,11 +103,11 @@ def test_changes_are_named_key_by_key() -> None:
         (cluster_file.END + "\na: 1\n", "once each, in this order"),
         (NEW + NEW, "once each, in this order"),
         (NEW.replace(cluster_file.END, "") + cluster_file.BEGIN, "once each, in this order"),
-        ("a: [1\n", "not YAML outside discover's part: "),
-        ("- a\n", "found a list outside discover's part, expected keys and values"),
-        (NEW.replace("\npyxis:", "\n- pyxis:"), "not YAML in discover's part: "),
-        ("{name: x}\n", "would change the meaning of this file's keys"),
-        ("setup: |\n  line\nname: &a [x,\n  y]\npartition: *b\n", "not YAML outside"),
+        ("a: [1\n", "the text outside the lines that hpcinit discover wrote is not YAML: "),
+        ("- a\n", "the text outside the lines that hpcinit discover wrote is a list, expected lines of key: value"),
+        (NEW.replace("\npyxis:", "\n- pyxis:"), "the text in the lines that hpcinit discover wrote is not YAML: "),
+        ("{name: x}\n", "cannot add its lines to this file without changing other keys"),
+        ("setup: |\n  line\nname: &a [x,\n  y]\npartition: *b\n", "is not YAML: "),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_updated(text: str, message: str) -> None:

@@ -1,6 +1,6 @@
-"""Each command of hpcinit on a page exists, and accepts the options that the page shows.
+"""Each command of hpcinit in the text of a page exists, and accepts the options that the page shows.
 
-tests/docs/test_site.py checks `hpcinit submit`, and tests/test_replayed_pages.py runs the blocks with output.
+tests/docs/test_pages_run.py runs the commands on separate lines, and tests/test_replayed_pages.py the blocks with output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcinit.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")])
-SPAN = re.compile(r"`hpcinit ([^`\n]+)`|^(?: {4}| {4}\$ |\$ )hpcinit ([^\n]+)$", re.MULTILINE)
+SPAN = re.compile(r"`hpcinit ([^`\n]+)`")
 PROGRAM = {
     "submit",
     "drill",
@@ -33,7 +33,7 @@ OVERRIDE = re.compile(r"[+~]*[a-z][\w./]*=")
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield each command and its arguments, without comments and redirections."""
     for found in SPAN.findall(page.read_text()):
-        text = re.split(r"\s#|\s{4,}|[;|>&]", found[0] or found[1])[0].rstrip("\\ ")
+        text = re.split(r"[;|>&]", found)[0]
         words = re.sub("['\"]", "", text).split()
         if words and re.fullmatch("[a-z][a-z-]*", words[0]):  # not --version, nor an example of output
             yield words
@@ -63,5 +63,5 @@ def test_commands_on_a_page_are_accepted(page: Path) -> None:
 def test_a_wrong_command_is_found(tmp_path: Path) -> None:
     """The check finds an option and a command that do not exist."""
     page = tmp_path / "page.md"
-    page.write_text("Type `hpcinit statos`.\n\n    hpcinit status --sorted loss\n")
+    page.write_text("Type `hpcinit statos` or `hpcinit status --sorted loss`.\n")
     assert len(list(wrong(page))) == 2

@@ -7,12 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-
-import pytest
 
 from docs.generate import messages, pages
 from hpcinit.config import keys
@@ -22,7 +19,6 @@ from hpcinit.records import causes
 from tests.skip_or_fail import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^(?: {4}|\$ | {4}\$ )(hpcinit submit [^$\n]*)$", re.MULTILINE)
 
 
 class Text(HTMLParser):
@@ -62,15 +58,6 @@ def test_the_page_about_moving_has_the_diff_of_the_example() -> None:
     """The diff in docs/moving.md is examples/moved/moved.diff."""
     [shown] = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/moving.md").read_text(), re.DOTALL)
     assert shown == (ROOT / "examples/moved/moved.diff").read_text()
-
-
-def test_recipes_have_code_of_tested_programs() -> None:
-    """The blocks for Lightning and the Trainer are in the programs that tests/third_party runs."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
-    for name, start in (("lightning_fit", "trainer = "), ("hf_trainer", "args = ")):
-        program = (ROOT / f"tests/third_party/programs/{name}.py").read_text()
-        shown = next(block for block in blocks if block.startswith(start))
-        assert textwrap.indent(shown, "    ") in program, name
 
 
 def test_no_page_includes_another_file() -> None:
@@ -118,24 +105,6 @@ def test_every_message_is_on_its_page() -> None:
     assert "| `nan`, `NaN`, `FloatingPointError`, `loss is nan`, `loss is inf` |" in page
     assert all(f"| {do.replace('<', '&lt;')} |" in page for *_, do in (*causes.KINDS, *causes.SIGNALS.items()))
     assert [each for each in those if each[1].replace("`", "'") not in page.replace("&lt;", "<")] == []
-
-
-@pytest.mark.parametrize(
-    "page", sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]), ids=lambda page: page.stem
-)
-def test_submissions_on_a_page_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each `hpcinit submit ...` has keys that exist, and values of the right type."""
-    monkeypatch.setenv("USER", "me")
-    text = re.sub(r"```console.*?```", "", page.read_text(), flags=re.DOTALL)  # tests/test_replayed_pages.py runs them
-    text = re.sub(r"\\\n\s+", "", text)
-    for line in COMMAND.findall(text):
-        words = shlex.split(line.split("  #")[0], comments=False)[2:]
-        words = words[: words.index("--")] if "--" in words else words
-        if "..." in words or "-m" in words or "[time_min=120" in line:
-            continue  # incomplete commands, sweeps (tests/submit/test_sweep.py)
-        words = [re.sub(r"^cluster=(x|mycluster)$", "cluster=example", word) for word in words]
-        names = {"job=pretrain": "job=smoke", "job=train": "job=smoke"}
-        assert compose(with_quoted_lists([names.get(word, word) for word in words])), line
 
 
 def test_the_grammar_of_overrides_is_understood() -> None:

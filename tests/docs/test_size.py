@@ -15,7 +15,7 @@ def words(page: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("folder", "most_pages", "most_words"), [(".", 25, 18_000), ("development", 15, 12_000), ("decisions", 80, 14_000)]
+    ("folder", "most_pages", "most_words"), [(".", 25, 18_000), ("development", 15, 12_000), ("decisions", 50, 9_000)]
 )
 def test_the_pages_of_a_folder_are_few_and_short(folder: str, most_pages: int, most_words: int) -> None:
     """Users have at most 25 pages and 18,000 words; the pages for developers and the decisions have limits, too."""
@@ -26,3 +26,14 @@ def test_the_pages_of_a_folder_are_few_and_short(folder: str, most_pages: int, m
 def test_the_measurements_are_those_of_today() -> None:
     """The page of measurements has at most 2,500 words: Git has the earlier numbers."""
     assert words(DOCS / "development/measurements.md") <= 2_500
+
+
+LONGER = {"0005-dependencies.md"}  # a table with a line for each dependency
+SHORT = [page for page in sorted((DOCS / "decisions").glob("*.md")) if page.name not in LONGER]
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
+def test_a_decision_has_at_most_ten_lines(page: Path) -> None:
+    """Each decision has at most ten lines of 160 characters. The title and empty lines count."""
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 10 and max(map(len, lines)) <= 160

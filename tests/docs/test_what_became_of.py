@@ -48,7 +48,7 @@ def test_every_row_names_tests_that_exist() -> None:
     ("old", "new", "fault"),
     [
         ("::test_openrlhf_set_up`", "::test_gone`", "no such test: tests/systems/test_openrlhf.py::test_gone"),
-        (" | `tests/world/test_world.py::test_exports`", " | ", "no test: torch's variables for later libraries"),
+        (" | `tests/world/test_world.py::test_exports`", " | ", "no test: sets torch's variables for other libraries"),
     ],
 )
 def test_a_row_without_its_test_is_found(old: str, new: str, fault: str) -> None:

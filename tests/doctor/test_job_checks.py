@@ -165,7 +165,7 @@ def test_inside_of_a_node() -> None:
     inside = of("inside nodes", found)
     assert inside.hosts == ("g3",) and "the link between ranks 4 and 5 is slow" in inside.detail
     assert of("devices' speed", found).detail == (
-        "g3: the device of rank 4 is slow: a matrix product takes 4.0 ms, 1.6 ms on the fastest device"
+        "g3: the device of rank 4 is slow: a matrix product takes 4.0 ms, but 1.6 ms on the fastest device"
     )
     reports[4] = replace(gpus()[4], on_node=AllReduce(1 << 28, 5e-3, 2))
     assert of("all-reduce inside nodes", judged(reports, 4)).hosts == ("g3",)
@@ -395,7 +395,7 @@ def test_the_speed_of_copies() -> None:
         (OK, "at least 50.0 GB/s to the device, 48.0 GB/s from it and 1,400 GB/s on it")
     ]
     assert results(with_gpus(gpu, gpu, gpu, copies=[fast, slow, fast]), "devices' copies") == [
-        (WARNING, "g1: rank 1 copies to device at 12.0 GB/s, the median device at 50.0 GB/s")
+        (WARNING, "g1: rank 1 copies to device at 12.0 GB/s, but the median device copies at 50.0 GB/s")
     ]
 
 

@@ -42,6 +42,7 @@ def document(out: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.ranks
 def test_a_correct_program_passes(tmp_path: Path) -> None:
     """A program that resumes exactly passes each fault: from the step that it saved, with equal losses.
@@ -86,6 +87,7 @@ with hpcinit.session() as run:
 
 
 @pytest.mark.ranks
+@pytest.mark.more
 def test_a_program_with_hpcinits_own_calls_passes(tmp_path: Path) -> None:
     """It prints no steps, torch makes a step of the optimizer before it loads, and old checkpoints are removed."""
     status, out, err = drill(tmp_path / "work", "--json", "--", "train.py", program=OWN_CALLS)
@@ -127,7 +129,7 @@ BUGS = {
     "node_local": ('"checkpoints"', "tempfile.gettempdir()"),
     "no_averages": ("", ""),  # AVERAGES
 }
-QUICK = {"no_optimizer", "node_local"}
+QUICK = {"no_optimizer"}
 
 
 @pytest.mark.ranks
@@ -222,7 +224,7 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.more
 def test_a_drill_as_a_small_job(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """Submitted as a command, the drill runs on the job's node, apart from the job. Its exit status is the job's."""
+    """Submitted as in docs/drill.md, the drill runs on the job's node, apart from the job. Its exit status is the job's."""
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [str(Path(sys.executable).with_name("hpcinit")), "drill", "--", "train.py"]
     words = ["nodes=1", "ranks_per_node=1", "time_min=15", "wait=true", "--", *command]

@@ -239,7 +239,7 @@ REFUSED = [  # options, part of the message
     ({"zero_stage": 3, "offload_param": "nvme"}, "deepspeed.nvme_path is not set: set it to a folder"),
     ({"nvme_path": "/x"}, "nvme_path is '/x', but nothing is offloaded"),
     ({"zero_stage": 2, "hpz": 4}, "hpz is 4 with deepspeed.zero_stage 2"),
-    ({"hpz": 0}, "deepspeed.hpz is 0, expected a number of ranks"),
+    ({"hpz": 0}, "deepspeed.hpz is 0, expected 1 (off)"),
     ({"overlap_comm": True}, "overlap_comm is True with deepspeed.zero_stage 0"),
     ({"gradient_clipping": -1.0}, "gradient_clipping is -1.0, expected 0"),
     ({"optimizer_params": {"lr": 1}}, "deepspeed.optimizer is none: choose an optimizer"),
@@ -258,7 +258,7 @@ def test_options_that_deepspeed_would_ignore(given_: dict[str, Any], part: str) 
 def test_layouts_that_deepspeed_cannot_count() -> None:
     """Tensor parallel ranks unknown to DeepSpeed are an error; for ranks that it counts twice there is a note."""
     tp = Layout(dp_replicate=4, tp=2)
-    with pytest.raises(RequestError, match=r"average gradients over tensor parallel ranks; set deepspeed.autotp=true"):
+    with pytest.raises(RequestError, match=r"average gradients over tensor parallel ranks. Set deepspeed.autotp=true"):
         build(Options(autotp=False), BATCH, tp, BF16)
     config, notes = build(Options(), BATCH, Layout(dp_replicate=4, tp=2, cp=2), BF16)
     assert config["tensor_parallel"] == {"autotp_size": 2}
@@ -321,7 +321,10 @@ def test_auto_is_skipped_with_a_note() -> None:
     config, notes = build(Options(ds_config=given_config), BATCH, DP4, BF16)
     assert config["train_batch_size"] == 24 and config["bf16"] == {"enabled": True}
     assert config["data_types"] == {"keep_in_fp32_modules": "auto"}
-    assert [note.partition(":")[0] for note in notes] == ["ds_config.train_batch_size", "ds_config.bf16.enabled"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "skipping ds_config.train_batch_size",
+        "skipping ds_config.bf16.enabled",
+    ]
 
 
 GIVEN = [  # the user's numbers; the resulting micro, accumulation, total for 4 data parallel ranks, ours being 2, 3, 24

@@ -71,7 +71,7 @@ def test_deepspeed_itself_refuses_removed_keys() -> None:
 
 def test_combinations_that_no_version_supports() -> None:
     """AutoTP without bf16, and DeepCompile without ZeRO, are errors with any version."""
-    assert "AutoTP needs it: precision.param=bf16" in check({"tensor_parallel": {"autotp_size": 4}}, "0.19.8")[0]
+    assert "AutoTP needs it: set precision.param=bf16" in check({"tensor_parallel": {"autotp_size": 4}}, "0.19.8")[0]
     assert "DeepCompile needs stage 1 to 3" in check(DEEPCOMPILE, "0.19.8")[0]
 
 

@@ -87,7 +87,7 @@ def test_cancel_ends_every_process(hpcinit: Run, number: str) -> None:
     assert hpcinit("cancel", folder.name).returncode == 0
     wait_for(lambda: local_job.read_state(folder)["state"] == "CANCELLED")
     wait_for(lambda: not processes_with(number))
-    assert "was over already" in hpcinit("cancel", folder.name).stdout
+    assert "has already ended" in hpcinit("cancel", folder.name).stdout
 
 
 def test_one_failing_rank_ends_the_others(hpcinit: Run, number: str) -> None:

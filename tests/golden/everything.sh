@@ -1,6 +1,6 @@
 #!/bin/bash
 # smoke: -m hpcinit.jobs.smoke, 3 nodes x 2 ranks
-# It needs the run folder that hpcinit submit creates, also for its log. A script without one: hpcinit export
+# It needs the run folder that hpcinit submit creates. For a script that needs no run folder: hpcinit export
 
 # Parameters
 #SBATCH --account=proj-1
@@ -26,18 +26,18 @@
 # Stop unless sbatch started this script: outside of a job, srun would request one without the options above.
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "not in a Slurm job; start the script with: sbatch $(printf %q "$0")" >&2; exit 2; }
 
-# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
+# sbatch passes the user's token for Slurm's commands to the job. Remove it, so that no rank can read it. srun uses munge.
 unset SLURM_JWT
 
 # The run folder. The ranks write into it as well.
 export HPCINIT_RUN=/shared/me/runs/x-0001
 
-# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
-# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+# Record the start and the end of this attempt. This precedes the modules, so that a failure there is recorded too.
+# If SIGTERM ends bash, its EXIT trap runs with status 0, hence the trap for TERM.
 hpcinit_job="${SLURM_JOB_ID:-$$}" # as squeue names it; without Slurm: the process ID of this script
 hpcinit_exit="$HPCINIT_RUN/exit.json"
 
-hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
+hpcinit_record() { # write to exit.json: the event $1 (began or ended), the exit status $2, and the lines of the set-up
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \
     "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
     "${hpcinit_line:+, \"line\": \"$hpcinit_line\"}" "${hpcinit_failed:+, \"failed\": \"$hpcinit_failed\"}" \
@@ -51,8 +51,8 @@ trap 'exit 143' TERM
 trap 'hpcinit_record ended $?' EXIT
 HPCINIT_ALLOCATED="${SLURM_JOB_START_TIME:-$HPCINIT_ALLOCATED}" # for hpcinit report
 
-# Python decides what follows the end of the ranks, and acts: the job's Python, or else the one that submitted the job.
-# It prints WHAT STATUS NODES, see hpcinit/after/__main__.py. If it cannot start, nothing is restarted.
+# After the ranks have ended, hpcinit.after decides what follows: nothing, a restart or a requeue. It runs with the job's
+# Python, or else with the Python that submitted the job. It prints WHAT STATUS NODES (hpcinit/after/__main__.py).
 hpcinit_pythons=(/shared/me/venv/bin/python /shared/me/hpcinit/bin/python)
 hpcinit_policy=(max_restarts=0) # what the config allows
 hpcinit_log="$HPCINIT_RUN/logs/job.log"
@@ -69,7 +69,7 @@ hpcinit_decide() { # print what follows after $1, the exit status of the ranks o
   done
   echo "hpcinit: error: hpcinit.after cannot start on $(hostname) with ${hpcinit_pythons[*]}, so nothing is restarted" >&2
 }
-hpcinit_after() { # the ranks ended with status $1; return if they start again in this job, else end it
+hpcinit_after() { # the ranks ended with status $1: return to start them again in this job, or exit
   local what='' status=$1 nodes=''
   [ "$1" -ne 0 ] || [ -e "$hpcinit_stopped" ] || exit 0
   read -r what status nodes < <(hpcinit_decide "$1")
@@ -80,7 +80,7 @@ hpcinit_after() { # the ranks ended with status $1; return if they start again i
   esac
   exit "${status:-$1}"
 }
-hpcinit_start() { # the ranks start now: hang reports and messages of srun count if they are newer
+hpcinit_start() { # the ranks start now: from here on, hang reports and messages of srun are about this start
   hpcinit_record began
   hpcinit_from=$(wc -c 2> /dev/null < "$hpcinit_log")
 }
@@ -90,7 +90,7 @@ rm -f "$hpcinit_stopped"
 [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] ||
   echo "hpcinit: new attempt: restart $SLURM_RESTART_COUNT of job $hpcinit_job starts on $SLURM_JOB_NODELIST"
 
-# When the job reaches its time limit. No rank waits longer for the others at the start.
+# The time at which the job reaches its limit. At the start, no rank waits for the others beyond this time.
 export HPCINIT_JOB_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + 60 * 90))}" HPCINIT_JOB_LIMIT_S=5400
 
 # The network interface and the folders of the cluster.
@@ -98,7 +98,7 @@ export NCCL_SOCKET_IFNAME=ib0
 export GLOO_SOCKET_IFNAME=ib0
 
 # Modules and the environment of Python.
-# For hpcinit why: the line that runs, and the first that fails.
+# Record the line that runs, and the first line that fails, for hpcinit why.
 trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG
 trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR
 type module > /dev/null 2>&1 || . /etc/profile
@@ -111,13 +111,13 @@ export NCCL_DEBUG=WARN
 export GREETING='hello world'
 
 # Shell lines of cluster.setup.
-# For hpcinit why: the line that runs, and the first that fails.
+# Record the line that runs, and the first line that fails, for hpcinit why.
 trap '[ "$LINENO" -le 1 ] || hpcinit_line="$LINENO ${BASH_COMMAND%%[!a-zA-Z0-9_./=-]*}"' DEBUG
 trap 'case ${#BASH_SOURCE[@]} in 1) : "${hpcinit_failed:=$? $hpcinit_line}" ;; esac' ERR
 ulimit -c 0
 trap - DEBUG ERR; hpcinit_line=''
 
-# Slurm, or hpcinit.after, started this job again: count that, and end if it is one restart too many.
+# If Slurm or hpcinit.after has started this job again, count the restart, and exit if there were too many.
 hpcinit_unlimited=1 # 1 without restart.max_restarts: the site limits the restarts
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
   read -r hpcinit_what hpcinit_status < <(hpcinit_decide restarted)
@@ -126,8 +126,10 @@ fi
 
 # command
 # Start the ranks. Each one runs: python -m hpcinit.jobs.smoke
-# Before that, hpcinit prepares the rank by spec.json, where these settings are not the default:
+# Before that, hpcinit sets up the rank with spec.json, in which these settings differ from the defaults:
 #   layout.dp_replicate=6 stop.signal="USR2"
+# The first task of each node checks its node. It reads /proc, /sys and the free space of disks, and runs
+# nvidia-smi. It prints problems to the log, and ends and removes nothing.
 srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --cpus-per-task=7 --export=ALL --mpi=none \
     --kill-on-bad-exit=0 --cpu-bind=cores --gpu-bind=closest --unbuffered --open-mode=append \
     --output=/shared/me/runs/x-0001/logs/rank-%t.log \

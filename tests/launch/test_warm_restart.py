@@ -68,11 +68,11 @@ def failed(rank: int = 3, step: int = 7, furthest: int = 7, how: str = "Killed",
     [
         ([], 2, ""),
         ([failed()], 2, ""),
-        ([failed(), failed()], None, "rank 3 has failed 3 times in the same way after step 7"),
+        ([failed(), failed()], None, "rank 3 failed 3 times with the same error after step 7"),
         ([failed(), failed(rank=2)], None, ""),
         ([failed(), failed(how="Exited with exit code 1")], 3, ""),
         ([failed(step=5), failed(step=6)], 2, "2 restarts in a row made no progress beyond step 7"),
-        ([failed(furthest=5), failed(furthest=6)], 2, "rank 3 has failed 3 times in the same way"),
+        ([failed(furthest=5), failed(furthest=6)], 2, "rank 3 failed 3 times with the same error"),
         ([failed(step=5, furthest=5), failed(step=6, furthest=6)], 1, ""),
         ([failed(furthest=9, step=9), failed(step=8)], 2, "made no progress beyond step 9"),
     ],
@@ -228,7 +228,7 @@ def test_a_server_that_does_not_report_in_time() -> None:
     servers.fail(1)
     servers.send(0, ended="")
     (order,) = servers.send(0)
-    assert order["over"] == "n2, n3 did not report the end of its ranks in 0 s"
+    assert order["over"] == "n2, n3 did not report within 0 s that its ranks have ended"
 
 
 def test_the_end_without_a_restart() -> None:
@@ -279,7 +279,7 @@ def test_a_program_that_always_fails_at_step_7(tmp_path: Path) -> None:
                 without_progress=None)  # fmt: skip
     ended_with, said = node.end()
     assert ended_with == -9 and node.log(1).count("start") == 3 + 2, "three starts, and two messages"
-    assert "no more warm restarts: rank 1 has failed 3 times in the same way after step 7\n" in said
+    assert "no more warm restarts: rank 1 failed 3 times with the same error after step 7\n" in said
     assert [(one.rank, one.step, one.furthest) for one in elastic_restarts.read(tmp_path)] == [(1, 7, 7)] * 2
     assert "warm restart 2 of job" in node.log(0)
 
@@ -319,7 +319,7 @@ def output_has(node: Node, text: str) -> None:
 def test_ranks_start_when_the_memory_of_the_killed_ones_is_free(tmp_path: Path, busy: dict[str, str]) -> None:
     """The stop signal that arrives while no rank runs reaches the new ranks."""
     node = warm(tmp_path, WAITS, env={**busy, "WANTED": "1"}, signal="USR1")
-    output_has(node, "waiting up to 50 s for the GPU memory of the exited ranks to be freed")
+    output_has(node, "waiting up to 50 s until the driver frees the GPU memory of exited ranks")
     assert "start 1" not in node.log(0)
     os.kill(node.process.pid, signal.SIGUSR1)
     (tmp_path / "busy").unlink()
@@ -351,7 +351,7 @@ def test_a_stop_signal_that_ends_nvidia_smi_too(tmp_path: Path, busy: dict[str, 
 def test_memory_that_does_not_become_free(tmp_path: Path, busy: dict[str, str]) -> None:
     code = "import sys; from hpcinit.launch import warm_restart; warm_restart.MEMORY_S = 1.0; from hpcinit import fork; sys.exit(fork.main(sys.argv[1:]))"
     ended_with, said = warm(tmp_path, WAITS, env=busy, entry=["-c", code]).end()
-    assert ended_with == -9 and "the memory of the GPUs is not free 1 s after the ranks ended" in said
+    assert ended_with == -9 and "the ranks still use GPU memory 1 s after they ended" in said
     assert not list(elastic_restarts.read(tmp_path))
 
 
@@ -498,7 +498,7 @@ def test_a_server_that_dies_between_the_end_and_the_start(
     )
     (tmp_path / "dies.py").write_text(code)
     folder = folder_of(hpcinit("submit", *WORDS, "--", "dies.py", env=busy))
-    until(lambda: "waiting up to 50 s for the GPU memory" in log_of(folder))
+    until(lambda: "waiting up to 50 s until the driver frees the GPU memory" in log_of(folder))
     os.kill(int((tmp_path / f"up-0-{2 * node}").read_text().split()[1]), signal.SIGKILL)
     until(lambda: '"exit_status"' in (folder / "exit.json").read_text())
     until(lambda: not processes_of(tmp_path))
@@ -519,7 +519,7 @@ def test_a_rank_that_fails_before_the_other_node_has_forked(hpcinit: Run, tmp_pa
     )
     (tmp_path / "dies.py").write_text(code)
     folder = folder_of(hpcinit("submit", *WORDS, "--", "dies.py", env=busy))
-    until(lambda: "waiting up to 50 s for the GPU memory" in log_of(folder))
+    until(lambda: "waiting up to 50 s until the driver frees the GPU memory" in log_of(folder))
     second = int((tmp_path / "up-0-2").read_text().split()[1])
     until(lambda: not [child for child in psutil.Process(second).children() if child.name().startswith("rank")])
     until(
@@ -651,7 +651,7 @@ def test_why_names_the_program_that_always_fails(hpcinit: Run, idle_slurm: MiniS
     done = submit(hpcinit, idle_slurm, *words, "+job.env.always=1", "--", "train.py", "always", "7:3", timeout=400)
     folder = folder_of(done)
     assert done.returncode == 1 and [one.step for one in elastic_restarts.read(folder)] == [7, 7], log_of(folder)
-    assert "no more warm restarts: rank 3 has failed 3 times in the same way after step 7" in log_of(folder)
+    assert "no more warm restarts: rank 3 failed 3 times with the same error after step 7" in log_of(folder)
     why = hpcinit("why", folder.name, env=idle_slurm.env).stdout
     assert why.startswith("rank 3 on n2 failed first") and "(step 7): ValueError: boom\n" in why, why
 

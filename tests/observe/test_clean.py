@@ -34,7 +34,7 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
     listed = hpcinit("clean", env=env)
     assert listed.returncode == 0
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["good-0001", "bad-0001", "many-0001"], listed
-    assert "nothing was removed; to remove without a confirmation: hpcinit clean --yes" in listed.stderr
+    assert "nothing was removed. To remove these runs without confirmation: hpcinit clean --yes" in listed.stderr
     assert len(list(runs.glob("[!.]*"))) == 5
     for name, about in (("busy-0001", "is RUNNING"), ("waits-0001", "is PENDING")):
         refused = hpcinit("clean", name, "--yes", env=env)
@@ -43,7 +43,7 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
             f"{name} {about}: only finished runs are removed. Cancel it first: hpcinit cancel {name}" in refused.stderr
         )
     task = hpcinit("clean", "many-0001/0", "--yes", env=env)
-    assert task.returncode == 2 and "is one task of a sweep: remove the whole sweep" in task.stderr
+    assert task.returncode == 2 and "is a task of a sweep, and only a whole sweep can be removed" in task.stderr
     [failed] = hpcinit("clean", "--state", "failed", "--yes", "--json", env=env).stdout.splitlines()
     document = json.loads(failed)
     assert (Path(document["run"]).name, document["states"], document["removed"]) == ("bad-0001", {"FAILED": 1}, True)
@@ -101,7 +101,9 @@ def test_runs_that_may_still_run_are_kept(hpcinit: Run, tmp_path: Path) -> None:
     os.utime(folder / heartbeats.FOLDER / "1.0.0/n1.json", (old, old))
     (folder / "local.json").write_text("{}")
     unknown = hpcinit("clean", "one-0001", "--yes")
-    assert unknown.returncode == 2 and "it does not, remove the folder yourself: rm -r runs/one-0001" in unknown.stderr
+    assert (
+        unknown.returncode == 2 and "If it has ended, remove the folder yourself: rm -r runs/one-0001" in unknown.stderr
+    )
     assert folder.exists()
     (folder / "local.json").write_text(json.dumps(record))
     assert hpcinit("clean", "one-0001", "--yes").returncode == 0 and not folder.exists()

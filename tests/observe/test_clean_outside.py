@@ -65,7 +65,10 @@ def test_all_places_are_shown(hpcinit: Run, tmp_path: Path, wrote: dict[str, str
     assert not any(one["removed"] for one in found.values())
     assert all((tmp_path / path).exists() for path in expected)
     shown = hpcinit("clean", "--outside", env=wrote)
-    assert "kernels" in shown.stdout and "nothing was removed; to remove without a confirmation" in shown.stderr
+    assert (
+        "kernels" in shown.stdout
+        and "nothing was removed. To remove these folders without confirmation" in shown.stderr
+    )
 
 
 def test_a_folder_in_use_stays(hpcinit: Run, tmp_path: Path, wrote: dict[str, str]) -> None:
@@ -102,7 +105,22 @@ def test_yes_removes(hpcinit: Run, tmp_path: Path, wrote: dict[str, str], monkey
     assert not any(path.startswith(f"{own(tmp_path)}/") for path in left), "the empty folder stays for the next start"
 
 
-def only_below(tmp_path: Path, env: dict[str, str]) -> Callable[[Path, object], list[outside.Place]]:
+def test_all_removes_runs_and_the_other_places(
+    hpcinit: Run, tmp_path: Path, wrote: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--all removes runs, then what --outside removes. The number stays: a job whose folder was deleted may still run."""
+    monkeypatch.setattr(outside, "places", only_below(tmp_path, wrote))
+    (tmp_path / "t.py").write_text("print()\n")
+    done = hpcinit("submit", "cluster=local", "ranks_per_node=1", "wait=true", "--", "t.py", env=wrote)
+    assert done.returncode == 0, done.stderr
+    for _ in range(2):  # the second time, no run is left
+        assert clean.main(["--all", "--yes"]) == 0
+        assert not (tmp_path / "runs/t-0001").exists() and not (tmp_path / "state/hpcinit/nodes").exists()
+    assert (tmp_path / "runs/.t-0001.number").exists() and (tmp_path / "conf/cluster").exists()
+    assert hpcinit("clean", "--all", "--outside", env=wrote).returncode == 2
+
+
+def only_below(tmp_path: Path, env: dict[str, str]) -> Callable[..., list[outside.Place]]:
     """Return outside.places() without this machine's own /tmp/hpcinit-UID, which other tests use."""
     every = outside.places
 
@@ -158,7 +176,10 @@ def test_a_process_that_starts_before_the_answer(
     assert {path.name for path in (tmp_path / own(tmp_path)).iterdir()} == {f"44.0.0-{HOST}", f"kernels-{HOST}"}
     assert (tmp_path / "cache/hpcinit/ops/x").exists() and not (tmp_path / "state/hpcinit/nodes").exists()
     said = capsys.readouterr().err
-    assert "stays: a process uses " in said and "ops stays: job 7 is in the queue and may use it" in said
+    assert (
+        "was not removed: a process uses " in said
+        and "ops was not removed: job 7 is in the queue and may use it" in said
+    )
     started[0].communicate("end\n", timeout=60)
     assert started[0].returncode == 0
 
@@ -199,4 +220,4 @@ def test_a_folder_of_another_host_stays(tmp_path: Path, wrote: dict[str, str]) -
 def test_takes_no_run(hpcinit: Run) -> None:
     """A run beside --outside is refused, with the command to type."""
     done = hpcinit("clean", "--outside", "train-0001")
-    assert done.returncode == 2 and "a run name, --state or --older-than: hpcinit clean --outside" in done.stderr
+    assert done.returncode == 2 and "cannot be combined with a run, --state or --older-than" in done.stderr

@@ -49,7 +49,7 @@ def test_status_shows_what_differs_between_runs(hpcinit: Run, tmp_path: Path) ->
     assert shown[0].endswith("  seed=1 --lr 0.3"), shown
     refused = hpcinit("status", "--sort", "los")
     assert refused.returncode == 2
-    assert "--sort is 'los', but no run has this value; values of these runs: loss, step" in refused.stderr
+    assert "--sort is 'los', but no run has a value with this name, expected one of: loss, step" in refused.stderr
     same = hpcinit("status", "train-0001", "train-0002").stdout.splitlines()
     assert [line.endswith(f"  --lr {lr}") for line, lr in zip(same, ("0.3", "0.1"), strict=True)] == [True, True], same
     [document] = [json.loads(line) for line in hpcinit("status", "--json", "train-0001").stdout.splitlines()]
@@ -106,7 +106,7 @@ def test_a_resubmitted_task_takes_the_place_of_its_original(
     refused = hpcinit("resubmit", "train-0001/1", env=env)
     assert refused.returncode == 2 and "1 was submitted again as train-0002, which is still PENDING" in refused.stderr
     assert "has failed, so there is nothing to submit" in hpcinit("resubmit", "train-0001", env=env).stderr
-    assert "train-0001: was over already" in hpcinit("cancel", "train-0001", env=env).stdout
+    assert "train-0001: has already ended" in hpcinit("cancel", "train-0001", env=env).stdout
     [task] = statuses(hpcinit, idle_slurm, "train-0001")[1:2]
     assert (task["state"], task["resubmitted"], task["parameters"]) == ("PENDING", "train-0002", {"k": "2"})
     assert hpcinit("cancel", "train-0002", env=env).returncode == 0
@@ -183,7 +183,7 @@ def test_runs_without_a_value_are_last(tmp_path: Path) -> None:
         runs.append(overview.Run(tmp_path / name, State("COMPLETED", "7", LOCAL)))
     assert [run.name for run in status.sort(runs, "loss", reverse=False)] == ["d", "b", "a", "c"]
     assert [run.name for run in status.sort(runs, "loss", reverse=True)] == ["b", "d", "a", "c"]
-    with pytest.raises(RequestError, match="no run has this value; values of these runs: loss, step"):
+    with pytest.raises(RequestError, match="no run has a value with this name, expected one of: loss, step"):
         status.sort(runs, "accuracy", reverse=False)
 
 

@@ -41,7 +41,7 @@ def test_a_folder_that_never_became_a_job(tmp_path: Path) -> None:
         state.read(path)
     folder.fill(path, {"job.sh": ""})
     with pytest.raises(
-        RequestError, match=r"Slurm did not confirm the job\. Look for the job: squeue --all --me .*/x-0001/ ;"
+        RequestError, match=r"Slurm did not confirm the job\. To find the job: squeue --all --me .*/x-0001/ ;"
     ):
         state.read(path)
     (path / "exit.json").write_text('{"job": "7", "pid": 1, "restart": 0, "began": 1}')
@@ -75,7 +75,7 @@ def test_output_without_a_newline_at_the_end(tmp_path: Path) -> None:
 def test_an_invalid_record_is_reported(run: Path, text: str) -> None:
     """An edited or truncated submission record is named, and does not hide other runs."""
     (run / "submission.json").write_text(text)
-    with pytest.raises(RequestError, match=r"submission.json (cannot be read|has no job_id and engine)"):
+    with pytest.raises(RequestError, match=r"submission.json (cannot be read|has no keys job_id and engine)"):
         state.read(run)
     with pytest.raises(RequestError, match="no run '78'"):
         find_runs.find_run("78", run.parent)
@@ -88,7 +88,7 @@ def test_no_name_at_all(hpcinit: Run, tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert (
             done.stderr
-            == f"hpcinit: error: no run given: name one, or its job id; the latest in {tmp_path}/runs: none\n"
+            == f"hpcinit: error: no run given, expected its name or job id; the latest in {tmp_path}/runs: none\n"
         )
 
 
@@ -109,4 +109,4 @@ def test_an_id_of_a_local_run_and_of_a_slurm_job(hpcinit: Run, tmp_path: Path) -
         record = {"job_id": "4242", "engine": engine, "submitted": 1_790_000_000.0}
         (tmp_path / "runs" / name / "submission.json").write_text(json.dumps(record))
     done = hpcinit("cancel", "4242")
-    assert done.returncode == 2 and "give the name of the run instead, test-0001 or train-0001" in done.stderr, done
+    assert done.returncode == 2 and "use the name of the run instead, test-0001 or train-0001" in done.stderr, done

@@ -133,8 +133,8 @@ def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
         hpcinit("cancel", folder.name)
     until(lambda: hpcinit("stacks", folder.name).returncode == 2)
     assert hpcinit("stacks", folder.name).stderr == (
-        f"hpcinit: error: {folder.name} has ended (CANCELLED), so its ranks are gone; "
-        f"to see what happened: hpcinit why {folder.name}\n"
+        f"hpcinit: error: {folder.name} has ended (CANCELLED), so it has no ranks any more. "
+        f"To see what happened: hpcinit why {folder.name}\n"
     )
 
 
@@ -156,7 +156,7 @@ def test_a_node_that_does_not_answer(hpcinit: Run, idle_slurm: MiniSlurm, tmp_pa
         text = hpcinit("stacks", folder.name, env=idle_slurm.env).stdout
     finally:
         os.kill(daemon, signal.SIGCONT)
-    assert text.startswith("no answer from n2: is it down? The others answered\nno process of ranks 2-3 on"), text
+    assert text.startswith("no answer from n2: is it down? The other nodes answered\nno process of ranks 2-3 on"), text
     assert "rank 1 on n1: at faults.py:" in text, text
     idle_slurm.cancel_all()
     idle_slurm.wait_idle()

@@ -208,7 +208,10 @@ def test_a_line_of_the_setup_that_fails_before_the_ranks_do(
     words = ["ranks_per_node=1", "wait=true", f"cluster.setup=[{setup}]", "--", "cat", "/nowhere/data"]
     text = hpcinit("why", folder_of(submit(hpcinit, idle_slurm, *words)).name, env=idle_slurm.env).stdout
     assert "/nowhere/data" in text.splitlines()[0]
-    assert "a line of the setup failed: . /nowhere/env.sh: exit status 1: /nowhere/env.sh: No such file" in text
+    assert (
+        "a setup line failed before the ranks started: . /nowhere/env.sh: exit status 1: /nowhere/env.sh: No such file"
+        in text
+    )
 
 
 @pytest.mark.parametrize("command", ["requeue", pytest.param("requeuehold", marks=pytest.mark.more)])

@@ -107,6 +107,7 @@ def test_ranks_that_cannot_write_their_stacks(hpcinit: Run, idle_slurm: MiniSlur
 
     def hangs() -> bool:
         reports.append(hpcinit("why", folder.name, env=idle_slurm.env).stdout.splitlines())
+        print(*reports[-1][:3], sep="\n")  # shown if the test fails
         return "the ranks seem to hang" in "".join(reports[-1][:1])
 
     try:
@@ -114,7 +115,7 @@ def test_ranks_that_cannot_write_their_stacks(hpcinit: Run, idle_slurm: MiniSlur
         lines = reports[-1]
         assert re.match(
             r"the ranks seem to hang: rank 1 on n2 does not respond: process \d+ runs C code that holds the GIL, called at "
-            r"plain.py:8 in keep_gil, so no other thread of it can run; no rank has printed anything for",
+            r"plain.py:8 in keep_gil, so none of its other threads can run; no rank has printed anything for",
             lines[0],
         ), lines
         [stopped] = [line for line in lines if line.startswith("  rank 2 on n3 does not respond: ")]

@@ -62,8 +62,8 @@ def test_nothing_is_rounded(micro: int, total: int, data_parallel: int) -> None:
         ),
         (
             (4, 2, 60),
-            "batch.global is 60, but micro 4 x accumulation 2 x data parallel 8 = 64: set two of the three, "
-            "or batch.global=64",
+            "batch.global is 60, but micro 4 x accumulation 2 x data parallel 8 = 64: remove one of "
+            "batch.micro, batch.accumulation and batch.global, or set batch.global=64",
         ),
         ((0, None, None), "batch.micro is 0, expected 1 or more"),
         ((None, -1, 8), "batch.accumulation is -1, expected 1 or more"),

@@ -75,8 +75,8 @@ def test_an_open_degree_is_refused() -> None:
         (Layout(tp=4), 24, 6, "tp 4 does not divide the 6 ranks of a node, and tensor parallel groups must stay inside a node: parallel.tp=3 or parallel.tp=6, or parallel.tp_across_nodes=true"),
         (Layout(tp=4, tp_across_nodes=True), 24, 6, ""),
         (Layout(dp_replicate=1, tp=-1), 24, 6, "tp 24 does not divide the 6 ranks of a node"),
-        (Layout(dp_replicate=1, dp_shard=-1, tp=4, ep=3), 32, 8, "ep 3 does not divide dp_shard 8, whose ranks share the experts: parallel.ep=2 or parallel.ep=4"),
-        (Layout(dp_replicate=-1, ep=3), 8, 8, "ep 3 does not divide dp_replicate 8"),
+        (Layout(dp_replicate=1, dp_shard=-1, tp=4, ep=3), 32, 8, "parallel.ep is 3, expected a divisor of parallel.dp_shard=8, because experts are sharded over these ranks: parallel.ep=2 or parallel.ep=4"),
+        (Layout(dp_replicate=-1, ep=3), 8, 8, "parallel.ep is 3, expected a divisor of parallel.dp_replicate=8"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_and_what_would(layout: Layout, ranks: int, per_node: int | None, message: str) -> None:
@@ -94,7 +94,7 @@ def test_what_does_not_fit_and_what_would(layout: Layout, ranks: int, per_node: 
     [
         ({"ep": 0}, "parallel.ep is 0, expected 1 or more"),
         ({"cp_kind": "tree"}, "parallel.cp_kind is 'tree', expected one of: ulysses, ring"),
-        ({"dp_shard": 6, "ep": 4}, "ep 4 does not divide dp_shard 6, whose ranks share the experts: parallel.ep=3 or parallel.ep=6"),
+        ({"dp_shard": 6, "ep": 4}, "parallel.ep is 4, expected a divisor of parallel.dp_shard=6, because experts are sharded over these ranks: parallel.ep=3 or parallel.ep=6"),
     ],
 )  # fmt: skip
 def test_impossible_values(wrong: dict[str, Any], message: str) -> None:

@@ -75,13 +75,13 @@ def reason(message: str, degrees: dict[str, int], nodes: int, per_node: int, acr
     if found := re.match(r"parallel\.(\w+) is (-?\d+), expected 1 or more", message):
         assert degrees[found[1]] == int(found[2]) < 1
         return "value"
-    if "are -1, but at most one of them may be" in message:
+    if "are -1, but only one of them may be" in message:
         assert len(open_) == 2
         return "open"
-    if found := re.match(r"ep (\d+) does not divide (\w+) (\d+)", message):
+    if found := re.match(r"parallel\.ep is (\d+), expected a divisor of parallel\.(\w+)=(\d+)", message):
         assert degrees["ep"] == int(found[1]) and int(found[3]) % int(found[1])
         for ep in re.findall(r"parallel\.ep=(\d+)", message):
-            assert "ep" not in str(outcome({**degrees, "ep": int(ep)}, nodes, per_node, True)).split()[:1]
+            assert "parallel.ep" not in str(outcome({**degrees, "ep": int(ep)}, nodes, per_node, True)).split()[:1]
         return "experts"
     if found := re.match(r"tp (\d+) does not divide the (\d+) ranks? of a node", message):
         assert per_node == int(found[2]) and per_node % int(found[1]) and not across

@@ -65,7 +65,7 @@ def test_values_that_json_cannot_hold(value: object, message: str) -> None:
         ('{"value": null}', "the result is 'None' (NoneType)"),
         ('{"value": []}', "the result is '[]' (list), expected a number or a list of numbers"),
         ('{"value": [1, true]}', "the result is '[1, True]' (list)"),
-        ('{"value": [1, NaN]}', "expected a number: did training diverge?"),
+        ('{"value": [1, NaN]}', "expected a number. Did the training diverge?"),
     ],
 )
 def test_a_file_that_a_search_cannot_use(tmp_path: Path, text: str, message: str) -> None:

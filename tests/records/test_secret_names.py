@@ -45,10 +45,10 @@ def test_a_token_under_any_name() -> None:
         ("DATABASE_URL", "postgres://u:pw@h/db", "a URL with a password"),
         ("BROKER", "redis://:pw@h:6379/0", "a URL with a password"),
         ("OPENAI_KEY", "sk-proj-1a2b3c4d5e6f", "a token of a well-known service"),
-        ("OPENAI_KEY", "sk-short", "its name and a random value"),
-        ("SITE_KEY", "8c1f0ab37d5e42f19bb6", "its name and a random value"),
+        ("OPENAI_KEY", "sk-short", "because of its name and its random value"),
+        ("SITE_KEY", "8c1f0ab37d5e42f19bb6", "because of its name and its random value"),
         ("X", "-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl", "a private key"),
-        ("HF_TOKEN", "abc", "its name"),
+        ("HF_TOKEN", "abc", "because of its name"),
         ("ORIGIN", "ssh://git@h:22/x", ""),
         ("DATABASE_URL", "postgres://u:$PW@h/db", ""),
         ("X", "task-0001-of-a-sweep-with-a-long-name-2", ""),
@@ -67,7 +67,9 @@ def test_a_command_that_mentions_secrets() -> None:
     """A command that only mentions names of secrets has none, and one that sets a variable to a secret has."""
     assert not [*secret_names.in_arguments(["-c", 'env | grep -E "SECRET|PAT="'])]
     assert not [*secret_names.in_arguments(["-c", "import x; x.login(token=tok, password=ask())"])]
-    assert [*secret_names.in_arguments(["-c", "cd /x; PGPASSWORD=pw psql"])] == [(1, "PGPASSWORD", "its name")]
+    assert [*secret_names.in_arguments(["-c", "cd /x; PGPASSWORD=pw psql"])] == [
+        (1, "PGPASSWORD", "because of its name")
+    ]
     assert [*secret_names.in_arguments(["a", HF])] == [(1, "args", "a token of a well-known service")]
     assert not [*secret_names.in_arguments(["a", HF], ["-args"])]
 

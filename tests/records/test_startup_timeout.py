@@ -55,9 +55,9 @@ def test_the_end_of_a_recorded_job() -> None:
         (
             {"SLURM_JOB_END_TIME": "5000", "SLURM_JOB_START_TIME": "4000"},
             1000,
-            "the job's limit is 1000 s: the whole limit",
+            "the job's time limit is 1000 s: hpcinit assumes that the whole limit remains",
         ),
-        ({"SLURM_JOB_END_TIME": "5000"}, None, "the job's time limit is unknown: is the clock right?"),
+        ({"SLURM_JOB_END_TIME": "5000"}, None, "by this node's clock, so hpcinit ignores it. Is the"),
         ({}, None, None),
     ],
 )

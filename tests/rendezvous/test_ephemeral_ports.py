@@ -45,5 +45,5 @@ def test_rank_0_listens_outside_the_ephemeral_range_of_its_node(slurm: MiniSlurm
     assert all(5000 <= port < 9000 for port in low), done.stdout
     (warning,) = [line for line in (done.stdout + done.stderr).splitlines() if "warning" in line]
     assert "gives ports 1024-65535 to outgoing connections (net.ipv4.ip_local_port_range)" in warning
-    assert "contain 11 of the 11 candidate ports" in warning
-    assert warning.endswith("sysctl net.ipv4.ip_local_reserved_ports=20000-32767")
+    assert "They include 11 of hpcinit's 11 ports" in warning
+    assert warning.endswith("sysctl net.ipv4.ip_local_reserved_ports=20000-32767"), warning

@@ -144,7 +144,7 @@ def test_two_jobs_with_the_same_ports(world: World) -> None:
             {"key": "from before the requeue"},
             "a process of this job with another secret: start all ranks in one folder",
         ),
-        ({"job": "77.0.1#0"}, "a rank 0 of another job, of another attempt, or with another version of hpcinit"),
+        ({"job": "77.0.1#0"}, "rank 0 of another job, another attempt or another version of hpcinit"),
     ],
 )
 def test_a_rank_of_another_start_is_not_accepted(
@@ -195,7 +195,8 @@ def test_rank_0_on_a_node_that_is_not_rank_0s(world: World) -> None:
     """If rank 0 cannot listen at its address and no other rank 0 is there, the error names it and the address."""
     elsewhere = "192.0.2.77"  # an address for documentation: RFC 5737
     with pytest.raises(
-        BringUpError, match=rf"rank 0 \(pid \d+ on .*\) cannot listen at {elsewhere}, tried ports .*: Cann"
+        BringUpError,
+        match=rf"rank 0 \(pid \d+ on .*\) needs two free ports at {elsewhere}, but cannot listen on ports .*: Cann",
     ):
         open_server(world, address=elsewhere)
 
@@ -260,7 +261,7 @@ def test_a_rank_that_dies_takes_the_others_along(world: World) -> None:
     two._socket.shutdown(socket.SHUT_RDWR)
     begin = time.monotonic()
     for error in in_threads(lambda: host.wait_for_store(begin + 20, 9), lambda: one.wait_for_store(begin + 20, 9)):
-        assert "rank 2 on" in str(error) and "died during start-up, after phase 'started'; its own log" in str(error)
+        assert "rank 2 on" in str(error) and "died during start-up, after phase 'started'; its log" in str(error)
     assert time.monotonic() - begin < 3
 
 
@@ -341,7 +342,9 @@ def test_all_ports_taken(world: World) -> None:
     with contextlib.ExitStack() as stack:
         for port in world.master_ports:
             stack.enter_context(socket.create_server((HERE, port)))
-        with pytest.raises(BringUpError, match=rf"tried ports {world.master_ports[0]}: Address already in use; "):
+        with pytest.raises(
+            BringUpError, match=rf"cannot listen on ports {world.master_ports[0]}: Address already in use; "
+        ):
             open_server(world)
 
 

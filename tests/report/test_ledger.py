@@ -376,6 +376,40 @@ def test_a_progress_bar_shows_the_pace_of_steps_beside_slow_saves(tmp_path: Path
     assert rows[ledger.SAVE].high > 10 and rows[ledger.KEPT].low < 25, rows
 
 
+def written(path: Path, at: float) -> Path:
+    """Write a file whose time is `at` seconds after START."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    os.utime(path, (START + at, START + at))
+    return path
+
+
+def test_a_bar_of_each_epoch_omits_the_save_at_its_end(tmp_path: Path) -> None:
+    """Three epochs of 100 s, each with a save of 60 s at its end. The bar of the next epoch starts at 00:00."""
+    bar = "Epoch {}: {}%|█| {}/100 [{:02}:{:02}<00:10, 1.00it/s]\r"
+    lines = [bar.format(epoch, at, at, *divmod(at, 60)) for epoch in range(3) for at in range(5 - epoch, 100, 7)]
+    ends = [180, 340, 500]
+    saves = [written(tmp_path / f"epoch={at}-step={100 * at + 100}.ckpt", end) for at, end in enumerate(ends)]
+    (log := tmp_path / "slurm-77.out").write_text("".join(lines))
+    os.utime(log, (START + 500, START + 500))
+    rows = read_job._ledger("77", [Allocation("77", 0, START, START + 510, state="COMPLETED")], [log], saves, tmp_path)
+    assert abs(rows.rows[ledger.SAVE].at - 180) < 15 and inside(rows.rows[ledger.SAVE], 180), rows.rows
+
+
+def test_checkpoints_without_a_log_do_not_show_how_long_a_save_took(tmp_path: Path) -> None:
+    """The time between two checkpoints of an attempt whose log was overwritten was steps, saves or evaluations."""
+    saves = [written(tmp_path / f"global_step{step}" / "model_states.pt", 20 + 2 * step) for step in (50, 100, 150)]
+    log = written(tmp_path / "slurm-77.out", 900)
+    log.write_text(clocked(*((at + 600, text.replace("step ", "step 15")) for at, text in STEPS[:9])))
+    jobs = [
+        Allocation("77", 0, START, START + 330, state="REQUEUED"),
+        Allocation("77", 1, START + 600, START + 900, state="COMPLETED"),
+    ]
+    first = read_job._ledger("77", jobs, [log], saves, tmp_path).allocations[0]
+    assert all(inside(first.rows[ledger.SAVE], seconds) for seconds in (0, 100)), first.rows
+    assert all(inside(first.rows[ledger.KEPT], seconds) for seconds in (100, 300)), first.rows
+
+
 def test_a_requeue_a_few_seconds_later_takes_no_lines_of_the_attempt_before(tmp_path: Path) -> None:
     """Each line of a log belongs to one attempt, although Slurm started the next one after 4 s."""
     later = [(at + 334, text) for at, text in STEPS]

@@ -141,8 +141,16 @@ def test_a_cgroup_is_not_a_binding(monkeypatch: pytest.MonkeyPatch, sysfs: Path,
 @pytest.mark.parametrize(
     ("file", "text", "reason"),
     [
-        ("numa_node", "-1\n", "the kernel reports no NUMA node or no usable CPU for cuda:0 at 0000:1b:00.0"),
-        ("local_cpulist", "\n", "the kernel reports no NUMA node or no usable CPU for cuda:0 at 0000:1b:00.0"),
+        (
+            "numa_node",
+            "-1\n",
+            "the kernel reports no NUMA node for cuda:0 at 0000:1b:00.0, or this process may use none of its CPUs",
+        ),
+        (
+            "local_cpulist",
+            "\n",
+            "the kernel reports no NUMA node for cuda:0 at 0000:1b:00.0, or this process may use none of its CPUs",
+        ),
         ("local_cpulist", "some\n", "invalid literal for int() with base 10: 'some'"),
     ],
 )

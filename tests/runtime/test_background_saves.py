@@ -48,7 +48,7 @@ def trained(code: str, number: int, folder: Path, **env: str) -> list[tuple[Any,
     return [(json.loads(output.splitlines()[-1]), output) for _, output in ended]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.more) for number in (1, 3, 4))])
 def test_losses(tmp_path: Path, number: int) -> None:
     """Training has the same losses with and without saves in the background, and continues with them after a load."""
     code = """
@@ -132,9 +132,12 @@ def test_a_writer_is_killed(tmp_path: Path) -> None:
     (zero, first), (one, second) = trained(code, 2, tmp_path)
     expected = {"ended": True, "names": ["step-00000001"], "loaded": 3, "at last": ["step-00000001", "step-00000003"]}
     assert zero == one == expected, first + second
-    assert "warning: the process that wrote step 2 for rank 1" in second and "has ended with status -9" in second
+    assert (
+        "warning: step 2 was not saved: the process that wrote it for rank 1" in second
+        and "ended with status -9" in second
+    )
     assert "step-00000001 is the newest checkpoint; training continues" in second
-    assert "warning: cannot save step 2 in" in first and "a part was not written" in first
+    assert "warning: cannot save step 2 in" in first and "another rank failed to write its part" in first
 
 
 @pytest.mark.slurm  # it needs root and permission to mount
@@ -171,7 +174,7 @@ def test_a_full_disk(tmp_path: Path, left: int) -> None:
         (zero, output), (one, second) = trained(code, 2, tmp_path, LEFT=str(left), FOLDER=str(small / "steps"))
     assert zero == one == {"full": [1, ["step-00000001"]], "later": [3, ["step-00000003"]]}, output + second
     warning = next(line for line in output.splitlines() if "warning: cannot save step 2" in line)
-    assert warning.endswith("GB of disk space are free; step-00000001 is the newest checkpoint; training continues")
+    assert warning.endswith("GB are free on this disk; step-00000001 is the newest checkpoint; training continues")
     assert "No space left on device" in output + second
 
 
@@ -187,7 +190,10 @@ def test_a_copy_that_does_not_fit(tmp_path: Path) -> None:
     """
     (zero, output), (one, _) = trained(code, 2, tmp_path)
     assert zero == one == {"there": [True, True], "loaded": 2}, output
-    assert "step 2 is saved as with wait=True: a copy of more than 0.0 GB per rank does not fit into" in output
+    assert (
+        "saving step 2 takes as long as with wait=True, because a copy of more than 0.0 GB per rank does not fit into"
+        in output
+    )
 
 
 @pytest.mark.deepspeed

@@ -172,11 +172,10 @@ def test_once_per_process(two_ranks: tuple[Path, Reports]) -> None:
 def test_another_group_is_refused(two_ranks: tuple[Path, Reports]) -> None:
     """For a group whose rank and size differ from the launcher's, the error names each difference."""
     (first, kept), (second, _) = (found["another group"] for found in two_ranks[1])
-    said = "the existing process group, which hpcinit did not create, does not match the request: its "
-    assert first.startswith(
-        f"{said}world size is 1, slurm reports 2. Call hpcinit.init() instead of creating the group"
-    )
-    assert second.startswith(f"{said}rank is 0, slurm reports 1; its world size is 1, slurm reports 2. Call") and kept
+    said = "the program has created a process group that does not match its call of hpcinit.init(): its "
+    assert first.startswith(f"{said}world size is 1, but slurm reports 2. Let hpcinit.init() create the group")
+    world = "its world size is 1, but slurm reports 2. Let"
+    assert second.startswith(f"{said}rank is 0, but slurm reports 1; {world}") and kept
 
 
 def test_scripts_for_torchrun_run_unchanged(two_ranks: tuple[Path, Reports]) -> None:
@@ -342,9 +341,9 @@ def test_settings_are_verified(hpcinit: Run, tmp_path: Path) -> None:
         print(dist.is_initialized())
         """)
     )
-    said = "backend is nccl, requested was gloo; the collective timeout is 0:05:04, requested was 0:30:00"
+    said = "backend is nccl, expected gloo; the collective timeout is 0:05:04, expected 0:30:00"
     printed = without_gloos_line(hpcinit("run", "script.py").stdout)
-    assert printed == f"torch created the process group with other settings than requested: {said}\nFalse\n"
+    assert printed == f"the process group does not have the requested settings: {said}\nFalse\n"
 
 
 def test_the_log_line(hpcinit: Run, tmp_path: Path) -> None:
@@ -445,7 +444,7 @@ def test_backends_by_device_type(hpcinit: Run, tmp_path: Path) -> None:
     in_job, *wrong, on_gpu, one = json.loads(line)
     assert in_job[:2] == ["gloo", {"cpu": "gloo"}] and "cpu:gloo" in in_job[2]
     assert [text.partition(" this build of torch ")[0] for text in wrong] == [
-        "backend is 'cuda:nccl,xpu:xccl', which has no backend for this rank's device cpu: add cpu:gloo",
+        "backend is 'cuda:nccl,xpu:xccl', which names none for this rank's device cpu: add cpu:gloo",
         "backend is 'cpu:gloo,cuda', expected one name, or pairs such as cpu:gloo,cuda:nccl",
         "backend 'mpi' is not in",
     ]
@@ -486,7 +485,7 @@ def test_a_wrong_node_clock(hpcinit: Run, tmp_path: Path) -> None:
     env = {"HPCINIT_JOB_END_TIME": str(int(time.time()) - 7200), "HPCINIT_JOB_LIMIT_S": "3600"}
     done = hpcinit("run", "clocked.py", env=env)
     assert (done.returncode, without_gloos_line(done.stdout)) == (0, "60 min left\n"), done.stderr
-    assert done.stderr.count("s ago by this node's clock, and the job's limit is 3600 s") == 1
+    assert done.stderr.count("s ago by this node's clock, but the job's time limit is 3600 s") == 1
 
 
 @pytest.mark.parametrize("verbose", ["", "1"])

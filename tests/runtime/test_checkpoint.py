@@ -106,9 +106,9 @@ def left_in(folder: Path) -> list[str]:
 TEARING = {
     "has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
     "checkpoint.json cannot be read (Expecting value": lambda step: (step / "checkpoint.json").write_text(""),
-    "it has format 1, but this version of hpcinit reads format 2": lambda step: (step / "checkpoint.json").write_text(
-        '{"format": 1}'
-    ),
+    "its format is 1, but this version of hpcinit can read only format 2": lambda step: (
+        step / "checkpoint.json"
+    ).write_text('{"format": 1}'),
     "checkpoint.json cannot be read ('files')": lambda step: (step / "checkpoint.json").write_text('{"format": 2}'),
     "dcp/file cannot be read (No such file": lambda step: (step / "dcp/file").unlink(),
     "dcp/file has 3 bytes, expected 7": lambda step: (step / "dcp/file").write_bytes(b"wei"),
@@ -273,7 +273,7 @@ def test_a_full_disk(small: Path, tmp_path: Path) -> None:
         for name, ((refused, after), loaded, at_last, quoted) in found.items():
             assert causes.kind(quoted)[0] == "disk", "what `hpcinit why` reads of it, on the rank that did not fail too"
             assert refused.startswith(f"CheckpointError: cannot save step 2 in {small / name}: rank "), output
-            assert refused.endswith("; 0.0 GB of disk space are free; step-00000001 is the newest checkpoint")
+            assert refused.endswith("; 0.0 GB are free on this disk; step-00000001 is the newest checkpoint")
             assert after == ["step-00000001"]
             assert loaded == [1, "step-00000003"]
             assert at_last == ["step-00000003"]
@@ -336,7 +336,7 @@ def test_refusals(tmp_path: Path) -> None:
         "twice": "RequestError: {folder}/step-00000001 already exists, written by process ",
         "keep": "RequestError: keep is 0, expected 1 or more",
         "loader": "RequestError: loader is a list, which cannot save its position",
-        "extra": "RequestError: extra contains objects other than numbers, strings, lists, dicts and tensors",
+        "extra": "RequestError: extra contains an object that is not a number, string, list, dict or tensor",
         "one rank": "CheckpointError: cannot save step 2 in {folder}: rank 1 on ",
         "within": "RequestError: save() during gradient accumulation",
         "another model": "CheckpointError: {folder}/step-00000001 does not match this model and optimizer: rank 0: ",

@@ -32,5 +32,5 @@ def test_never_and_always() -> None:
     assert decide_device_id("never", CUDA, 8) == Binding(None)
     assert decide_device_id("always", CUDA, 8) == Binding(CUDA, "device_id cuda:1")
     assert decide_device_id("always", CUDA, 1).why.startswith("device_id cuda:1, although a single rank has no peer")
-    with pytest.raises(BringUpError, match="is not possible: gloo on a CPU has no device"):
+    with pytest.raises(BringUpError, match="does not work here: gloo on a CPU has no dev"):
         decide_device_id("always", CPU, 8)

@@ -71,9 +71,9 @@ def test_given_and_unseen() -> None:
     """With the variables of a real Slurm job with GPUs, a rank on the CPU gets a warning with them and torch's build."""
     env = next(s for s in shapes() if str(s) == "22.05.8-gpus_per_task").tasks[1].env
     assert devices.unseen(torch.device("cpu"), env) == (
-        f"this rank runs on the CPU: torch {torch.__version__} (built for {built()}) finds no accelerator, although "
-        "SLURM_STEP_GPUS=1, SLURM_JOB_GPUS=0,1, CUDA_VISIBLE_DEVICES=1, ROCR_VISIBLE_DEVICES=1. Install a torch "
-        "build for this cluster's devices, or request no devices"
+        "warning: this rank runs on the CPU, although SLURM_STEP_GPUS=1, SLURM_JOB_GPUS=0,1, CUDA_VISIBLE_DEVICES=1, "
+        f"ROCR_VISIBLE_DEVICES=1: torch {torch.__version__} (built for {built()}) finds no accelerator. Install a "
+        "torch build for this cluster's devices, or request no devices"
     )
 
 

@@ -90,7 +90,8 @@ def test_what_is_said_of_a_death(tmp_path: Path) -> None:
     died = RANK + "if rank == 1:\n    time.sleep(0.5)\n    raise ValueError('lost it')\ntime.sleep(60)\n"
     _, said = Node(tmp_path / "a", died).end()
     assert said.splitlines() == [
-        "hpcinit: error: 127.0.0.1: rank 1: Exited with exit code 1", "hpcinit: rank 0 on 127.0.0.1 ends too"
+        "hpcinit: error: 127.0.0.1: rank 1: Exited with exit code 1",
+        "hpcinit: stopping rank 0 on 127.0.0.1 too, because of that failure",
     ]  # fmt: skip
 
 
@@ -206,9 +207,9 @@ def test_no_rank_outlives_its_parent(tmp_path: Path) -> None:
     ("module", "message"),
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='worker', daemon=True).start()",
-         "importing heavy has started 1 thread (worker), which forked ranks would not have: remove heavy from launch.preload"),
-        ("import flash_attn_99", "importing heavy, from launch.preload, failed: ModuleNotFoundError: No module named 'flash_attn_99'"),
-        ("raise OSError('no libcudart')", "importing heavy, from launch.preload, failed: OSError: no libcudart"),
+         "importing heavy started 1 thread (worker), and threads do not survive a fork: remove heavy from launch.preload"),
+        ("import flash_attn_99", "cannot import heavy, which launch.preload lists: ModuleNotFoundError: No module named 'flash_attn_99'"),
+        ("raise OSError('no libcudart')", "cannot import heavy, which launch.preload lists: OSError: no libcudart"),
         (None, "launch.preload lists 'heavy', but there is no module heavy on "),
     ],
 )  # fmt: skip
@@ -228,13 +229,13 @@ def test_a_device_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """An import that has opened a device is refused. A file replaces the device."""
     (tmp_path / "heavy_device.py").write_text(f"kept = open({str(tmp_path / 'nvidia-uvm')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RequestError, match=r"importing heavy_device has initialized CUDA \(.*nvidia-uvm is open\)"):
+    with pytest.raises(RequestError, match=r"importing heavy_device initialized CUDA \(.*nvidia-uvm is open\)"):
         preload.load(["heavy_device"], devices=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("heavy_cuda", "remove heavy_cuda from launch.preload, so that each rank imports it; or set launch=srun"), ("deepspeed", "launch=srun")],
+    [("heavy_cuda", "remove heavy_cuda from launch.preload, so that each rank imports it, or set launch=srun"), ("deepspeed", "set launch=srun")],
 )  # fmt: skip
 def test_a_started_cuda_that_torch_does_not_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
@@ -253,7 +254,7 @@ def test_a_started_cuda_that_torch_does_not_report(
         preload.load([name], devices=tmp_path)
     sys.modules.pop(name)  # monkeypatch puts the real one back, if it was imported
     assert str(refused.value) == (
-        f"importing {name} has initialized CUDA (a trial fork cannot use it), which cannot be used in forked ranks: {advice}"
+        f"importing {name} initialized CUDA (a trial fork cannot use it), which does not work after a fork: {advice}"
     )
 
 
@@ -280,9 +281,9 @@ def test_a_deepspeed_that_starts_cuda_is_not_imported(tmp_path: Path, version: s
         .endswith(
             f"\nimported before the fork: json, deepspeed {version}\n"
             if imported
-            else f"\nimported before the fork: json; not imported before the fork: deepspeed {version}, whose import "
-            "initializes CUDA, which forked ranks could then not use; each rank imports it (DeepSpeed 0.19.3 and later can be "
-            "shared)\n"
+            else f"\nimported before the fork: json; not imported before the fork: deepspeed {version}. Each rank imports "
+            "it, because this import initializes CUDA, and forked ranks could then not use CUDA. DeepSpeed 0.19.3 and later "
+            "can be imported before the fork\n"
         )
     )
 

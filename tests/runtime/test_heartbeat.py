@@ -183,9 +183,9 @@ def test_ranks_without_any_record_are_named() -> None:
     lines = lines_of([node], {0: hang_report.Place("all_reduce", "train.py:9 in step")}, now_s=100.0, size=3)
     assert lines[1:] == (
         "rank 0 waits in all_reduce, called at train.py:9 in step",
-        "ranks 1-2 never reported anything",
+        "ranks 1-2 sent no heartbeat and wrote no stack",
     )
-    assert "rank 1 never reported anything" in lines_of([node], {}, now_s=100.0, size=2)
+    assert "rank 1 sent no heartbeat and wrote no stack" in lines_of([node], {}, now_s=100.0, size=2)
 
 
 def test_the_host_at_fault_is_the_first_that_the_report_names() -> None:

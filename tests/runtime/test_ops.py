@@ -139,7 +139,7 @@ def test_a_second_builder_waits_and_then_finds_it_built(folder: Path) -> None:
     second = run(BUILD, folder)
     assert second.stdout is not None
     line = second.stdout.readline()
-    assert line.startswith(f"waiting for {os.uname().nodename}-{first.pid}, which compiles"), line
+    assert line.startswith(f"waiting for {os.uname().nodename}-{first.pid}, which is compiling"), line
     kill(first)  # the kernel releases its lock
     (folder / "slow.began").unlink()
     said, _ = second.communicate(timeout=120)
@@ -169,7 +169,7 @@ def test_an_op_that_deepspeed_has_compiled_is_left_to_it(tmp_path: Path, monkeyp
     said: list[str] = []
     ops.build(["fused_adam"], tmp_path, said.append)
     assert said == [
-        f"fused_adam: already built in {tmp_path}, not by hpcinit; remove it to build it again"
+        f"fused_adam: already built in {tmp_path}, not by hpcinit; to build it again, remove it"
     ] and not ops.is_built("fused_adam", {ops.VARIABLE: str(tmp_path)})
 
 
@@ -190,7 +190,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other.mkdir()
     said: list[str] = []
     ops.build(["tiny"], tmp_path, said.append)
-    assert "has no locks (No locks available); building without one" in said[0]
+    assert "supports no locks (No locks available); building without" in said[0]
     assert names(tmp_path) == [ops.LOCK, other.name, "tiny"]
 
 
@@ -277,10 +277,10 @@ def test_a_lock_of_a_killed_build_is_reported(
 
 
 WRONG = [
-    ([], "nothing to build: give the overrides of the run"),
+    ([], "no ops to build: name them with --ops"),
     (["--ops", "cpu_adm"], "unknown op 'cpu_adm', expected one of: async_io"),
     (["--ds-config", "broken.json"], "broken.json is not JSON"),
-    (["--ds-config", "list.json"], "list.json contains a list, expected a JSON object: a ds_config"),
+    (["--ds-config", "list.json"], "list.json contains a list, expected a ds_config, which is a JSON object"),
 ]
 
 

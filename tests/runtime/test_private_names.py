@@ -283,7 +283,7 @@ def test_without_a_name_the_rest_works_and_a_warning_names_what_does_not(tmp_pat
     assert len(removed) >= 10 and {"_device_types", "_timeout", "_dump_fr_trace_json"} <= removed.keys()
     for name in NAMES:
         if name.name in removed:
-            assert f".{name.name}, so this does not work: {name.lost}." in done.stderr, name
+            assert f".{name.name}, so this feature does not work: {name.lost}." in done.stderr, name
 
 
 def test_the_installed_versions_are_tested_ones() -> None:

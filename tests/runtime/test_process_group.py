@@ -28,7 +28,7 @@ def test_a_missing_interface(tmp_path: Path) -> None:
         logs = [rank.end()[1] for rank in started]
     # The first rank that fails ends the others, which print its error.
     reason = (
-        r"Unable to find address for: eth9; GLOO_SOCKET_IFNAME=lo,eth9 \(cluster.interface\), and this node has lo,"
+        r"Unable to find address for: eth9; check GLOO_SOCKET_IFNAME=lo,eth9 \(cluster.interface\): this node has lo,"
     )
     assert any(re.search(reason, log) for log in logs), logs
 
@@ -39,8 +39,11 @@ def test_an_error_of_torchs_own(tmp_path: Path) -> None:
     with ranks(INIT, 1, tmp_path, GLOO_SOCKET_IFNAME="lo,,lo") as (rank,):
         log = rank.end()[1]
     assert f"error: torch could not create the process group (gloo) on rank 0, {HERE}: " in log, log
-    assert "interface or hostname can't be empty; GLOO_SOCKET_IFNAME=lo,,lo (cluster.interface), and this node" in log
-    assert "; for more output set TORCH_CPP_LOG_LEVEL=INFO" in log
+    assert (
+        "interface or hostname can't be empty; check GLOO_SOCKET_IFNAME=lo,,lo (cluster.interface): this node has"
+        in log
+    )
+    assert "; for more output, set TORCH_CPP_LOG_LEVEL=INFO" in log
     assert "cause: RuntimeError" in log
 
 

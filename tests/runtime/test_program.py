@@ -153,7 +153,7 @@ def test_exit_status_and_message_are_pythons(hpcinit: Run, tmp_path: Path, code:
         (["no-such-program"], "cannot run 'no-such-program': No such file or directory (searched PATH)"),
         (["-m"], "-m without a module"),
         (["-m", "no_such.module"], "no module 'no_such.module' on this node: searched "),
-        (["nope.json"], "cannot read nope.json: No such file or directory; is the run folder on a file system"),
+        (["nope.json"], "cannot read nope.json: No such file or directory. Is the run folder on a file system"),
         (["bad.json"], "does not have format 1"),
         (["text.json"], "is not JSON"),
     ],

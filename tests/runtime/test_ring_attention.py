@@ -36,9 +36,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "ddp" else pytest.mark.more) for name in RINGS]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("name", RINGS)
 def test_training_with_ring_attention(name: str, expected: list[float], tmp_path: Path) -> None:
     """With parallel.cp_kind=ring, two shares of the data x a ring of two have the losses of two ranks without a ring."""
     losses = trained(*RINGS[name], 4, tmp_path / "ring")

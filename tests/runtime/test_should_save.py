@@ -43,7 +43,7 @@ def test_all_ranks_save_at_the_same_steps(tmp_path: Path) -> None:
     steps = [int(word) for word in lines[0].split()[2:]]
     assert 2 <= len(steps) <= 5 and all(20 < b - a < 110 for a, b in pairwise(steps)), lines
     text = (tmp_path / "rank-0.log").read_text()
-    assert text.count("run.should_save(): a save every 0.025 min. Training waits 0.") == 1, text
+    assert text.count("run.should_save() requests a save every 0.025 min. Training waits 0.") == 1, text
     assert re.search(
         r"a failure is expected every [\d.e+]+ h on 1 node \(0 failures in this run so far\)\. The best would be [\d.]+ min",
         text,

@@ -244,7 +244,7 @@ def test_texts_of_reasons() -> None:
     """The texts that users read, and invalid values."""
     assert str(Stop(Reason.PREEMPTED, 3)) == "preempted (rank 3)"
     for wrong in ({"margin_s": -1.0}, {"every_steps": 0}):
-        with pytest.raises(RequestError, match="expected a margin of at least 0 s, and at least 1 step"):
+        with pytest.raises(RequestError, match="expected 0 or more seconds, and 1 or more steps"):
             Stopping(**wrong)  # type: ignore[arg-type]
 
 

@@ -71,6 +71,7 @@ with hpcinit.session(deepspeed=True) as run:
 """
 
 
+@pytest.mark.more
 @pytest.mark.timeout(900)
 def test_sequence_tensor_and_data_parallel_together(tmp_path: Path) -> None:
     """Ulysses groups over AutoTP's mesh, in ZeRO 1 to 3: 8 steps of a small Llama have the losses of one rank."""

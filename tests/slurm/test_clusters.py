@@ -110,7 +110,7 @@ def test_each_run_is_found_and_cancelled_on_its_cluster(hpcinit: Run, clusters: 
     line = hpcinit("status", other.name, env=here.env).stdout
     assert f"on {there.name}" in line
     ambiguous = hpcinit("cancel", job_of(mine), env=here.env)
-    assert ambiguous.returncode == 2 and "two clusters or engines have a job" in ambiguous.stderr
+    assert ambiguous.returncode == 2 and "two runs on different clusters or engines have the job id" in ambiguous.stderr
     # A variable in the job would make its srun and squeue ask slurmdbd, which a compute node may not reach.
     done = hpcinit("exec", other.name, "--", "env", env=here.env)
     assert f"SLURM_CLUSTER_NAME={there.name}\n" in done.stdout and "SLURM_CLUSTERS=" not in done.stdout, done.stderr

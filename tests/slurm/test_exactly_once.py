@@ -31,7 +31,7 @@ SUBMISSIONS, KILLS = (int(number) for number in os.environ.get("HPCINIT_EXACTLY_
 BY_COMMAND_LINE = 10  # one in this many submissions is a whole `hpcinit submit`
 AT_ONCE = 16
 PATIENCE_S = 900
-STOPPED = "2 attempts may each have made a job, but Slurm shows no such job"
+STOPPED = "2 calls of sbatch may each have created a job, but Slurm shows no such job"
 
 
 @pytest.fixture

@@ -361,7 +361,7 @@ def test_cancel_ends_the_whole_chain(hpcinit: Run, idle_slurm: MiniSlurm) -> Non
     )
     until(lambda: states(slurm, ids) == ["CANCELLED"] * 3)
     assert printed(folder, 0).count("up\n") == 1
-    assert hpcinit("cancel", folder.name, env=slurm.env).stdout == f"{folder.name}: was over already: CANCELLED\n"
+    assert hpcinit("cancel", folder.name, env=slurm.env).stdout == f"{folder.name}: has already ended: CANCELLED\n"
 
 
 @pytest.mark.slurm
@@ -467,6 +467,8 @@ def test_a_program_that_stops_before_the_limit_resumes(
     words = ["chain=2", limit, "nodes=2", "ranks_per_node=1", "stop.signal=USR1", "--", "stop.py"]
     folder = folder_of(submit(hpcinit, slurm, *words))
     ids = jobs(folder)
+    # Otherwise, Slurm may send the signal while the second job's ranks still start.
+    slurm.run("scontrol", "update", f"JobId={ids[1]}", "TimeLimit=10")
     until(lambda: (folder / "logs/rank-1.log").exists() and "up" in printed(folder, 1))
     (tmp_path / "finish").unlink(missing_ok=True)
     if asked == "signal":

@@ -47,7 +47,9 @@ def processes(command: list[str], amount: int, env: dict[str, str]) -> list[subp
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("words", [[], ["--multirun", "seed=1,2"]], ids=["run", "sweep"])
+@pytest.mark.parametrize(
+    "words", [[], pytest.param(["--multirun", "seed=1,2"], marks=pytest.mark.more)], ids=["run", "sweep"]
+)
 def test_many_at_once(hpcinit: Run, idle_slurm: MiniSlurm, words: list[str]) -> None:
     """Of several simultaneous `hpcinit submit`, one submits, and the others report it."""
     line = ["submit", "cluster=mini", "+cluster.sbatch.begin=now+1hour", *words, "--", "true"]

@@ -197,6 +197,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.more
 def test_a_rank_that_is_alone_on_its_node_ends_early(hpcinit: Run, tmp_path: Path) -> None:
     """Its agent reports that it ended with status 0, once ranks of other nodes have failed, and why names it."""
     (tmp_path / "early.py").write_text(ENDS_EARLY)

@@ -87,7 +87,10 @@ def test_in_addition_to_the_users_own() -> None:
 def test_an_exclude_file_is_not_changed() -> None:
     """If the user excludes the nodes in a file, a warning names the node that is not excluded."""
     [said] = decision("n2", sbatch={"exclude": "./bad.txt"}).notes
-    assert said == "hpcinit: warning: n2 failed but is not excluded: --exclude is already the file ./bad.txt"
+    assert said == (
+        "hpcinit: warning: n2 failed but is not excluded, because cluster.sbatch.exclude is the file ./bad.txt: add n2 to "
+        "the file"
+    )
 
 
 def test_a_requested_node_is_not_excluded() -> None:
@@ -103,8 +106,8 @@ def test_enough_nodes_remain() -> None:
     """If 3 of 4 nodes are requested, only the worst is excluded, with a warning about the others. Spare nodes count."""
     found = decision("n2", "n3", words=("nodes=3",))
     assert found.hosts == "n2" and found.notes[1] == (
-        "hpcinit: warning: n3 (2 failures in 24 h: ECC) is not excluded: the partition has 4 nodes, and 3 "
-        "are requested and 1 excluded"
+        "hpcinit: warning: n3 (2 failures in 24 h: ECC) is not excluded: of the 4 nodes of the partition, the "
+        "job requests 3, and 1 are already excluded"
     )
     assert decision("n2", words=("nodes=4",)).hosts is None
     assert decision("n2", words=("nodes=3", "spare_nodes=1")).hosts is None
@@ -186,7 +189,7 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--add", "n3"], "no cluster is given, expected --cluster NAME; clusters with records: none"),
+        (["--add", "n3"], "no cluster given, expected --cluster NAME; clusters with records: none"),
         (["--forget", "n9"], "no failure of n9 is recorded in "),
         (
             ["--forget", "n9", "--cluster", "x"],

@@ -53,7 +53,10 @@ def typed(words: list[str], after: str, line: str, env: dict[str, str]) -> tuple
 
 @pytest.mark.slurm
 def test_a_command_beside_a_rank(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
-    """The command has the job's environment and folder, but no place in its process group; the run continues."""
+    """The command has the job's environment and folder, but no place in its process group; the run continues.
+
+    docs/stacks.md shows these commands.
+    """
     (tmp_path / "train.py").write_text(SLEEP)
     env = idle_slurm.env
     folder = folder_of(submit(hpcinit, idle_slurm, *SHAPE, "+job.env.OF_THE_RUN=7", "--", "train.py"))
@@ -80,7 +83,7 @@ def test_a_command_beside_a_rank(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: 
     for words, problem in {
         ("--node", "n9", "--", "true"): "n9 is not a node of job",
         ("--rank", "4", "--", "true"): "rank 4 does not exist: the run has the ranks 0 to 3",
-        (): "no command: hpcinit exec RUN -- command args...",
+        (): "no command, expected one after --: hpcinit exec RUN -- command args...",
     }.items():
         refused = hpcinit("exec", folder.name, *words, env=env)
         assert refused.returncode == 2 and problem in refused.stderr, refused.stderr

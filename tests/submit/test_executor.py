@@ -40,7 +40,7 @@ def test_a_function_gets_submitits_lines(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_that_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is not the user's alone is refused before a job exists, and its mode does not change."""
     monkeypatch.setenv("PATH", str(tmp_path))  # without sbatch, a submission raises another error
-    text = r"belongs to .* \(mode .*\), expected a folder that only you write to"
+    text = r"belongs to .* \(mode .*\), expected a folder that only you can write to"
     for mode in (0o1777, 0o777):
         tmp_path.chmod(mode)
         with pytest.raises(RequestError, match=text):

@@ -61,6 +61,7 @@ def test_ranks_agree(launch: str) -> None:
     assert "rank 3 adds 10\n" in str(job.task(3).stdout())
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 def test_an_array_on_slurm(mini: MiniSlurm, folder: Path) -> None:
     """map_array and batch() make one array each, whose tasks are runs of several ranks."""
@@ -186,7 +187,7 @@ def test_pickles_of_others_are_not_loaded(folder: Path) -> None:
             job.result()
     job.paths.folder.chmod(0o777)
     for load in (job.result, job.submission):
-        with pytest.raises(RequestError, match="every user can write it"):
+        with pytest.raises(RequestError, match="every user can write to it"):
             load()
 
 
@@ -215,7 +216,7 @@ def test_what_a_function_cannot_do(folder: Path) -> None:
     with pytest.raises(ConfigError, match="stderr_to_stdout is a parameter of submitit that does not apply"):
         run.update_parameters(stderr_to_stdout=False)
     run.max_pickle_size_gb = 0
-    with pytest.raises(RequestError, match="GB as pickles, expected at most 0"):
+    with pytest.raises(RequestError, match="GB in total, expected at most 0"):
         run.submit(abs, 1)
     assert not [path for path in (folder / "jobs").iterdir() if path.is_dir()]
 

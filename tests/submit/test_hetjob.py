@@ -27,9 +27,9 @@ def test_all_problems_are_reported_in_one_pass() -> None:
     wrong = "hetjob=[{nods: 1, nodes: 0, mem_gb: all, partition: 1, gpus_per_node: -1}]"
     found = all_checks.problems(compose(["cluster=mini", wrong, "launch=fork", "spare_nodes=1", "chain=2"]))
     assert found == [
-        "hetjob is set and launch.kind is fork, expected srun: heterogeneous jobs do not support it",
-        "hetjob is set and spare_nodes is 1, expected 0: heterogeneous jobs do not support it",
-        "hetjob is set and chain is 2, expected 1: heterogeneous jobs do not support it",
+        "hetjob is set and launch.kind is fork, expected srun: heterogeneous jobs support no other value",
+        "hetjob is set and spare_nodes is 1, expected 0: heterogeneous jobs support no other value",
+        "hetjob is set and chain is 2, expected 1: heterogeneous jobs support no other value",
         "hetjob[0].nods is not a key of a component, expected one of: nodes, ranks_per_node, gpus_per_node, "
         "cpus_per_rank, mem_gb, partition, account, qos",
         "hetjob[0].nodes is 0, expected a whole number, 1 or more",

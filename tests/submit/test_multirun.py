@@ -94,7 +94,7 @@ def test_a_refused_sweep_submits_and_leaves_nothing(
     monkeypatch.setenv("PATH", NO_SLURM["PATH"])
     assert main(["submit", "-m", *words]) == status
     out, err = capfd.readouterr()
-    smoke = err.startswith("no program: this is the smoke test")  # the checks have passed
+    smoke = err.startswith("no program after --, so this submits the smoke test")  # the checks have passed
     assert smoke == (status == 1)
     assert (out, err.count("\n")) == ("", (len(messages) if status == 2 else 1) + smoke)
     assert all(message in err for message in messages) and err.count("hpcinit: error: ") == err.count("\n") - smoke

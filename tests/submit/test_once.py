@@ -130,7 +130,7 @@ def test_a_controller_that_is_stopped_and_started(
     job_id, _ = hand_over(script_in(tmp_path), env, token)
     assert jobs_with(cluster, token) == [job_id]
     said = capfd.readouterr().err
-    assert "Unable to contact slurm controller (connect failure); trying sbatch again, Ctrl-C gives up" in said
+    assert "Unable to contact slurm controller (connect failure); trying sbatch again; press Ctrl-C to give up" in said
 
 
 @pytest.mark.slurm
@@ -192,7 +192,7 @@ def test_the_same_request_is_submitted_once(hpcinit: Run, cluster: MiniSlurm, en
     first = submit(hpcinit, cluster, *words)
     done = submit(hpcinit, cluster, *words)
     assert done.returncode == 2 and done.stdout == ""
-    assert f"already queued as job {job_id_of(first)}: PENDING, run folder {folder_of(first)};" in done.stderr
+    assert f"already queued as job {job_id_of(first)} (PENDING, run folder {folder_of(first)});" in done.stderr
     assert "again=true" in done.stderr and not (folder_of(first).parent / "true-0002").exists()
     assert submit(hpcinit, cluster, *words[:-1], "false").returncode == 0
     assert submit(hpcinit, cluster, "seed=1", *words).returncode == 0
@@ -334,7 +334,9 @@ def test_there_is_no_third_attempt(
     with pytest.raises(MaybeSubmitted) as raised:
         hand_over(script_in(tmp_path), os.environ, tokens.new(), patience_s=20, confirm=True)
     assert (tmp_path / "calls").read_text() == "called\n" * 2
-    assert "2 attempts may each have made a job, but Slurm shows no such job; the job may exist" in str(raised.value)
+    assert "2 calls of sbatch may each have created a job, but Slurm shows no such job; the job may exist" in str(
+        raised.value
+    )
     assert [f"scontrol show job {job_id}" for job_id in named] == re.findall(r"scontrol show .*", str(raised.value))
 
 
@@ -360,7 +362,7 @@ def test_a_second_attempt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if late:
         assert hand_over(script_in(tmp_path), os.environ, token, patience_s=20)[0] == "42"
         return
-    with pytest.raises(MaybeSubmitted, match="a second attempt was refused; the job may exist anyway"):
+    with pytest.raises(MaybeSubmitted, match="Slurm refused another call of sbatch; the job may exist anyway"):
         hand_over(script_in(tmp_path), os.environ, token, patience_s=20)
 
 
@@ -474,6 +476,6 @@ def test_cancel_after_a_killed_submitter(hpcinit: Run, idle_slurm: MiniSlurm) ->
     (folder / "submission.json").unlink()
     found = hpcinit("cancel", str(folder), env=idle_slurm.env)
     assert found.returncode == 2 and "hpcinit was killed during the submission" in found.stderr
-    command = found.stderr.partition("Look for the job: ")[2].partition(" ;")[0]
+    command = found.stderr.partition("To find the job: ")[2].partition(" ;")[0]
     listed = subprocess.run(["bash", "-c", command], env=idle_slurm.env, capture_output=True, text=True, check=True)
     assert listed.stdout.split()[:2] == [job, "PENDING"], listed.stdout

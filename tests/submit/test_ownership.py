@@ -116,7 +116,7 @@ def test_a_runs_dir_that_others_can_write_is_refused_before_the_queue(place: Pat
     done = as_user(ALICE, words, place)
     assert done.returncode == 2 and not list(runs.iterdir())
     assert (
-        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write it, so they could run any "
+        f"runs_dir: {runs} belongs to {ALICE} (mode 0770) and group users can write to it, so they could run any "
         f"program as you; chmod g-w {runs}, or chmod +t {runs} if others need to create files there" in done.stderr
     )
     for repair in ("chmod +t", "chmod g-w,-t"):
@@ -209,10 +209,10 @@ def write_conf(place: Path) -> tuple[Path, Path]:
     ("owner", "mode", "said"),
     [
         (MALLORY, 0o644, "belongs to games (mode 0644), expected backup or root: its owner could run any program as you; "
-            "if you trust them: HPCINIT_CONF="),
-        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write it, so they could run any program as "
+            "if you trust these users, set HPCINIT_CONF="),
+        (ALICE, 0o664, "belongs to backup (mode 0664) and group users can write to it, so they could run any program as "
             "you; chmod g-w "),
-        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write it, so they could run any program as "
+        (ALICE, 0o666, "belongs to backup (mode 0666) and every user can write to it, so they could run any program as "
             "you; chmod go-w "),
     ],
 )  # fmt: skip
@@ -238,7 +238,7 @@ def test_a_folder_that_is_named_is_trusted_with_its_owner_and_group(place: Path)
     assert done.returncode == 0 and (place / "ran").read_text() == f"{ALICE}\n", done.stderr
     file.chmod(0o666)
     done = as_user(ALICE, words, place, HPCINIT_CONF=str(conf))
-    assert done.returncode == 2 and "every user can write it" in done.stderr
+    assert done.returncode == 2 and "every user can write to it" in done.stderr
 
 
 # --- one file
@@ -260,13 +260,13 @@ def test_which_files_are_trusted(place: Path) -> None:
     assert said(0, 0, 0o644) == said(0, 0, 0o600) == said(0, PROJECT, 0o644) == ""
     assert said(0, 0, 0o664) == "", "root's own group"
     assert f"{file} belongs to user 4242 (mode 0600), expected root or root" in said(4242, 0, 0o600)
-    assert "group users can write it" in said(0, PROJECT, 0o664)
-    assert "group 4242 can write it" in said(0, 4242, 0o660)
-    assert "every user can write it" in said(0, 0, 0o602)
+    assert "group users can write to it" in said(0, PROJECT, 0o664)
+    assert "group 4242 can write to it" in said(0, 4242, 0o660)
+    assert "every user can write to it" in said(0, 0, 0o602)
     if shutil.which("setfacl"):
         said(0, 0, 0o664)
         subprocess.run(["setfacl", "-m", f"u:{MALLORY}:rw", file], check=True)
-        assert "group root can write it" in safe_files.path_ownership_problems(file, "submit again")
+        assert "group root can write to it" in safe_files.path_ownership_problems(file, "submit again")
 
 
 PYTHON_RULE = """

@@ -47,7 +47,7 @@ def test_offload_moves_to_the_nodes_memory(capsys: pytest.CaptureFixture[str]) -
     assert status == 1 and found["verdict"] == "does not fit"
     words[words.index("mem_gb=100")] = "mem_gb=null"
     status, out, _ = plan(capsys, *words)
-    assert status == 0 and "whether the node's memory is enough: set mem_gb" in json.loads(out)["unknown"]
+    assert status == 0 and "the memory of a node: set mem_gb to compare with it" in json.loads(out)["unknown"]
 
 
 def test_checkpointing_and_flash_attention(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ def test_references_are_replaced(hpcinit: Run) -> None:
     shell = 'echo "$@" ${HOME} ${nothing:-none}'
     program = ["sh", "-c", shell, "-", "--lr=${lr}", "${model.width}x${nodes}", r"\${lr}", "${runs_dir}", "${lrs}"]
     done = hpcinit("submit", *words, "--", *program, env={"HOME": "/home/me"})
-    assert done.returncode == 0 and "nothing reads" not in done.stderr, done.stderr
+    assert done.returncode == 0 and "has no effect" not in done.stderr, done.stderr
     assert printed(Path("runs/x-0001"), 1) == "--lr=1e-3 8x2 ${lr} ${runs_dir} ${lrs} /home/me none\n"
 
 
@@ -34,7 +34,7 @@ def test_a_sweep_over_an_argument(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path:
     (tmp_path / "toy.sh").chmod(0o755)
     words = ["-m", "+lr=1,2,3", "ranks_per_node=1", "cluster.gpu_flag=null", "name=x", "wait=true"]
     done = submit(hpcinit, idle_slurm, *words, "--", "./toy.sh", "${lr}", "task-${hydra:job.num}")
-    assert done.returncode == 0 and "nothing reads" not in done.stderr, done.stderr
+    assert done.returncode == 0 and "has no effect" not in done.stderr, done.stderr
     assert [printed(Path(f"runs/x-0001/{task}"), 0) for task in range(3)] == ["1 task-0\n", "2 task-1\n", "3 task-2\n"]
 
 
@@ -43,19 +43,19 @@ def test_a_sweep_over_an_argument(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path:
     [
         (
             ["+lr=1,2,3"], ["./toy.sh", "fixed"],
-            "+lr=1 and +lr=2 of this sweep would run the same job, because nothing reads lr: pass it to the program, as in: "
+            "+lr=1 and +lr=2 of this sweep would submit the same job twice, because the program does not get lr: pass it to the program, as in: "
             "-- ./toy.sh fixed '${lr}', or add again=true to submit both",
         ),
         (["+lr=1,2"], ["./toy.sh", "--lr", "1e-3", "x"], "as in: -- ./toy.sh --lr '${lr}' x, or add"),
         (["+lr=1,2"], ["./toy.sh", "--lr=1e-3"], "as in: -- ./toy.sh '--lr=${lr}', or add"),
         (
             ["seed=1,1"], ["./toy.sh"],
-            "combination 0 and combination 1 of this sweep would run the same job: give each value once",
+            "combination 0 and combination 1 of this sweep would submit the same job twice: give each value once",
         ),
-        (["seed=1,2,1"], ["./toy.sh"], "seed=1 and seed=1 of this sweep would run the same job"),
+        (["seed=1,2,1"], ["./toy.sh"], "seed=1 and seed=1 of this sweep would submit the same job twice"),
         (
             [], ["./toy.sh", "--lr", "1e-1,1e-2"],
-            "--lr 1e-1,1e-2 is after --, so hpcinit does not sweep it. To sweep it: hpcinit submit -m +lr=1e-1,1e-2 -- "
+            "-m requests a sweep, but --lr 1e-1,1e-2 after -- is not swept. To sweep it: hpcinit submit -m +lr=1e-1,1e-2 -- "
             "./toy.sh --lr '${lr}'. To pass the list unchanged, remove -m",
         ),
         ([], ["./toy.sh", "--seed=1,2"], "hpcinit submit -m seed=1,2 -- ./toy.sh '--seed=${seed}'"),

@@ -29,7 +29,7 @@ def test_keys_after_the_dashes_are_refused_with_the_command(hpcinit: Run, tmp_pa
     done = hpcinit("submit", "name=x", "--", "train.py", "--lr", "3", "nodes=2", "dry_run=true", "--set", "seed=1")
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
     assert (
-        "nodes=2 dry_run=true after -- are keys of hpcinit, which only reads keys before --: "
+        "nodes=2 dry_run=true after -- are keys of hpcinit, but hpcinit reads only keys before --: "
         "hpcinit submit name=x nodes=2 dry_run=true -- train.py --lr 3 --set seed=1. If the program reads them: "
         "hpcinit submit name=x -- -- train.py --lr 3 nodes=2 dry_run=true --set seed=1" in done.stderr
     )
@@ -123,7 +123,7 @@ def test_a_submission_without_a_program_says_that_it_is_the_smoke_test(hpcinit: 
     env = fake_sbatch(tmp_path, "echo 4242")
     done = hpcinit("submit", "cluster=mini", "cluster.time_min=60", "nodes=4", "validate=false", env=env)
     assert done.stderr.startswith(
-        "no program: this is the smoke test, whose time limit is 10 min. To submit your program: "
+        "no program after --, so this submits the smoke test (time limit: 10 min). To submit your program: "
         "hpcinit submit cluster=mini cluster.time_min=60 nodes=4 validate=false -- train.py\n"
     ), done.stderr
     assert "#SBATCH --time=00:10:00\n" in (tmp_path / "runs/smoke-0001/job.sh").read_text()

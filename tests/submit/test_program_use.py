@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcinit.checks import all_checks, program_source
+from hpcinit.checks import all_checks, unused_settings
 from hpcinit.config.compose import compose
 from hpcinit.records import program_use
 from tests.conftest import Run
@@ -61,7 +61,7 @@ def test_the_submission_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     words = ["job=program", "job.script=train.py", "parallel=zero3", "seed=7"]
 
     def found(*more: str) -> list[str]:
-        program_source._may_use_hpcinit.cache_clear()
+        unused_settings._may_use_hpcinit.cache_clear()
         return [one for one in all_checks.warnings(compose([*words, *more])) if "no effect" in one]
 
     [text] = found()
@@ -78,6 +78,58 @@ def test_the_submission_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         path.write_text(before)
     words[2:] = ["nodes=2"]
     assert found() == []
+
+
+PLAIN_SCRIPTS = (
+    "python train.py\n",
+    '#!/bin/bash\nset -eu\n# starts: my_tool\n. venv/bin/activate\nexec python -u ./train.py --lr 1 "$@" > out 2>&1\n',
+    "export OMP_NUM_THREADS=4\nmkdir -p out\nif [ -f x ]; then python prepare.py; fi\nX=1 python3 \\\n  train.py | cat\n",
+    "module load cuda && python -m train &\nwait\n",
+    "for i in 1 2; do\n  ./train.py $i\ndone\n",
+)
+UNCLEAR_SCRIPTS = (
+    "python own.py\n",  # imports hpcinit
+    "python train.py\npython own.py\n",
+    "python train.py\nmy_tool\n",
+    "python $HERE/train.py\n",
+    'python "$@"\n',
+    "python absent.py\n",
+    "cd elsewhere\npython train.py\n",
+    "python train.py\npython -m pytest\n",
+    "python train.py\npython -c 'import own'\n",
+    "python train.py\npython <<END\nimport own\nEND\n",
+    "python train.py <(my_tool)\n",
+    "export PYTHONPATH=src\npython train.py\n",
+    "python train.py --run $HPCINIT_RUN\n",
+    ". ./settings.sh\npython train.py\n",
+    "x=$(my_tool)\npython train.py\n",
+    'x="$(my_tool)"\npython train.py\n',
+    "echo 'a\nb'\npython train.py\n",
+    "echo nothing\n",
+)
+
+
+@pytest.mark.parametrize("how", ["bash r.sh", "./r.sh", "bash -c"])
+def test_the_submission_warns_about_a_shell_script(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It warns if the script runs only plain commands and Python files, and none of these files mentions hpcinit."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("train.py", "import os\n"), ("prepare.py", "x = 1\n"), ("own.py", "import hpcinit\n")):
+        (tmp_path / name).write_text(text)
+
+    def found(script: str) -> list[str]:
+        path = tmp_path / "r.sh"
+        path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}")
+        path.chmod(0o755)
+        words = ["bash", "-c", script] if how == "bash -c" else how.split()
+        config = compose(["job=program", "parallel=zero3"])
+        config.job.command, config.job.args = words[0], words[1:]
+        return [one for one in all_checks.warnings(config) if "no effect" in one]
+
+    for script in PLAIN_SCRIPTS:
+        [text] = found(script)
+        assert "train.py (started by " in text and "do not import hpcinit: parallel will have no effect" in text
+    for script in UNCLEAR_SCRIPTS:
+        assert found(script) == [], script
 
 
 @pytest.mark.more

@@ -95,6 +95,7 @@ def test_preempted_by_requeue(hpcinit: Run, idle_slurm: MiniSlurm, result: list[
     assert [(number, why) for number, why, *_ in restarts(folder)] == [(1, "slurm")]
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_a_rank_that_is_killed(hpcinit: Run, idle_slurm: MiniSlurm, result: list[str]) -> None:
@@ -216,6 +217,7 @@ if "SLURM_RESTART_COUNT" not in os.environ:
 """
 
 
+@pytest.mark.more
 @pytest.mark.slurm
 @pytest.mark.timeout(500)
 def test_a_lost_node_fails_the_step_although_the_other_ranks_have_succeeded(

@@ -55,7 +55,7 @@ def test_the_users_own_key_in_the_recorded_arguments(hpcinit: Run) -> None:
     again = hpcinit("resubmit", "x-0001")
     assert again.returncode == 0 and "lr" not in again.stderr, again.stderr
     changed = hpcinit("resubmit", "x-0001", "lr=0.2", "again=true")
-    assert "lr=0.2: the recorded arguments of the program do not change with lr; if" in changed.stderr
+    assert "lr=0.2 does not change the recorded arguments of the program; if" in changed.stderr
     given = hpcinit("resubmit", "x-0001", "lr=0.3", "again=true", "--", "echo", "${lr}")
     assert given.returncode == 0 and "do not change" not in given.stderr, given.stderr
     assert printed(folder_of(given), 0) == "0.3\n"
@@ -86,7 +86,7 @@ def test_another_program(hpcinit: Run, tmp_path: Path) -> None:
         (["nope-0001"], "no run 'nope-0001': no run folder or job has this name"),
         (
             ["x-0001", "cluster=mini"],
-            "cluster=mini selects a config file, but a run keeps its config files",
+            "cluster=mini would select another config file, but an existing run keeps its config files",
         ),
         (["x-0001", "nodes=abc"], "nodes=abc: expected a whole number"),
         (["x-0001", "nodess=2"], "nodess"),
@@ -136,8 +136,8 @@ def test_the_same_snapshot_or_a_fresh_one(hpcinit: Run, checkout: Path) -> None:
     assert recorded(again / "code") == {**recorded(first / "code"), "from": str(first / "code")}
     write({"part.py": "TEXT = 'torn'\n"}, first / "code")
     done = hpcinit("resubmit", "x-0001")
-    assert done.returncode == 1 and "changed since they were submitted (sha256 " in done.stderr
-    assert "--fresh-code uses the checkout as it is now; nothing was submitted" in done.stderr
+    assert done.returncode == 1 and "have changed since the run was submitted (sha256 " in done.stderr
+    assert "--fresh-code submits the changed files; nothing was submitted" in done.stderr
     assert sorted(path.name for path in (checkout / "runs").glob("[!.]*")) == ["x-0001", "x-0002", "x-0003"]
 
 
@@ -157,7 +157,7 @@ def test_variables_of_another_shell_are_named(hpcinit: Run) -> None:
     assert other.returncode == 0
     assert (
         "hpcinit: this shell differs from the one that submitted x-0001: FAIL_ABOVE, KEPT were set then, but not now, and "
-        "NEW_HERE was not set then. If the program reads one of them, it may run differently; to repeat the run: export "
+        "NEW_HERE was not set then. If the program reads one of them, the result may differ; to repeat the run: export "
         "FAIL_ABOVE=VALUE or add +job.env.FAIL_ABOVE=VALUE\n" in other.stderr
     ), other.stderr
     given = hpcinit("resubmit", "x-0001", "+job.env.FAIL_ABOVE=3", "+job.env.KEPT=1")
@@ -178,7 +178,7 @@ def test_an_unfinished_run_needs_again(hpcinit: Run, idle_slurm: MiniSlurm) -> N
     done = hpcinit("resubmit", "x-0001", "again=true", env=slurm.env)
     assert (
         done.returncode == 0
-        and "hpcinit: dependency=afterany:before-0001 of x-0001 is not used again; give it again to wait for a job\n"
+        and "hpcinit: the new run does not use dependency=afterany:before-0001 of x-0001; to wait for a job, type it again\n"
         in done.stderr
     )
     assert "dependency" not in (folder_of(done) / "job.sh").read_text() and before.returncode == 0
@@ -204,7 +204,10 @@ def test_render_shows_the_script_and_differences(hpcinit: Run, tmp_path: Path) -
     (first / "job.sh").write_text((first / "job.sh").read_text().replace("nodes=1", "nodes=3"))
     edited = hpcinit("render", "x-0001")
     assert edited.returncode == 1 and " different from the submitted script" in edited.stderr
-    assert "expected one other run, or key=value for this one" in hpcinit("render", "x-0001", "x-0002", "a=1").stderr
+    assert (
+        "expected either one other run, or key=value settings for this run"
+        in hpcinit("render", "x-0001", "x-0002", "a=1").stderr
+    )
 
 
 def test_render_of_a_snapshot(hpcinit: Run, checkout: Path) -> None:
@@ -248,7 +251,7 @@ def test_only_the_failed_tasks_of_a_sweep(hpcinit: Run, idle_slurm: MiniSlurm) -
     assert recorded_command == ["hpcinit", "resubmit", "x-0001"]
     for name, what in (("x-0002", "x-0002 is a sweep"), ("x-0002/1", "x-0002/1 is a task of a sweep")):
         refused = hpcinit("render", name)
-        assert refused.returncode == 2 and f"{what}, whose tasks share a script: read " in refused.stderr
+        assert refused.returncode == 2 and f"{what}, and all tasks of a sweep share a script: read " in refused.stderr
     done = hpcinit("resubmit", "x-0002", env=slurm.env)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no task of the sweep x-0002 has failed, so there is nothing to submit again" in done.stderr

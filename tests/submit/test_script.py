@@ -121,11 +121,29 @@ def test_the_script_shows_what_runs_and_how() -> None:
         "cluster=lumi_g", "account=a", "cluster.modules=[aws]", "nodes=2", "batch.micro=4", "job.args=[--lr,1e-4]"
     )
     assert "# Start the ranks. Each one runs: python -m hpcinit.jobs.smoke --lr 1e-4\n" in text
-    [settings] = re.findall(r"not the default:\n((?:#   .*\n)+)", text)
+    [settings] = re.findall(r"differ from the defaults:\n((?:#   .*\n)+)", text)
     assert {"layout.dp_replicate=16", "batch.micro=4"} == set(settings.replace("#", "").split())
     assert "# --cpu-bind has a mask" in text
     survives = render(*CASES["survives"])
-    assert "# --no-kill: " in survives and "# --cpu-bind" not in survives
+    assert survives.partition("\n#SBATCH --no-kill\n")[0].splitlines()[-1].startswith("# --no-kill: the job continues")
+    assert "# --cpu-bind" not in survives
+    fork = render("cluster=mini", "launch=fork", "launch.cpu_bind='mask_cpu:3,c'")
+    assert "# launch.cpu_bind in spec.json has a mask" in fork and "# --cpu-bind has" not in fork
+    warm = render("cluster=mini", "nodes=2", "launch=fork", "spare_nodes=1", "restart.warm=true")
+    assert "\n# --no-kill: if a node fails, the tasks" in warm and "--no-kill" in warm.partition("\n  srun ")[2]
+
+
+def test_the_script_shows_the_check_of_each_node() -> None:
+    """A comment has what the node check reads, and that it only reports. It is absent if no check runs."""
+    reads, ends, faulty = (
+        "It reads /proc, /sys and the free space of disks",
+        "and ends and removes nothing",
+        "faulty node",
+    )
+    text = render("cluster=mini")
+    assert reads in text and ends in text and faulty not in text
+    assert faulty in render("cluster=mini", "check_node.action=replace", "spare_nodes=1")
+    assert reads not in render("cluster=mini", "check_node.action=off") + render("cluster=local")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,7 +161,9 @@ def test_local_and_slurm_differ_in_the_launcher_only() -> None:
     unlimited = {"hpcinit_unlimited": "1"}
     pythons = Raw(f"(/shared/me/venv/bin/python {SUBMITTER})")
     after = {"hpcinit_pythons": pythons, "hpcinit_policy": Raw("(max_restarts=0)")}
+    check = re.findall("^# The first task of each node.*|^# nvidia-smi.*", slurm, re.MULTILINE)
     blocks = [
+        check,
         [*shell_blocks.block("in_a_job"), ""],
         [*shell_blocks.block("after", after), ""],
         ["", *shell_blocks.block("restarted", unlimited)],

@@ -101,7 +101,7 @@ def test_json_of_a_search(hpcinit: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slurm
 def test_on_slurm(idle_slurm: MiniSlurm, hpcinit: Run, tmp_path: Path) -> None:
-    """Each batch is one job array."""
+    """Each batch is one job array. docs/sweeps.md shows such a search."""
     done = submit(hpcinit, idle_slurm, *OPTUNA, *TRIAL, ARGS, "cluster.gpu_flag=null", timeout=280)
     check_search(done, tmp_path)
     for batch, tasks in (("q-0001", "0-2"), ("q-0002", "3-5")):
@@ -183,7 +183,7 @@ def test_ctrl_c_in_a_batch(tmp_path: Path) -> None:
     ("exit_record", "result", "said"),
     [
         ({}, None, "trial 4 (+x=1) was terminated from outside: it has no exit record. Read its logs:  hpcinit logs "),
-        ({"exit_status": 0}, '{"value": NaN}', "expected a number: did training diverge?"),
+        ({"exit_status": 0}, '{"value": NaN}', "expected a number. Did the training diverge?"),
         ({"exit_status": 1}, '{"value": 1}', "trial 4 (+x=1) failed with exit status 1. Read its logs:  hpcinit logs "),
     ],
 )

@@ -219,7 +219,7 @@ def test_excludes_and_the_size_limit(hpcinit: Run, checkout: Path) -> None:
     done = hpcinit("submit", "snapshot=git", "snapshot_max_mb=2.5", "--", "train.py")
     assert (done.returncode, done.stdout) == (2, "") and not (checkout / "runs").exists()
     assert done.stderr.splitlines()[:3] == [
-        "hpcinit: error: snapshot=git: 7 files of 7.0 MB, more than snapshot_max_mb=2.5; the largest:",
+        "hpcinit: error: snapshot=git: 7 files with 7.0 MB in total, expected at most snapshot_max_mb=2.5; the largest:",
         "       3.0 MB  'data/a.bin'",
         "       2.0 MB  'data/b.bin'",
     ]
@@ -247,7 +247,7 @@ def test_run_folders_are_not_copied(hpcinit: Run, checkout: Path) -> None:
         (
             "rm -rf .git",
             [],
-            "snapshot=git: {here} is not in a git repository; create one with git init; or set",
+            "snapshot=git: {here} is not in a git repository; create one with git init. To run the files in place, set",
         ),
         (
             "echo x.py > .gitignore; touch x.py",

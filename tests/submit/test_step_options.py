@@ -34,7 +34,13 @@ def pmix() -> Iterator[MiniSlurm]:
 @pytest.mark.slurm
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launch", ["srun", "fork"])
-@pytest.mark.parametrize("setup", ["export SLURM_EXPORT_ENV=NONE", "export SRUN_EXPORT_ENV=NONE", ":"])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "export SLURM_EXPORT_ENV=NONE",
+        *(pytest.param(setup, marks=pytest.mark.more) for setup in ("export SRUN_EXPORT_ENV=NONE", ":")),
+    ],
+)
 def test_the_sites_defaults_do_not_reach_the_step(hpcinit: Run, pmix: MiniSlurm, launch: str, setup: str) -> None:
     """MpiDefault=pmix does not stop the step, and the variable that sbatch --export=NONE sets (here: a site's setup line)
     does not take the environment from the ranks."""

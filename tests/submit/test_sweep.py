@@ -122,7 +122,7 @@ def test_cancel_ends_all_of_it(idle_slurm: MiniSlurm, hpcinit: Run) -> None:
     until(lambda: cancelled(hpcinit, idle_slurm) == [2])
     assert re.search(r"jobs \d+, \d+ are being canceled", hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout)
     until(lambda: cancelled(hpcinit, idle_slurm) == [0, 1, 2, 3, 4, 5])
-    assert "sleep-0001: was over already: " in hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout
+    assert "sleep-0001: has already ended: " in hpcinit("cancel", "sleep-0001", env=idle_slurm.env).stdout
 
 
 def test_a_dry_run_prints_what_is_submitted(tmp_path: Path, hpcinit: Run) -> None:

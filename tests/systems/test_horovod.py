@@ -99,6 +99,6 @@ def test_a_rank_mismatch_with_horovod_is_refused(tmp_path: Path, launcher: tuple
     done = horovodrun("with_horovod.py", str(tmp_path), "another", by=(), launcher=launcher)
     for rank in range(2):
         assert (
-            f"Horovod is initialized as rank {rank} of 2, and {name} started this process as rank {1 - rank} of 2"
+            f"Horovod is initialized as rank {rank} of 2, but {name} started this process as rank {1 - rank} of 2"
             in done.stdout
         ), done.stderr

@@ -81,7 +81,7 @@ def test_a_rank_is_counted_once_as_secondary() -> None:
     verdict = diagnose(Evidence("FAILED", found=(error_of(1, "ValueError: x"), error_of(0, CLOSED)), log=log))
     assert verdict.secondary == (
         "1 other rank: Connection closed by peer, up to 0.0 s later",
-        "2 ranks ended by Slurm afterwards (ranks 2-3)",
+        "2 ranks terminated afterwards (ranks 2-3)",
     )
 
 
@@ -163,7 +163,7 @@ def test_only_secondary_errors_and_no_evidence() -> None:
         Evidence("FAILED", exit_status=127, log=job_log.read("job.sh: line 9: module: command not found\n"))
     )
     assert verdict.headline.endswith(
-        "exit status 127 and no rank left an error: job.sh: line 9: module: command not found"
+        "exit status 127 and no rank reported an error: job.sh: line 9: module: command not found"
     )
     assert "cluster.modules" in verdict.do
 
@@ -203,7 +203,7 @@ def test_two_at_about_the_same_time() -> None:
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "cuda-memory", "fsdp"),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "host-memory", "mem_gb"),
-        ("OSError: [Errno 28] No space left on device", "disk", "free space"),
+        ("OSError: [Errno 28] No space left on device", "disk", "free disk space"),
         ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", "disk", "df -h"),
         ("RuntimeError: basic_ios::clear: iostream error", "disk", "df -h"),
         ("ModuleNotFoundError: No module named 'flash_attn'", "import", "cluster.venv"),

@@ -105,9 +105,9 @@ def test_no_part_of_a_dump_is_taken_for_a_dump(path: Path) -> None:
     data = path.read_bytes()
     dump_reader.load(data)
     for end in range(len(data)):
-        with pytest.raises(ValueError, match="not a flight recorder's dump: it "):
+        with pytest.raises(ValueError, match=r"not a (complete )?flight recorder's dump: it "):
             dump_reader.load(data[:end])
-    with pytest.raises(ValueError, match=r"it ends after \d+ bytes. Its rank was writing it, or ended before"):
+    with pytest.raises(ValueError, match=r"it ends after \d+ bytes. The rank is still writing it, or"):
         dump_reader.load(data[: len(data) // 2])
 
 
@@ -133,7 +133,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "nested tuples as a key": (lambda at: b"\x80\x02}" + _nested(at)[2:-1] + b"K\x01s.", "a key is neither"),
     "nested lists as sizes": (
         lambda _: _pickle(DOUBLED % (_text("frames"), _text("input_sizes"))),
-        "a call has sizes of more than 100000 values",
+        "the tensor sizes of a call have more than 100000 values",
     ),
     "a list that contains itself": (lambda _: _pickle(SIZES % b"]q\x01h\x01a"), "recursion"),
     "a call that contains all calls": (lambda _: _pickle(b"]q\x07(}(" + _text("state") + b"h\x07ue"), ""),
@@ -141,13 +141,13 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
         lambda _: b"\x80\x02}(" + b"".join(pickle.dumps(k * (2**61 - 1), 2)[2:-1] + b"N" for k in range(1, 99)) + b"u.",
         "a key is a number above",
     ),
-    "open lists": (lambda _: b"\x80\x02" + b"](" * 10**6, "nested more than 1000 times"),
+    "open lists": (lambda _: b"\x80\x02" + b"](" * 10**6, "nested more than 1000 levels deep"),
     "open lists in JSON": (lambda _: b'{"entries": ' + b"[" * 10**6, "recursion|Stack overflow"),
     "empty lists": (lambda _: b"\x80\x02" + b"]" * 10**6, "more than 16 MB of memory"),
     "empty lists in JSON": (lambda _: b'{"a": [' + b"[]," * (4 << 20), "it ends after"),
     "one value many times": (lambda _: b"\x80\x02Nq\x01" + b"h\x01" * (10 << 20), "more than 16 MB of memory"),
     "many texts": (
-        lambda _: b"\x80\x02(" + b"".join(_text(str(number)) for number in range(400_000)),
+        lambda _: b"\x80\x02(" + b"".join(_text(str(number)) for number in range(1_200_000)),
         "more than 16 MB of memory",
     ),
     "a text of 4 GB": (lambda _: b"\x80\x02X\xff\xff\xff\xffa", "it ends after"),
@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "an object": (lambda _: b"\x80\x02}\x81.", r"an opcode that torch's dumps do not have: b'\\x81'"),
     "an extension": (lambda _: b"\x80\x02\x82\x01.", "an opcode that torch's dumps do not have"),
     "a text opcode": (lambda _: b"(dp0\nVentries\n", "an opcode that torch's dumps do not have: b'd'"),
-    "another format": (lambda _: b'{"version": "3.1", "entries": []}', "it has format 3.1, .* up to 2.x"),
+    "another format": (lambda _: b'{"version": "3.1", "entries": []}', "its format is 3.1, .* up to 2.x"),
     "two numbers": (lambda _: b'{"entries": [], 3: 4}', "it is not JSON: Expecting property name"),
     "no list": (lambda _: b'{"entries": 3}', "it has no entries"),
 }

@@ -83,7 +83,7 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prot
     """A pickle of another user that would create a folder is refused and creates none."""
     monkeypatch.chdir(tmp_path)
     evil = pickle.dumps({"version": "2.10", "entries": [Calls()]}, protocol)
-    reason = r"it names \w+\.mkdir, and a flight recorder's dump names nothing" if protocol else "an opcode that"
+    reason = r"it refers to \w+\.mkdir, and a flight recorder's dump contains" if protocol else "an opcode that"
     with pytest.raises(ValueError, match=reason):
         flight_recorder.load(evil)
     assert not (tmp_path / "called").exists()

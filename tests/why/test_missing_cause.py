@@ -52,7 +52,7 @@ def test_sigterm_of_one_rank() -> None:
         3,
         "signal",
     )
-    assert found.do.startswith("another process, not hpcinit or Slurm, sent SIGTERM")
+    assert found.do.startswith("neither hpcinit nor Slurm sent this SIGTERM")
     cancelled = diagnose(Evidence("CANCELLED", found=OTHERS, log=job_log.read(log), size=4))
     assert cancelled.kind == "cancelled"
 

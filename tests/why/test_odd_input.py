@@ -92,4 +92,4 @@ def test_an_error_anywhere_in_a_large_log(hpcinit: Run, tmp_path: Path, error_at
     long_log(tmp_path, 20, ERROR, error_at)
     text = hpcinit("why", str(tmp_path / "train.log")).stdout
     assert text.startswith("probably rank 3 failed first: ValueError: bad sample 17"), text
-    assert "MB of the logs contain: hpcinit only searched them" in text
+    assert "MB of the logs: hpcinit only searched them" in text

@@ -75,7 +75,7 @@ def test_recorded_dumps() -> None:
         found = replay.replay(dumps)
         assert is_proven(found) and found.ranks == len(dumps), found.text
         assert call in found.blocked_at[0] and call in found.text
-        assert found.text.endswith(f"with the calls of rank {rank} added, it finished")
+        assert found.text.endswith(f"with the calls of rank {rank} added, the replay finished")
 
 
 @pytest.mark.ranks
@@ -142,10 +142,10 @@ def test_what_cannot_be_replayed() -> None:
     assert modeled(job.dumps()).text.startswith("all ranks have made the calls that do not finish: a device or a link")
     job = hang_scenarios.Job({"0": ("default_pg", FOUR)})
     job.all("0", "all_reduce")
-    assert modeled(job.dumps()).text.startswith("no rank in the dumps waits in a call")
+    assert modeled(job.dumps()).text.startswith("the dumps do not list the ranks of any")
     job = hang_scenarios.Job({"0": ("default_pg", range(100))})
     job.all("0", "all_reduce", hang_scenarios.STARTED, but=[7])
-    assert modeled(job.dumps()).text == "100 ranks take part, but a replay can have at most 64"
+    assert modeled(job.dumps()).text == "100 ranks are involved, but a replay can have at most 64"
     job = hang_scenarios.Job({"0": ("default_pg", FOUR)}, kept=4000)
     job.all("0", "all_reduce", hang_scenarios.SCHEDULED, but=[3], times=3000)
     assert modeled(job.dumps()).text == "the dumps contain 3000 unfinished calls, but a replay can have at most 2000"

@@ -30,7 +30,7 @@ STEP = {
     ("value", "reason"),
     [
         ("29500", ""), ("20000-20002", ""), ("env", ""),
-        ("20000-20001", "is '20000-20001', 2 ports, expected 3 or more: for the rendezvous, torch's store and"),
+        ("20000-20001", "is '20000-20001' (2 ports), expected 3 or more: for the rendezvous, torch's store and"),
         ("80", "is '80', expected ports from 1024 to 65535, the lower one first"),
         ("20100-20000", "is '20100-20000', expected ports from 1024 to 65535, the lower one first"),
         ("65535", "is '65535', expected ports from 1024 to 65535"),
@@ -106,7 +106,7 @@ def test_a_master_addr_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "198.51.100.7")
     monkeypatch.delenv("HPCINIT_RUN", raising=False)
     world = World("slurm", 0, 2, 0, 1, 0, ("a", "b"), "198.51.100.7", (29501, 29500, 29502), "7.0")
-    with pytest.raises(BringUpError, match=r"MASTER_ADDR is 198.51.100.7, which resolves to 198.51.100.7, not an addr"):
+    with pytest.raises(BringUpError, match=r"MASTER_ADDR is 198.51.100.7, which resolves to 198.51.100.7, expected an"):
         rank_0.check_master_addr(world)
     rank_0.check_master_addr(replace(world, master_addr="localhost"))
 
@@ -148,4 +148,6 @@ def test_on_slurm(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) -> None:
     assert result(folder_of(done), 1).startswith(f"2.0 {idle_slurm.address('n1')} 20550 ")
     done = submit(hpcinit, idle_slurm, *both, *own[:2], "+job.env.MASTER_ADDR=n2", "--", sys.executable, "train.py")
     log = (folder_of(done) / "logs/rank-0.log").read_text()
-    assert done.returncode != 0 and f"MASTER_ADDR is n2, which resolves to {idle_slurm.address('n2')}, not an" in log
+    assert (
+        done.returncode != 0 and f"MASTER_ADDR is n2, which resolves to {idle_slurm.address('n2')}, expected an" in log
+    )

@@ -78,9 +78,10 @@ def test_ranks_without_a_job() -> None:
     """With SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS alone, several ranks are refused: each would be a world of one."""
     only = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
     assert refusal(only) == (
-        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so the nodes are "
-        "unknown: start the ranks with srun and keep its variables, or set RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID "
-        "WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=HOST MASTER_PORT=PORT, or HPCINIT_STARTED_BY=single for a single process"
+        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so hpcinit cannot know "
+        "the nodes. Start the ranks with srun and keep its variables. Or set RANK=$SLURM_PROCID "
+        "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=HOST MASTER_PORT=PORT. For a single process, "
+        "set HPCINIT_STARTED_BY=single"
     )
     assert launchers.read(only | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world_size == 1
     assert launchers.read(only | {"HPCINIT_STARTED_BY": "single"}).world_size == 1
@@ -177,7 +178,7 @@ def test_empty_values() -> None:
     )
     (warning,) = launchers.read(step() | {"MASTER_ADDR": "", "MASTER_PORT": ""}).warnings
     assert "MASTER_ADDR is '', rank 0's host is n1; MASTER_PORT is ''," in warning
-    assert "mpich started rank '' of 2 (" in refusal(OPENMPI[0] | HYDRA[1] | {"PMI_RANK": ""})
+    assert "but rank '' of 2 according to mpich (" in refusal(OPENMPI[0] | HYDRA[1] | {"PMI_RANK": ""})
 
 
 def test_complete_variables_without_a_launcher() -> None:
@@ -200,8 +201,8 @@ def test_complete_variables_without_a_launcher() -> None:
 def test_ranks_without_a_launcher(env: dict[str, str], name: str) -> None:
     """Inside a Slurm step with one task, a complete set of torch's variables may be stale or intended: it is refused."""
     assert refusal(env | STALE) == (
-        f"RANK is 7 and WORLD_SIZE is 8, but {name} started only 1 rank: if your own launcher set these variables, set "
-        f"HPCINIT_STARTED_BY=env; if not, unset them, or set HPCINIT_STARTED_BY={name}"
+        f"RANK is 7 and WORLD_SIZE is 8, but {name} started only 1 rank. If your own launcher set RANK and WORLD_SIZE, "
+        f"set HPCINIT_STARTED_BY=env. Otherwise, unset both, or set HPCINIT_STARTED_BY={name} to ignore them"
     )
     assert launchers.read(env | STALE, "env").rank == 7
     assert launchers.read(env | STALE, name).world_size == 1
@@ -217,8 +218,8 @@ def test_srun_of_one_task_inside_a_rank() -> None:
 def test_two_mpis() -> None:
     """Open MPI and Hydra in one environment with different ranks are refused: neither is certainly the inner one."""
     assert refusal(OPENMPI[0] | HYDRA[1]) == (
-        "openmpi started rank 0 of 2, and mpich started rank 1 of 2 (PMI_RANK, PMI_SIZE): hpcinit cannot detect which "
-        "launcher started the other; set HPCINIT_STARTED_BY=openmpi or HPCINIT_STARTED_BY=mpich"
+        "this process is rank 0 of 2 according to openmpi, but rank 1 of 2 according to mpich (PMI_RANK, PMI_SIZE). "
+        "Choose the launcher that started the ranks: set HPCINIT_STARTED_BY=openmpi or HPCINIT_STARTED_BY=mpich"
     )
     assert launchers.read(OPENMPI[1] | HYDRA[1]).rank == 1
     daemon = step() | {"PMI_RANK": "1", "PMI_SIZE": "2"}  # set by srun for mpirun's daemon
@@ -320,24 +321,23 @@ def test_a_given_master_is_known() -> None:
     [
         (
             two_nodes(OPENMPI[0], "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK") | {"OMPI_MCA_orte_hnp_uri": ""},
-            "mpirun started 4 ranks, 2 of them on this node, but does not set rank 0's host: set it for all of them "
-            "(mpirun -x MASTER_ADDR=...), or start them with srun",
+            "mpirun started 4 ranks, 2 of them on this node, but does not set rank 0's host: set it for all ranks "
+            "(mpirun -x MASTER_ADDR=...), or start the ranks with srun",
         ),
         (
             two_nodes(HYDRA[0], "PMI_SIZE", "PMI_RANK"),
-            "mpiexec started 4 ranks, 2 of them on this node, but does not set rank 0's host: set it for all of them "
-            "(mpiexec -genv MASTER_ADDR ...), or start them with srun",
+            "mpiexec started 4 ranks, 2 of them on this node, but does not set rank 0's host: set it for all ranks "
+            "(mpiexec -genv MASTER_ADDR ...), or start the ranks with srun",
         ),
         (
             two_nodes(HOROVOD[0], "HOROVOD_SIZE", "HOROVOD_RANK") | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": ""},
             "horovodrun started 4 ranks, 2 of them on this node, but HOROVOD_GLOO_RENDEZVOUS_ADDR is not set: set "
-            "MASTER_ADDR to rank 0's host for all of them",
+            "MASTER_ADDR to rank 0's host for all ranks",
         ),
         (
             {"PMIX_RANK": "1"},
-            "PMIX_RANK is '1', but the number of ranks is unknown, because PMIx does not put it into the environment: "
-            "start the ranks with srun, with Open MPI's mpirun or with torchrun (or set HPCINIT_STARTED_BY=single, for one "
-            "process)",
+            "PMIX_RANK is '1', but no variable contains the number of ranks: start the ranks with srun, Open MPI's mpirun "
+            "or torchrun. For a single process, set HPCINIT_STARTED_BY=single",
         ),
     ],
 )  # fmt: skip
@@ -403,10 +403,10 @@ def test_initialized_horovod_must_agree(monkeypatch: pytest.MonkeyPatch) -> None
     horovod(monkeypatch, 1, 2)
     assert launchers.read(HOROVOD[1]).rank == 1
     assert refusal(HOROVOD[0]) == (
-        "Horovod is initialized as rank 1 of 2, and horovod started this process as rank 0 of 2: start the ranks with "
-        "only one of the two"
+        "Horovod is initialized as rank 1 of 2, but horovod started this process as rank 0 of 2: start the ranks with "
+        "only one of the two launchers"
     )
-    assert "Horovod is initialized as rank 1 of 2, and slurm started this process as rank 2 of 4" in refusal(step())
+    assert "Horovod is initialized as rank 1 of 2, but slurm started this process as rank 2 of 4" in refusal(step())
 
 
 def test_horovod_that_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:

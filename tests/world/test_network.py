@@ -49,7 +49,7 @@ def test_a_template_with_other_braces(template: str) -> None:
     with pytest.raises(ConfigError) as caught:
         network.rename_host("n1", template)
     assert str(caught.value) == (
-        f"the host template {template!r} cannot be read, expected {{host}} once and no other braces, as in "
+        f"the host template {template!r} is invalid, expected {{host}} once and no other braces, as in "
         "'{host}-ib0', or a plain suffix"
     )
 
@@ -93,7 +93,7 @@ def test_an_address_that_no_other_node_reaches(addresses: list[str]) -> None:
         network.pick_address("n1", addresses, 4)
     assert str(caught.value) == (
         f"n1 resolves to {', '.join(addresses) or 'no address'} on {HERE}, expected an address that the other 3 nodes can "
-        f"connect to: a line in /etc/hosts on {HERE} maps the name to the machine itself; remove the name from that line"
+        f"connect to. If a line in /etc/hosts on {HERE} maps the name to the machine itself, remove the name from that line"
     )
 
 
@@ -127,9 +127,8 @@ def test_a_name_without_any_address(addr: str | None) -> None:
     with pytest.raises(WorldError) as caught:
         network.find_address("n1", 2, resolver({}), node_addr=lambda _: addr)
     assert str(caught.value) == (
-        f"n1 does not resolve on {HERE}: Name or service not known, and Slurm has no other address for it; expected a "
-        "name that every node can look up: ask the site to add the node to DNS or /etc/hosts, or set "
-        "cluster.host_template if the nodes have other names in DNS"
+        f"n1 does not resolve on {HERE}: Name or service not known, and Slurm has no other address for it. Ask the "
+        "site to add the node to DNS or /etc/hosts, or set cluster.host_template if the nodes have other names in DNS"
     )
 
 
@@ -148,14 +147,14 @@ def test_a_template_that_holds() -> None:
 def test_a_template_whose_names_do_not_resolve() -> None:
     """The node's plain name is used, then Slurm's address, with a one-line note about the template."""
     found = with_template({"n1": ["10.0.0.1"]}, "10.0.0.9")
-    assert found == ("10.0.0.1", f"{OFF}; n1 is used unchanged: fix cluster.host_template, or remove it")
+    assert found == ("10.0.0.1", f"{OFF}; hpcinit uses n1 instead: fix cluster.host_template, or remove it")
     plain = f"n1 does not resolve on {HERE}: Name or service not known"
     assert with_template({}, "10.0.0.9") == ("10.0.0.9", f"{OFF}; {plain}; using Slurm's address for it, 10.0.0.9")
     with pytest.raises(WorldError) as caught:
         with_template({}, None)
     assert str(caught.value) == (
-        f"{OFF}; {plain}, and Slurm has no other address for it; expected a name that every node can look up: ask the "
-        "site to add the node to DNS or /etc/hosts, fix cluster.host_template, or remove it"
+        f"{OFF}; {plain}, and Slurm has no other address for it. Ask the site to add the node to DNS or "
+        "/etc/hosts, or fix or remove cluster.host_template"
     )
 
 

@@ -76,7 +76,7 @@ def test_index(env: dict[str, str], launcher: str, count: int, indices: list[int
         ),
         (
             {"LOCAL_WORLD_SIZE": "4"}, "torchrun", 1,
-            "4 ranks are on the node, but torch sees only 1 device (nothing restricts them); "
+            "4 ranks are on the node, but torch sees only 1 device (no variable restricts them); "
             "start at most 1 per node, or give each rank its own (srun --gpus-per-task=1); to let the ranks share it, set "
             "CUDA_VISIBLE_DEVICES=0",
         ),

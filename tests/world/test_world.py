@@ -19,7 +19,7 @@ SMALL = World("slurm", 2, 4, 0, 2, 1, ("n1", "n2"), "n1", (20000, 20001), "6.0.0
         ({"rank": 4}, "rank is 4, expected 0 to 3 (world_size is 4)"),
         ({"rank": -1}, "rank is -1, expected 0 to 3 (world_size is 4)"),
         ({"local_rank": 2}, "local_rank is 2, expected 0 to 1 (local_world_size is 2)"),
-        ({"local_world_size": 5}, "local_world_size 5 is more than world_size 4, as read from slurm"),
+        ({"local_world_size": 5}, "local_world_size 5 is more than world_size 4 (launcher: slurm)"),
         ({"node_rank": 2}, "node_rank is 2, expected 0 to 1 (number of hosts is 2)"),
         (
             {"master_ports": ()},

@@ -1,8 +1,7 @@
-"""Runs torch's elastic agent of one node and the ranks that it starts.
+"""The elastic agent of a node with launch=torchrun: it starts, supervises and restarts the node's ranks.
 
-The agent's loop and its restart policy are torch's. hpcinit starts the ranks and reports their failures.
-
-The methods with an underscore are those that an extension of SimpleElasticAgent must implement:
+torch's SimpleElasticAgent decides when to restart the ranks. The subclass here starts their processes and reports
+their failures. Methods with a leading underscore implement torch's interface:
 https://docs.pytorch.org/docs/stable/elastic/agent.html#extending-the-agent
 """
 
@@ -61,12 +60,12 @@ class Start:
 
 
 class Workers(Supervisor):
-    """The ranks of a node, which start together. Its `children` are identified by their local ranks.
+    """The ranks of a node, which start together. The keys of `children` are local ranks.
 
     torch's agent polls which ranks have ended. It always stops all ranks together.
     """
 
-    stuck_s = 3.0  # after this time, a rank that waits in the kernel for a disk or a driver is left to Slurm
+    stuck_s = 3.0  # how long to wait for a rank that is stuck in the kernel (disk, driver)
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Workers(Supervisor):
     ) -> None:
         """Start a rank for each item of `starts`. If one can't be started, stop the others and raise OSError.
 
-        around: called with a function that starts a process; it must call that function.
+        around: a function like Signals.unblocked, which calls its argument and returns the result. Each start uses it.
         """
         super().__init__()
         try:
@@ -101,17 +100,17 @@ class Workers(Supervisor):
                     os.sched_setaffinity(0, before)
 
 
-GRACE_S = 3.0  # from SIGTERM to SIGKILL, for ranks that cannot continue without the failed one
-SAVE_S = 30.0  # the same if the job must end, because ranks may be saving; Slurm's default of KillWait
-WRONG_REQUEST = 2  # exit status of a rank that would fail again after a restart
+GRACE_S = 3.0  # time from SIGTERM to SIGKILL for ranks that cannot continue without the failed rank
+SAVE_S = 30.0  # the same if the job must end, because ranks may be saving: Slurm's default KillWait
+WRONG_REQUEST = 2  # exit status after a wrong request, with which the rank would also fail after a restart
 
 
 class Agent(SimpleElasticAgent):
     """The elastic agent of one node.
 
-    start: starts the node's ranks.
-    report: prints failures, given the exit statuses of the failed local ranks (-9 for SIGKILL) and the local ranks that
-    succeeded before. It returns the failures, the cause first.
+    start: a function that starts the node's ranks.
+    report: prints the failures of this node and returns them, the cause first. Its arguments are the exit statuses of
+        the failed local ranks (-9 for SIGKILL), and the local ranks that succeeded.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Agent(SimpleElasticAgent):
         again = worker_group.spec.max_restarts - self._agent_rendezvous.round
         if self._stop_received or self.status == WRONG_REQUEST:
             again = 0
-        # torch counts the restarts that this agent has requested, but the limit is for the restarts of all agents.
+        # torch counts only the restarts that this agent requested, but the limit applies to those of all agents.
         self._remaining_restarts = max(0, again)
         if again > 0:
             self._agent_rendezvous.request_restart(first)
@@ -179,9 +178,9 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _exit_barrier(self) -> None:
-        """Leave the store. torch's own barrier is not used: it would ignore the restarts of other agents.
+        """Leave the store, because all ranks have succeeded.
 
-        When torch calls this, all ranks have succeeded.
+        torch's own barrier would not notice a restart that another agent requests.
         """
         self._agent_rendezvous.leave()
 
@@ -221,7 +220,7 @@ class Node:
         return Workers(command, starts, self._signals.unblocked)
 
     def report(self, failures: Mapping[int, int], succeeded: Sequence[int] = ()) -> Sequence[Restart]:
-        """Print the failures before srun reports that this agent has exited. Return them, the cause first.
+        """Print the failures, and return them with the cause first. srun reports the exit of this agent only later.
 
         failures: the exit statuses of the failed ranks, by local rank.
         succeeded: local ranks that ended with status 0 before.
@@ -297,7 +296,7 @@ class Node:
     def _timeline_times(self) -> dict[str, str]:
         """Return variables with the start time of the ranks for the timeline.
 
-        The start time is when this agent started, or after a restart, when the failure occurred.
+        At the first start, this is the start time of this agent. At a restart, it is the time of the failure.
         """
         if why := self.rendezvous.why:
             return {timeline.ENV_AGENT_BEGAN: "", timeline.ENV_ALLOCATED: str(why.time)}
@@ -330,7 +329,7 @@ def run(spec: Spec, path: Path, agents: World, agent_signals: Signals) -> int:
     agent = Agent(worker_spec, node.rendezvous, agent_signals, node.start, node.report)
     failed = agent.run().is_failed()
     if failed and agent.status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # keep the rank's own core file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # this process must not overwrite the rank's core file
         signals.end_by(-agent.status)
     interpreter_exit.end(agent.status if failed else 0)
     return agent.status if failed else 0

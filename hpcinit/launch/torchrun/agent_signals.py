@@ -1,9 +1,8 @@
-"""Handles signals to an agent, and forwards them to its ranks unless the ranks have already received them.
+"""Receives the agent's signals, and forwards those that the ranks have not received.
 
-slurmstepd signals every process of a step (in Slurm 22.05, even those in other sessions), so its signals have already
-reached the ranks. hpcinit's local engine signals only a task's process group, and a user signals a single process. Only
-sigwaitinfo(2) reports the sender of a signal; a handler does not. So the signals are blocked, and a thread waits for
-them.
+slurmstepd signals every process of a step, including the ranks. But hpcinit's local engine or a user may signal only
+the agent, which must then forward the signal. To see who sent a signal, a thread waits for it with sigwaitinfo(2), and
+signals are blocked in all threads.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class ReceivedSignal(NamedTuple):
 
 
 class Signals:
-    """Collects signals until take() returns them.
+    """Collects signals while ranks run. take() returns them.
 
-    While no ranks are running, a signal that requests termination ends this process instead. Create the object in the
-    main thread, before other threads start.
+    While no rank is running, SIGTERM and similar signals end this process as usual. Create the object in the main
+    thread, before other threads start.
     """
 
     def __init__(self, under_slurm: bool | None = None) -> None:
@@ -46,7 +45,7 @@ class Signals:
         self._received: queue.SimpleQueue[ReceivedSignal] = queue.SimpleQueue()
         self._collecting = False
         signals.block(HANDLED)
-        # These handlers run while unblocked() lets signals in.
+        # These handlers run for signals that arrive in unblocked().
         signals.Handlers(
             HANDLED, lambda number, frame: self._received.put(ReceivedSignal(signal.Signals(number), True))
         )
@@ -66,15 +65,15 @@ class Signals:
             yield self._received.get()
 
     def unblocked(self, start: Callable[[], T]) -> T:
-        """Call `start`, which starts a process, with signals unblocked, because the process inherits blocked signals.
+        """Call `start` with signals unblocked, and return its result.
 
-        Return the result of `start`.
+        `start` starts a process, which would inherit blocked signals.
         """
         with signals.unblocked(HANDLED):
             return start()
 
     def _on_signal(self, number: signal.Signals, sender: int) -> None:
-        """Keep a signal for take(). If no signals are collected now, end this process if the signal requests that."""
+        """Store a signal for take(). If no rank is running, a signal in ENDING ends this process."""
         if self._collecting:
             self._received.put(ReceivedSignal(number, not self._step_daemon or sender != self._step_daemon))
         elif number in ENDING:

@@ -1,8 +1,8 @@
 """The rendezvous handler for torch's agent: how the agents of all nodes find each other and report failures.
 
-It replaces torch's two handlers. With 'static', no agent learns that a rank of another agent has failed. With 'c10d',
-each agent counts restarts separately, and nodes are sorted by name. Here the agents use hpcinit's rendezvous and then
-keep torch's store. A *round* is one start of all ranks; the first round is 0.
+It replaces torch's two handlers. With 'static', an agent does not notice that a rank of another agent has failed. With
+'c10d', each agent counts restarts separately, and nodes are sorted by name. Here, the agents use hpcinit's rendezvous,
+and then exchange values through torch's store. A *round* is one start of all ranks; the first round is 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpcinit.runtime import startup
 from hpcinit.runtime.torch_store import open_store
 from hpcinit.world import World, ports
 
-LEAVE_S = 10.0  # how long the first agent, which hosts the store, waits for the others to read their last value
-OVER_S = 1.0  # the same after a failure: ranks of other agents may still run, and end when the first agent is gone
+LEAVE_S = 10.0  # how long the first agent, which hosts the store, waits until the other agents have left
+OVER_S = 1.0  # the same after a failure. Short, because ranks of other agents end only when the first agent exits
 
 
 class AgentRendezvous(RendezvousHandler):
@@ -98,7 +98,7 @@ class AgentRendezvous(RendezvousHandler):
     # --- called by hpcinit's agent
 
     def request_restart(self, why: Restart) -> None:
-        """Report the failure of a rank on this node, so that all agents call next_rendezvous()."""
+        """Report the failure of a rank on this node, so that all agents restart their ranks."""
         self._call("set", f"why/{self.round}/{self._agents.rank}", why.to_json())
         self._call("set", f"failed/{self.round}", "")
 
@@ -123,10 +123,9 @@ class AgentRendezvous(RendezvousHandler):
         return bool(self._has("over"))
 
     def leave(self) -> None:
-        """Leave the store. The first agent, which hosts the store, waits for the other agents.
+        """Leave the store. The first agent hosts the store, so it waits until the other agents have left.
 
-        It waits up to LEAVE_S seconds, or up to OVER_S after a failure, so that the others can report how their ranks
-        ended.
+        It waits at most LEAVE_S seconds, or OVER_S seconds after a failure.
         """
         with suppress(BringUpError):
             self._call("add", "left", 1)
@@ -139,9 +138,9 @@ class AgentRendezvous(RendezvousHandler):
     # ---
 
     def _start_next_round(self) -> None:
-        """Wait until all agents are ready for the next round. Set `why` to the reason for it.
+        """Wait until all agents are ready for the next round, and set `why` to the failure that led to it.
 
-        Raise BringUpError if an agent is not ready in time, or if the first agent's reason cannot be read.
+        Raise BringUpError if an agent is not ready in time, or if the first agent's announcement cannot be read.
         """
         before, self.round, self._done = self.round, self.round + 1, False
         timeout = self._timeout()
@@ -160,8 +159,9 @@ class AgentRendezvous(RendezvousHandler):
         self.why = _read_restart(announced)
         if self.why is None:
             raise BringUpError(
-                f"the first agent, on {self._agents.master_addr}, announced restart {self.round} with data that cannot "
-                f"be read: {announced[:60].decode(errors='replace')!r}; do all nodes have the same hpcinit?"
+                f"cannot read the message about restart {self.round} from the first agent, on "
+                f"{self._agents.master_addr}: {announced[:60].decode(errors='replace')!r}. Do all nodes use the same "
+                "version of hpcinit?"
             )
 
     def _failure_reports(self, number: int) -> list[Restart]:
@@ -178,7 +178,7 @@ class AgentRendezvous(RendezvousHandler):
         if time.monotonic() > deadline:
             raise BringUpError(
                 f"restart {self.round} inside the job timed out after {timeout.total_seconds():g} s: no agent "
-                f"connected from {', '.join(self._missing_agents()) or self._agents.master_addr}; are the nodes up?"
+                f"connected from {', '.join(self._missing_agents()) or self._agents.master_addr}. Are the nodes up?"
             )
         time.sleep(self._poll_pause_s())
 
@@ -199,21 +199,21 @@ class AgentRendezvous(RendezvousHandler):
         return int(self._call("add", key, 0))
 
     def _call(self, name: str, *arguments: object) -> Any:
-        """Call the method `name` of the store. Raise BringUpError if the first agent, its host, is gone."""
+        """Call the method `name` of the store. Raise BringUpError if the store's host, the first agent, is gone."""
         try:
             return getattr(self._store, name)(*arguments)
         except (DistError, RuntimeError) as error:
             where = self._agents.master_addr
             raise BringUpError(
-                f"the first agent, on {where}, is gone: {str(error).partition(chr(10))[0]}; see the messages of its "
-                "node in the job's log"
+                f"the first agent, on {where}, is gone: {str(error).partition(chr(10))[0]}. Read the "
+                "messages of this node in the job's log"
             ) from None
 
 
 def _read_restart(value: bytes) -> Restart | None:
-    """Return the restart in a value of the store, or None if the value is not a restart.
+    """Return the Restart in a value of the store, or None if the value contains none.
 
-    The value can be anything, because any process that can reach the store can write it.
+    Any process that can reach the store may have written the value.
     """
     try:
         return elastic_restarts.from_json(value.decode(errors="replace"))
@@ -223,7 +223,7 @@ def _read_restart(value: bytes) -> Restart | None:
 
 def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
     """Wait until all agents have connected, and return their store."""
-    # Not the ranks' job name, because the ranks use the same host a moment later.
+    # Use another job name, and so other ports, than the ranks, which use the same host a moment later.
     job = elastic_restarts.agents_folder(agents.job)
     of_agents = replace(agents, job=job, master_ports=ports.of_job(os.environ, job))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -238,6 +238,7 @@ def _join(agents: World, spec: Spec, timeout: timedelta) -> Store:
     except BringUpError as error:
         startup.leave_rendezvous(str(error))
         raise BringUpError(
-            f"not all agents of torchrun, one per node, connected: {error} ('rank' here means the number of an agent)"
+            f"not all torchrun agents (one per node) connected: {error} ('rank' in this message is the number of an "
+            "agent)"
         ) from None
     return store

@@ -1,8 +1,7 @@
 """Writes a dump of torch's flight recorder when hpcinit detects a hang, long before a collective times out.
 
-gloo never writes its recorder to a file, so this rank writes it. The rank adds the members of its groups, which gloo
-does not record. NCCL writes the same file itself when it receives a byte through its pipe. A C++ thread reads the pipe,
-without Python.
+NCCL writes its own dump when this module writes a byte to its pipe. gloo writes no dump, so this module writes the
+file, and adds the members of the rank's groups.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ def path(world: World, folder: Path) -> Path:
 
 def _distributed() -> Any:
     """Return torch.distributed if the program has a process group, else None. Never import torch."""
-    dist = getattr(sys.modules.get("torch"), "distributed", None)  # missing while the program imports torch
+    dist = getattr(sys.modules.get("torch"), "distributed", None)  # torch lacks this while it is being imported
     return dist if dist and dist.is_available() and dist.is_initialized() else None
 
 
 def collectives() -> tuple[int, ...]:
     """Return how many collectives this rank has called in each of its groups, or () without groups. Never raise."""
     found: list[int] = []
-    with contextlib.suppress(AttributeError):  # the program imports torch at the moment
+    with contextlib.suppress(AttributeError):  # torch is being imported
         dist = _distributed()
         for group in list(dist.distributed_c10d._world.pg_map) if dist else ():
             with contextlib.suppress(RuntimeError):  # the backend does not count them
@@ -64,7 +63,7 @@ def write(world: World, folder: Path) -> None:
         document = json.loads(recorder())
         document["pg_config"] = _groups(dist.distributed_c10d)
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        return  # parts of torch that another version may change: the report of the hang does not depend on them
+        return  # a later torch may differ; the report of the hang works without the dump
     document["written_ns"] = time.time_ns()
     target = path(world, folder)
     target.parent.mkdir(parents=True, exist_ok=True)

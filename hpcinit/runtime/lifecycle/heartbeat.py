@@ -1,9 +1,10 @@
-"""Watches whether the ranks still take steps. If no step finishes for too long, all ranks write stacks and a report.
+"""Detects hangs: if no step finishes for too long, the ranks write their stacks, and one rank writes a report.
 
-Each rank reports its steps (its heartbeat) in a table that the ranks of a node share: a file on the node's own disk. So
-a heartbeat takes only a microsecond, and one rank can write the heartbeats of its whole node to the run folder. In each
-rank, a thread checks the table. The thread cannot run while C code keeps the GIL, but then the threads of the node's
-other ranks notice that.
+After each step, a rank writes its step number (the heartbeat) into a file on the node's own disk. This takes about a
+microsecond. One rank per node copies the file to the run folder.
+
+A thread of each rank checks the file. If C code holds the GIL, this thread cannot run. The ranks of the same node then
+report that.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class Table:
     """A file with one slot per rank, written with pwrite(2).
 
     The file is not memory-mapped, because a write to a mapping ends the process with SIGBUS if the disk is full or
-    another process truncates the file. A pwrite takes about a microsecond.
+    another process truncates the file.
     """
 
     def __init__(self, path: Path, size: int, at: int, slot: bytes) -> None:
-        """Open or create the file, and write this rank's first slot. Raise OSError if that fails.
+        """Open or create the file, and write this rank's first `slot`. Raise OSError if that fails.
 
-        Afterwards the disk space of this slot is allocated, so later writes need no space.
+        This allocates the disk space of the slot, so later writes succeed even on a full disk.
 
         size: the size of the file in bytes.
         at: the offset of this rank's slot.
@@ -68,22 +69,22 @@ class Table:
         return os.pread(self._fd, self._size, 0).ljust(self._size, b"\0")
 
 
-SLOT = struct.Struct("<qqqdd")  # rank, pid, step, its time, time of the thread's last check (time.monotonic)
+SLOT = struct.Struct("<qqqdd")  # rank, pid, step, time of the step, time of the thread's last check (time.monotonic)
 TOLD, LOOKED = struct.Struct("<qd"), struct.Struct("<d")
 TOLD_AT, LOOKED_AT = 16, 32  # offsets in a slot
 TABLE = "heartbeats"  # file name, in the ranks' folder on the node's own disk
 PERIOD_S = 5.0
 PATIENCE = 5  # a hang is at least this many times as long as the longest step so far
-END_S = 2.0  # the rank that decides that all ranks end exits so much later than the others
-SETTLE_PERIODS = 1  # wait until the other ranks have written their stacks and dumps
-LEAST_S = 0.2  # the thread never wakes up more often
+END_S = 2.0  # the rank that decides that all ranks exit waits this long before it exits
+SETTLE_PERIODS = 1  # after this many periods, the other ranks have written their stacks and dumps
+LEAST_S = 0.2  # the shortest time between two checks of the thread
 STATES = {"T": heartbeats.STOPPED, "t": heartbeats.STOPPED, "D": heartbeats.IN_KERNEL}  # proc(5)
 
 
 class Heartbeat:
-    """Reports the steps of one rank. The training loop calls step_done() after each step, and a thread does the rest.
+    """Sends the heartbeats of one rank, and checks in a thread whether the training hangs.
 
-    Raise OSError if the table cannot be written.
+    The training loop calls step_done() after each step. Raise OSError if the table cannot be written.
 
     table: the path of the table, on the node's own disk.
     """
@@ -96,7 +97,7 @@ class Heartbeat:
         self._period = min(PERIOD_S, asked.after_s / 4)
         self._at = world.local_rank * SLOT.size
         self._last, self._step = 0.0, -1  # time and number of the last reported step
-        self._longest = self._recent = 0.0  # longest step so far, and since the thread's last check
+        self._longest = self._recent = 0.0  # duration of the longest step: so far, and since the thread's last check
         self._due = float("inf")  # next wake-up of the thread
         self._stopped = self._stopped_at = 0.0  # seconds and time of suspension (SIGSTOP, scontrol suspend)
         slot = SLOT.pack(world.rank, os.getpid(), -1, 0.0, time.monotonic())
@@ -114,7 +115,7 @@ class Heartbeat:
         if self._last and step != self._step:  # progress() and should_stop() both report a step
             self._recent = max(self._recent, self._quiet(now))
         first, self._last, self._step = not self._last, now, step
-        if first:  # so that the others see the start at once; the thread writes later steps
+        if first:  # write the first step at once, so that other ranks see that training has started
             self._write_step()
 
     def _write_step(self) -> None:
@@ -136,7 +137,7 @@ class Heartbeat:
         self._closed.set()
 
     def _run(self) -> None:
-        # Publish once before the first wait, so that a node that hangs at once is listed.
+        # Publish before the first wait, so that the report also lists a node that hangs at once.
         while True:
             if self._last:
                 self._write_step()
@@ -195,7 +196,7 @@ class Heartbeat:
         self._longest = max(self._longest, recent - stopped)
 
     def _silent(self) -> float:
-        """Return the seconds without a heartbeat, or 0 in a phase in which silence is expected."""
+        """Return the seconds without a heartbeat, or 0 before the first step and in a phase that may take long."""
         if not self._last or phase.silence_is_expected(phase.LONG * self._asked.after_s):
             return 0.0
         return self._quiet(time.monotonic())
@@ -219,7 +220,7 @@ class Heartbeat:
         if self._reported and self._asked.action == "end":
             if (self._hang / hang_report.ENDS).exists():
                 self._exit(silent)
-            if now - self._dumped > self._limit():  # no rank waited then
+            if now - self._dumped > self._limit():  # the last report did not lead to an end, so report again
                 self._dumped, self._reported = 0.0, False
         if not self._dumped:
             self._dumped = now
@@ -228,7 +229,7 @@ class Heartbeat:
             self._report(silent)
 
     def _is_settled(self, since_s: float) -> bool:
-        """Return whether each rank that can write its stack has had enough time for it.
+        """Return whether all ranks have had enough time to write their stacks.
 
         A rank that has reported no step needs more time, because it rarely checks whether other ranks hang.
         """
@@ -284,7 +285,7 @@ class Heartbeat:
 
     def _exit(self, silent: float) -> None:
         say(f"rank {self._world.rank} exits after {silent:.0f} s without a step (hang.action=end)")
-        with contextlib.suppress(OSError, ValueError):  # full disk, or closed by the program
+        with contextlib.suppress(OSError, ValueError):  # the disk is full, or the program has closed stdout
             sys.stdout.flush()
         os._exit(run_folder.HUNG)
 
@@ -303,12 +304,12 @@ def _is_first(folder: Path, report: HangReport) -> bool:
         except FileExistsError:
             return False
         except OSError as error:
-            say(f"warning: cannot write {folder / name}: {error}")
+            say(f"warning: cannot write the report of the hang to {folder / name}: {error}")
     return True
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process as the kernel reports it, for a process whose heartbeat thread does not run."""
+    """Return why the heartbeat thread of the process `pid` does not run, from /proc/PID/stat."""
     try:
         # The name in the second field may contain spaces and parentheses; the state follows the last ')'.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]

@@ -1,13 +1,11 @@
-"""Protects DataLoader workers from the signal after which their rank saves and stops.
+"""Keeps DataLoader workers alive when a signal asks their rank to save and stop.
 
-Slurm sends the signal to every process of a step, including these workers. If a worker dies, torch raises 'DataLoader
-worker (pid N) is killed by signal' in the middle of a step, so the rank fails and nothing is saved. So in a protected
-worker, such a signal has an effect only if it would also end the rank.
+Slurm sends the signal to every process of a step, including the workers. If a worker dies, torch raises 'DataLoader
+worker (pid N) is killed by signal' in the middle of a step. The rank then fails before it can save. A protected worker
+therefore ignores the signal. If the signal also ends the rank, it ends the worker too.
 
-This file contains all private names of torch and multiprocessing that are needed for this: `_worker_loop` of torch and
-torchdata, `_set_worker_signal_handlers`, `_error_if_any_worker_fails`, `BaseProcess._target`, `_popen` and
-`_start_method`; for awaited(): `_workers`, `_task_info` and `_rcvd_idx`. If a version lacks one of them, a signal ends
-the workers as it does without hpcinit, or awaited() returns ''.
+Only this module uses private names of torch, torchdata and multiprocessing for this. If one of them is missing, the
+workers are not protected, or awaited() returns ''.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from typing import Any
 from hpcinit.base import processes, signals
 from hpcinit.runtime.process_state import state
 
-# Targets of protected processes. Data sets keep the data that their workers share in a manager.
+# Target functions of protected processes. The last one is of multiprocessing's manager, which data sets use to share
+# data between workers.
 PROTECTED = {
     ("torch.utils.data._utils.worker", "_worker_loop"),
     ("torchdata.stateful_dataloader.worker", "_worker_loop"),
@@ -38,18 +37,18 @@ PROTECTED = {
 }
 TORCH_SIGNALS = "torch.utils.data._utils.signal_handling"
 FIELDS = re.compile(r"^Sig(?:Cgt|Ign|Blk):\s*([0-9a-f]+)$", re.MULTILINE)  # in /proc/PID/status, proc(5)
-LOOKS, LOOK_S = 20, 0.05  # how often and how long to look for a dead worker after a lost connection
+LOOKS, LOOK_S = 20, 0.05  # after a lost connection: number and interval of checks for a dead worker
 PID = re.compile(r"\(pid (\d+)\)")
 
 
 def install(numbers: Collection[int]) -> None:
-    """Protect the DataLoader workers that this rank will start, so that certain signals do not end them.
+    """Protect the DataLoader workers that this rank will start from the signals `numbers`.
 
     numbers: the signals after which a rank saves and stops. A second call replaces them.
     """
     mine = state.loader_workers
     first, mine.rank_pid, mine.numbers = mine.rank_pid is None, os.getpid(), frozenset(numbers)
-    if not first:  # installed before, possibly in the process that forked this rank
+    if not first:  # this process, or the process that forked it, has replaced the functions
         return
     _replace(BaseProcess, "start", _start)
     _replace(popen_fork.Popen, "terminate", _terminate)
@@ -68,11 +67,10 @@ def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
-    """Replace Process.start(): start protected processes with blocked signals.
+    """Replace Process.start(): start a protected process with blocked signals.
 
-    A process inherits blocked signals from the process that starts it. A protected process unblocks them when its own
-    handler is set. multiprocessing's fork server keeps them blocked, because a signal that ends the fork server would
-    end its workers too. Other children of the fork server unblock them when they unpickle an _Unblock.
+    The new process unblocks the signals when it has set its own handler. multiprocessing's fork server keeps them
+    blocked, because its workers would end with it. Its other children unblock them with _Unblock.
     """
     mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))
@@ -84,7 +82,7 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
     else:
         process._hpcinit_unblock = _Unblock(mine.numbers)  # type: ignore[attr-defined]
     if method != "fork":
-        resource_tracker.ensure_running()  # its start unblocks SIGTERM in this thread
+        resource_tracker.ensure_running()  # start it now, because its start unblocks SIGTERM in this thread
     with signals.blocked(mine.numbers):
         original(process)
     process._popen.hpcinit_protected = protected  # type: ignore[attr-defined]
@@ -123,13 +121,13 @@ def _check_workers(original: Callable[[], None]) -> None:
 def behind(error: BaseException) -> BaseException:
     """Return torch's error about a dead DataLoader worker if that worker caused `error`, else return `error`.
 
-    If a worker dies, its connection breaks too, and the rank may notice the broken connection first. Call this after
-    torch's SIGCHLD handler has been removed.
+    When a worker dies, the rank often sees a broken connection first. Call this after torch's SIGCHLD handler has been
+    removed.
     """
     torch_signals = sys.modules.get(TORCH_SIGNALS)
     if torch_signals is None:
         return error
-    cause = error.__cause__  # torch raises 'exited unexpectedly' from the error with the signal
+    cause = error.__cause__  # torch raises 'exited unexpectedly' from the error that names the signal
     if isinstance(cause, RuntimeError) and PID.search(str(cause)):
         return cause.with_traceback(error.__traceback__)
     for _ in range(LOOKS if isinstance(error, (ConnectionError, EOFError)) else 0):
@@ -137,7 +135,7 @@ def behind(error: BaseException) -> BaseException:
             torch_signals._error_if_any_worker_fails()
         except RuntimeError as death:
             return death.with_traceback(error.__traceback__)
-        time.sleep(LOOK_S)  # the kernel closes the connections of a process before it can be reaped
+        time.sleep(LOOK_S)  # after a process dies, its connections close before torch can reap it
     return error
 
 
@@ -147,7 +145,7 @@ KERNEL = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk or a driv
 
 
 def awaited() -> str:
-    """Return the DataLoader worker for which the main thread is waiting, or ''.
+    """Return a description of the DataLoader worker for which the main thread waits, or '' if it waits for none.
 
     An example is 'pid 4242, which sleeps in pipe_read'. Call this in another thread. It never raises.
     """
@@ -213,7 +211,7 @@ class _Unblock:
 
 
 def _survives(pid: int, number: int) -> bool:
-    """Return whether the process handles, ignores or blocks the signal. Return False if it has exited."""
+    """Return whether the process survives the signal, because it handles, ignores or blocks it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

@@ -1,9 +1,11 @@
-"""Notices when no rank prints anything anymore, and writes all stacks. For programs that report no training steps.
+"""Writes the stacks of all ranks if no rank prints anything for a long time, for programs that report no steps.
 
-Rank 0 checks the logs of all ranks. If none has changed for a long time, rank 0 writes its stacks and creates a marker
-file. When the other ranks see this file, they write their stacks too. If a rank that reports steps notices a hang, it
-creates another marker file, with the same effect. The stacks are only evidence for `hpcinit why`. Silence never ends a
-rank, and nothing is printed about it, because printing would end the silence.
+Rank 0 checks the logs of all ranks. If none has changed for a long time, it writes its stacks and a marker file. The
+other ranks see this file and write their stacks, too. A rank that reports steps writes a marker file when it detects a
+hang, and the others also write their stacks.
+
+The stacks are evidence for `hpcinit why`. Missing output never ends a rank. hpcinit prints nothing about it, because
+that would change the logs.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from hpcinit.runtime.process_state import state
 from hpcinit.world import World
 
 PERIOD_S = 30.0
-PERIODS = 8  # looks at the logs before a silence counts
-LOOKS_FOR_A_STACK = 2  # after this number a rank without a stack cannot write one
+PERIODS = 8  # number of checks of the logs before silence counts
+LOOKS_FOR_A_STACK = 2  # a rank that has not written its stack after this many checks cannot do so
 
 
 def period(after_s: float) -> float:
@@ -39,8 +41,8 @@ def period(after_s: float) -> float:
 def write_stacks(path: Path, host: str = "", note: str = "") -> None:
     """Write the stacks of all threads of this process in the form that hang_report.place() reads.
 
-    The file appears only when it is complete, because a main thread in a loop may keep the GIL for long between two
-    writes. Raise OSError if it cannot be written.
+    Write a temporary file and rename it, because this thread may have to wait for the GIL between two writes. Raise
+    OSError if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
@@ -54,7 +56,7 @@ def write_stacks(path: Path, host: str = "", note: str = "") -> None:
 
 
 class OutputWatch:
-    """A thread of one rank that watches for silence until stop() is called.
+    """A thread of one rank that checks for silence until stop() is called.
 
     after_s: how many seconds all ranks must be silent before the stacks are written.
     """
@@ -70,7 +72,7 @@ class OutputWatch:
         self._period = period(after_s)
         self._newest = 0.0  # time of the last change of any log, by the clock of the file system
         self._printed = self._same_since = time.monotonic()
-        self._place: tuple[object, ...] = ()  # of the main thread at the last look, see _main_place()
+        self._place: tuple[object, ...] = ()  # the main thread's place at the last check, see _main_place()
         self._cpu = (time.monotonic(), time.process_time())
         self._silent = self._spoke = False
         self._failed = False  # set by stop(): the stacks show what a rank did before the failure
@@ -103,13 +105,13 @@ class OutputWatch:
             if first:
                 flight_dump.write(self._world, self._folder)
         elif self._silent and not self._spoke:
-            self._spoke = True  # it may be the traceback of a rank whose collective has timed out
+            self._spoke = True  # keep the stacks for now: the output may be the traceback of a timed-out collective
         elif self._silent and not any(self._errors.glob("rank-*.json")):
             self._silent = False
             self._remove()
 
     def _is_silent(self, now: float) -> bool:
-        if self._no_steps.exists():  # this rank has reported none: perhaps the others wait for it
+        if self._no_steps.exists():  # ranks that report steps hang: they may wait for this rank, which reports none
             return True
         if self._rank:
             return self._marker.exists()
@@ -134,7 +136,7 @@ class OutputWatch:
 def _newest_change(logs: Path, known: float) -> float:
     """Return when a log last changed, in seconds since 1970.
 
-    If rank 0's log has changed since `known`, as is usual, return its time without looking at the others.
+    If rank 0's log has changed since `known`, return its time without a check of the other logs, to save time.
     """
     with contextlib.suppress(OSError):
         own = (logs / "rank-0.log").stat().st_mtime
@@ -168,14 +170,14 @@ def _main_place() -> tuple[object, ...]:
 
 
 def start(world: World, after_s: float, folder: Path) -> None:
-    """Start to watch the output of this run. Never raise, because the program can run without the watch."""
+    """Start an OutputWatch for this rank. Never raise, because the program can run without it."""
     stop()
     with contextlib.suppress(RuntimeError):  # this user may have no more threads
         state.output_watch = OutputWatch(world, after_s, folder)
 
 
 def stop(failed: bool = False) -> None:
-    """Stop watching, because the program has ended or now reports steps, which show more than its output.
+    """Stop this rank's OutputWatch, because the program has ended, or because it now reports its steps.
 
     failed: whether the program failed. If so, the stacks are kept.
     """

@@ -42,9 +42,10 @@ def enter(phase: str, step: int | None = None) -> None:
 def during(phase: str, limit: timedelta | None = None) -> Iterator[None]:
     """Declare what the rank does in this block: 'saving', 'loading', or a name that the program chose.
 
-    In the block, silence does not count as a hang. If the block raises an error, the phase stays set.
+    hpcinit reports no hang in the block before the time limit. If the block raises an error, the error record names the
+    phase.
 
-    limit: the maximum time, or None to let the caller of silence_is_expected() decide.
+    limit: the time limit. None: a default.
     """
     mine = state.phase
     before = mine.name
@@ -73,10 +74,7 @@ def silence_is_expected(default_s: float) -> bool:
 
 
 def not_counted(seconds: float) -> None:
-    """Don't count `seconds` as time in the current phases, because the process was then suspended.
-
-    SIGSTOP or scontrol suspend can cause this.
-    """
+    """Don't count `seconds` as time in the current phases: the process was suspended (SIGSTOP, scontrol suspend)."""
     for each in state.phase.declared[:]:
         each.began_s += seconds
 

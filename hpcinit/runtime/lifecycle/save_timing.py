@@ -1,8 +1,8 @@
 """Implements `run.should_save()`: all ranks agree, at the same step, that it is time for a checkpoint.
 
-Rank 0 decides. It considers how long a save takes, as measured here, and how often this run has failed. The ranks do
-not communicate at every step. Each time they agree, rank 0 also sends after how many calls they must agree again. This
-number is half of the steps that remain until the next save.
+Rank 0 decides. It considers how long a save takes and how often this run has failed. The ranks do not communicate at
+every step. When they do, rank 0 also sends after how many calls they communicate again. This is at most half of the
+steps that remain until the next save.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hpcinit.records import elastic_restarts, requeues, run_folder, training_spa
 from hpcinit.records.save_interval import best_interval_s
 from hpcinit.world import World
 
-# Before a run has its own failures: 6.5 per 1,000 node-days, of Meta's RSC-1 (arXiv:2410.21680), as one failure
+# The assumed rate of failures before a run has failed: 6.5 per 1,000 node-days, as on Meta's RSC-1 (arXiv:2410.21680).
 NODE_DAYS = 1000 / 6.5
 DAY_S = 86400.0
-LEAST_COST_S = 0.01  # an asynchronous save seems to cost nothing
+LEAST_COST_S = 0.01  # the least cost of a save, because the measured cost of an asynchronous save may be 0
 
 
 class SaveTiming:
@@ -44,20 +44,20 @@ class SaveTiming:
         self._cost_s: float | None = None
         self._steps: list[float] = []
         self._saves_now = self._told = False
-        self._look_in = 1  # calls
+        self._look_in = 1  # the ranks communicate after this many calls
         self._calls = 0
 
     def ask(self) -> bool:
         """Return whether to save now. Every rank must call it after every step."""
         now = time.monotonic()
         took, self._called = now - self._called, now
-        if self._saves_now:  # this step and the save
+        if self._saves_now:  # `took` is the time of one step and of the save
             self._saves_now = False
             usual = sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
             cost = max(LEAST_COST_S, took - usual)
             self._cost_s = cost if self._cost_s is None else (self._cost_s + cost) / 2
             self._saved = now
-        elif self._calls:  # the first call is not after a whole step: it made this object
+        elif self._calls:  # skip the first call, before which this object did not exist, so `took` is no whole step
             self._steps = [*self._steps[-20:], took]
         self._calls += 1
         self._look_in -= 1
@@ -65,7 +65,7 @@ class SaveTiming:
             return False
         left_s = self._saved + self.interval_s(now) - now
         step_s = max(1e-4, sorted(self._steps)[len(self._steps) // 2]) if self._steps else 1.0
-        # The first steps may not be usual ones, so the next look is after twice as many calls at most.
+        # The first steps may be slower than usual. So wait for at most as many calls as there have been so far.
         steps = min(int(left_s / step_s / 2), self._calls)
         self._look_in = self._agreed(steps if left_s > step_s / 2 else -1)
         self._saves_now = self._look_in < 0
@@ -88,8 +88,8 @@ class SaveTiming:
                 "" if chosen == best else f". The best would be {best / 60:.3g} min, which is outside of your limits"
             )
             say(
-                f"run.should_save(): a save every {chosen / 60:.3g} min. Training waits {self._cost_s:.2g} s for a "
-                f"save, and a failure is expected every {between_s / 3600:.3g} h on "
+                f"run.should_save() requests a save every {chosen / 60:.3g} min. Training waits {self._cost_s:.2g} s "
+                f"for a save, and a failure is expected every {between_s / 3600:.3g} h on "
                 f"{counted(self._world.nodes, 'node')} ({counted(self._failures, 'failure')} in this run so far)"
                 + within
             )

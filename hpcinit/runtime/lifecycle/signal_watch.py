@@ -1,7 +1,7 @@
-"""Notices a signal to a rank at once, in a separate thread, even if the main thread is blocked.
+"""Reacts to a signal at once, in a separate thread, even if the main thread is blocked.
 
-A Python signal handler only runs between two bytecodes of the main thread. So it never runs while a collective waits
-for a dead rank. Here, Python's C handler writes a byte, and this thread reads it (base/signals.py, Wakeup).
+Python runs signal handlers only in the main thread, which may be blocked in a collective that waits for a dead rank. So
+Python's C handler writes a byte to a pipe, and a thread reads it (base/signals.py, Wakeup).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpcinit.runtime.process_state import state
 
 
 def note(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by only noting that it has arrived, so that a Watch can react to it later.
+    """A signal handler that only records the signal, so that a Watch can react to it.
 
     Without a Python handler, the signal would end the process.
     """
@@ -25,10 +25,10 @@ def note(number: int, frame: FrameType | None) -> None:
 
 
 def hold(number: int) -> None:
-    """Keep this signal from ending the process until a Watch handles the signal. Call this in the main thread."""
+    """Prevent this signal from ending the process until a Watch handles it. Call this in the main thread."""
     held = signals.Handlers([number], note, only_free=True)
-    # When Python exits, it removes its handlers before the process is gone. The signal would then end a rank whose
-    # program is complete, and the whole job would count as failed.
+    # When Python exits, it removes its handlers some time before the process ends. The signal could then end a rank
+    # whose program is complete, and the whole job would count as failed.
     atexit.register(held.ignore)
 
 
@@ -64,8 +64,8 @@ class Watch:
             self._noted(number)
 
 
-# A forked child inherits a Watch's handlers and its pipe, through which a signal to the child would reach the parent.
-# Signals stay blocked until the child has removed both: Python drops those that arrive while it forks.
+# A forked child inherits a Watch's handlers and pipe, so a signal to the child would reach the parent. The signals stay
+# blocked until the child has removed both, because Python drops signals that arrive during a fork.
 
 
 def _before_fork() -> None:
@@ -76,5 +76,5 @@ def _after_fork() -> None:
     signals.set_blocked(state.masks.pop(threading.get_ident()))
 
 
-# In the child, process_state closes the watches first: it is imported earlier, so its hook runs earlier.
+# In the child, process_state closes the watches first: its module is imported earlier, so its hook runs earlier.
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

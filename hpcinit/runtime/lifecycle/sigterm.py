@@ -1,4 +1,4 @@
-"""Handles SIGTERM in a rank that can save: a SIGTERM in the first step is remembered, and a stuck rank is ended."""
+"""Handles SIGTERM in a rank that can save: delays a SIGTERM in the first step, and ends a rank that is stuck."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hpcinit.runtime.lifecycle import output_watch, phase
 from hpcinit.runtime.lifecycle.signal_watch import Watch
 from hpcinit.runtime.process_state import state
 
-STUCK_S = 10.0  # time after SIGTERM, plus the longest step so far, after which a rank counts as stuck
+STUCK_S = 10.0  # a rank counts as stuck this long after SIGTERM, plus the duration of the longest step so far
 FIRST_STEP_S = 600.0  # the same limit during the first step, which may compile
 TURN_S = 0.25  # interval of checks for a stuck rank
-# Where the main thread waits for another process or thread of this rank, such as torch.compile's C++ compiler.
+# In these files, the main thread waits for another process or thread of this rank, such as torch.compile's compiler.
 OWN_WORK = ("/subprocess.py", "/concurrent/futures/_base.py")
 LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is shorter
 
 
 class FirstStepWatch:
-    """Remembers a SIGTERM that arrives before the first should_stop(), so that it does not end the rank.
+    """Delays a SIGTERM until the first should_stop(), so that it does not end the rank before it can save.
 
-    Create it in the main thread. If the program has reported a step, or has run for 10 minutes after init(), and has
-    still not called should_stop(), it probably never will. SIGTERM then ends the rank at once.
+    If the program has reported a step, or 10 minutes have passed since init(), the program probably never calls
+    should_stop(). SIGTERM then ends the rank at once. Create this object in the main thread.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class FirstStepWatch:
         self._watch = Watch({signal.SIGTERM}, self._noted)
 
     def hand_over(self, numbers: Iterable[int], noted: Callable[[int], None]) -> Watch:
-        """Return a Watch that replaces this object.
+        """Return the Watch for later signals. It replaces this object.
 
-        It calls `noted` for later signals, and for a SIGTERM that has already arrived.
+        If a SIGTERM has already arrived, the Watch calls `noted` for it.
         """
         self._over.set()
         self._watch.listen(numbers, noted)
@@ -49,7 +49,7 @@ class FirstStepWatch:
 
     def _noted(self, number: int) -> None:
         state.early_signals.add(number)
-        longest = time.monotonic() - self._began  # the first step is as long, so far
+        longest = time.monotonic() - self._began  # the first step has taken at least this long
         if not self._over.is_set() and (longest > FIRST_STEP_S or phase.now()[1] >= 0):
             signals.end_by(signal.SIGTERM)
         arguments = (self._over.is_set, longest)
@@ -57,10 +57,12 @@ class FirstStepWatch:
 
 
 def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
-    """Return a FirstStepWatch, or None if a first SIGTERM should end the rank at once.
+    """Return a FirstStepWatch, or None if a SIGTERM in the first step should end the rank at once.
 
-    Return None if no job continues the run and --signal is not used. Also return None if the program has set a handler,
-    or outside the main thread.
+    There is a FirstStepWatch only if all of these are true:
+    - A later job continues the run, or sbatch's --signal is used.
+    - The program has not set its own handler for SIGTERM.
+    - This is the main thread.
     """
     wanted = asked.continues or asked.signal
     if not wanted or threading.current_thread() is not threading.main_thread():
@@ -71,9 +73,10 @@ def watch_first_step(asked: Stopping) -> FirstStepWatch | None:
 def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
     """After SIGTERM, end this rank if it is stuck in a collective that waits for a dead rank.
 
-    Otherwise the rank would run until Slurm sends SIGKILL. A rank is not stuck while it saves or is in another
-    declared phase. It is not stuck either while its main thread computes (for example an evaluation) or waits for a
-    compiler. The function counts checks instead of seconds, because a suspended process makes no checks.
+    Otherwise it would run until Slurm sends SIGKILL. A rank that saves or is in a declared phase is not stuck. A rank
+    that computes or waits for a compiler has FIRST_STEP_S seconds before it is ended.
+
+    The time is counted in checks, so that it stops while the process is suspended.
 
     is_over: a function that returns True if the rank has made progress since SIGTERM, or no longer needs this check.
     longest_s: how long the longest step took, in seconds.
@@ -94,9 +97,9 @@ def end_if_stuck(is_over: Callable[[], bool], longest_s: float) -> None:
 
 
 def _main_thread() -> tuple[Sequence[tuple[str, str, int]], str]:
-    """Return the stack of the main thread, and how often that thread has waited.
+    """Return the main thread's stack and its number of voluntary context switches.
 
-    Neither value changes while the main thread waits for a dead rank.
+    Both stay the same while the thread waits for a dead rank.
     """
     try:
         status = Path("/proc/self/status").read_text()

@@ -1,15 +1,14 @@
-"""Lets `hpcinit stacks` collect this rank's Python stacks: a thread writes them, or a signal handler if it cannot run.
+"""Lets `hpcinit stacks` collect this rank's Python stacks. A thread writes them, or else a signal handler.
 
-The thread waits for a byte in a pipe. Then it writes the stacks of all threads to a file in memory. The thread has the
-GIL while it writes, so the stacks do not change.
+Normally, the thread writes the stacks of all threads to a file in memory when it receives a byte through a pipe. It has
+the GIL while it writes, so the stacks do not change.
 
-If C code keeps the GIL, the thread cannot run. After some seconds, the collector sends a signal to this thread, and a
-handler in C writes the stacks. This is less safe, because the handler may read stacks while they change: in a program
-whose threads ran Python code, one of 83 signals ended the process with a segmentation fault. So the collector sends the
-signal only if the thread does not answer. No thread of the program is interrupted.
+If C code holds the GIL, the thread cannot run. After some seconds, `hpcinit stacks` sends the thread a signal, and a
+handler in C writes the stacks. This is less safe, because the stacks may change while the handler reads them: in a
+test, 1 of 83 signals ended a program of several busy threads with a segmentation fault.
 
-The name of the file contains all that observe/stack_collector.py needs. The collector finds the name in /proc/PID/fd.
-The file and the handler both disappear with exec, so a process without the handler never gets the signal.
+observe/stack_collector.py finds the file in /proc/PID/fd. The file's name contains all that the collector needs. After
+an exec, there is neither a file nor a handler, so the collector sends no signal.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def install(rank: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):
         number = next(one for one in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if _is_free(one))
         reads, writes = os.pipe()
-        file: list[int] = []  # its name contains the thread's id, so it is made after the thread
+        file: list[int] = []  # the file's name contains the thread's id, so the thread is created first
         thread = threading.Thread(target=_answer, args=(reads, file), name="hpcinit-stacks", daemon=True)
         thread.start()
         name = NAME.format(

@@ -1,8 +1,8 @@
-"""Maintains `stopped.json`, a file that exists while a run that can stop early trains, and after it stopped early.
+"""Maintains `stopped.json`. If this file exists when a job ends, the run is not finished, and a chain continues it.
 
-Rank 0 writes the file at the first `run.should_stop()`, and replaces it when the ranks agree to stop. If the program
-ends without stopping early, rank 0 removes the file. If the file cannot be replaced, for example on a full disk, the
-first file stays and the next job of a chain runs. Reasons: docs/decisions/0030-stopped-until-finished.md.
+Rank 0 writes the file at the first `run.should_stop()`, and adds the reason when the ranks agree to stop. If the
+program ends without stopping early, rank 0 removes the file. If the reason cannot be added (full disk), the file
+remains without it. Reasons for this design: docs/decisions/0030-stopped-until-finished.md.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class StopRecord:
             self._write(NOT_RECORDED)
         except OSError as error:
             say(
-                f"warning: cannot write {self._path}: {error.strerror}. Free some disk space before this training stops"
+                f"warning: cannot write {self._path}: {error.strerror}. Free some disk space: the next job of a chain "
+                "needs this file"
             )
         atexit.register(self._remove)
 
     def stop(self, reason: Reason) -> None:
         """Record that all ranks agreed to stop for `reason`.
 
-        If the user requested the stop, remove the record instead, so that the run is not continued.
+        If the user requested the stop, remove the record instead, so that no later job continues the run.
         """
         if reason is Reason.USER:
             self._remove()
@@ -49,11 +50,11 @@ class StopRecord:
         try:
             self._write(reason.token)
         except OSError as error:
-            state.stop_not_recorded = not self._exists  # the exit status must then report it
+            state.stop_not_recorded = not self._exists  # only the exit status then shows it
             instead = (
-                f"this rank exits with status {run_folder.ENDED_EARLY} instead of 0: the next job of a chain runs"
+                f"this rank will exit with status {run_folder.ENDED_EARLY}, so that the next job of a chain continues"
                 if state.stop_not_recorded
-                else f"{self._path} still records that the training did not finish, without the reason"
+                else f"{self._path} shows that the run is not finished, but not the reason"
             )
             say(f"error: cannot record that the training stops ({reason}): {error.strerror}; {instead}")
 

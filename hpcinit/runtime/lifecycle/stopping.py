@@ -27,17 +27,19 @@ from hpcinit.runtime.process_state import state
 from hpcinit.slurm import queue, slurm_client
 from hpcinit.world import World
 
-SHARE = 0.005  # the largest share of the training time that agreement may cost
+SHARE = 0.005  # agreements may take at most this share of the training time
 MOST_STEPS, MOST_S = 1000, 10.0  # the longest interval between two agreements
 TIMED = 5  # the number of agreements and steps that are timed
 LOOK_S = 2.0  # interval of checks for a user's request
 ASK_EVERY_S = 600.0  # interval of queries for the remaining time; only rank 0 queries Slurm
-ASK_PATIENTLY_S = 10.0  # timeout of a query that no rank waits for
+ASK_PATIENTLY_S = 10.0  # timeout of a query in a thread; no rank waits for this query
 MILLISECOND = timedelta(milliseconds=1)
 ASK_S = 2.0
-ASK_ORIGIN_S = 15.0  # once, before a stop counts as the user's and nothing continues; a busy controller needs seconds
+# Timeout of the query that checks whether the user requested a stop. No job continues the run after a user's stop, so
+# the query waits longer for a busy server.
+ASK_ORIGIN_S = 15.0
 RANKS = 1 << 32
-KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # end of torch's message for a worker, torch/csrc/DataLoader.cpp
+KILLED_BY_SIGTERM = "is killed by signal: Terminated"  # in torch's error for a killed worker, DataLoader.cpp
 
 
 class Stopper:
@@ -59,7 +61,7 @@ class Stopper:
         self._stop: Stop | None = None
         self._lock = threading.RLock()  # torch's handler of SIGCHLD can interrupt the main thread anywhere
         self._lost_workers: list[str] = []
-        self._watch: Watch | None = None  # a signal may arrive while it is created
+        self._watch: Watch | None = None  # defined first, because a signal may arrive while the Watch is created
         self._closed = threading.Event()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world.world_size > 1 else None
         self._every, self._calls = asked.every_steps or 1, 0
@@ -78,10 +80,10 @@ class Stopper:
         """Return the Stop on which all ranks have agreed, or None. After an agreement, it is always the same Stop."""
         took = time.monotonic() - self._before
         while self._lost_workers:
-            say(f"warning: continuing until the save without a DataLoader worker: {self._lost_workers.pop(0)}")
+            say(f"warning: a DataLoader worker died; this rank continues until the save: {self._lost_workers.pop(0)}")
         self._calls += 1
         self._longest = max(self._longest, took)
-        if self._calls > 1 and len(self._steps) < TIMED:  # the first is no whole step: it started with this object
+        if self._calls > 1 and len(self._steps) < TIMED:  # the time before the first call is not a whole step
             self._steps.append(took)
         if self._stop is None and self._calls % self._every == 0:
             self._agree()
@@ -111,7 +113,7 @@ class Stopper:
             self._set_left(left_ms * MILLISECOND)
         if self._asked.every_steps is None and len(self._costs) < TIMED:
             self._costs.append(time.monotonic() - began)
-            if len(self._costs) == TIMED:  # use the fastest of each, because slow ones waited for other ranks
+            if len(self._costs) == TIMED:  # the fastest ones, because slow ones waited for other ranks
                 mine = (min(self._costs), min(self._steps), -self._apart())
                 cost, step, apart = (value / 1e6 for value in self._largest(*(int(1e6 * value) for value in mine)))
                 self._every = every(cost, step, -apart)
@@ -125,7 +127,7 @@ class Stopper:
     def _apart(self) -> float:
         """Return the longest permitted time between two agreements, in seconds.
 
-        The time is at most a quarter of the margin for the last checkpoint. So it is shorter than usual in a short job.
+        It is at most a quarter of the time that is reserved for the last checkpoint. A short job reserves little time.
         """
         margin = 4 * MOST_S if self._had is None else self._asked.margin(self._had, self.longest_save).total_seconds()
         return max(0.0, min(MOST_S, margin / 4))
@@ -142,7 +144,7 @@ class Stopper:
             if self._seen is not None:
                 return self._seen
         if self._world.rank == 0 and self._ends_soon():  # rank 0 queries Slurm for all ranks
-            self._ask_left(ASK_S)  # scontrol resume and scontrol update may have moved the end
+            self._ask_left(ASK_S)  # scontrol resume or update may have changed the end of the job
             return Reason.TIME_LIMIT if self._ends_soon() else None
         return None
 
@@ -156,7 +158,7 @@ class Stopper:
             self._ends, self._had = now + left.total_seconds(), left + timedelta(seconds=now - self._made)
 
     def _ask_left(self, timeout_s: float) -> None:
-        """Query Slurm for the remaining time: the limit may differ from the request, and may change.
+        """Query Slurm for the remaining time, because the limit may differ from the requested one, and may change.
 
         Without a reply, keep the last value.
         """
@@ -166,11 +168,11 @@ class Stopper:
             self._set_left(None if left_s is None else timedelta(seconds=left_s))
 
     def _who_told(self, reason: Reason) -> Reason:
-        """Return a more precise reason for the stop, because a signal does not show why it was sent.
+        """Return why the job stops. Query Slurm for a preemption or a time limit, which the signal alone does not show.
 
-        For example, a job was preempted if Slurm reports a preemption time for it.
+        If Slurm shows no more precise reason, return `reason`.
         """
-        if reason is Reason.USER and not self._file_seen:  # judged by that rank's remaining time
+        if reason is Reason.USER and not self._file_seen:  # the other rank has used its own value of the remaining time
             self._ask_left(ASK_ORIGIN_S)
             return self._of_own_signal()
         if reason is not Reason.ENDED:
@@ -181,7 +183,7 @@ class Stopper:
         if self._job:
             said = _output(["scontrol", "--oneliner", "show", "job", self._job], ASK_S)
             words = dict(word.partition("=")[::2] for word in said.split())
-            preempted = words.get("PreemptTime", "None")  # '2026-11-21T14:02:00'; kept when the job is requeued
+            preempted = words.get("PreemptTime", "None")  # '2026-11-21T14:02:00'; a requeue does not clear it
             if preempted not in {"None", "N/A"} and preempted >= words.get("StartTime", ""):
                 return Reason.PREEMPTED
         return reason
@@ -198,15 +200,14 @@ class Stopper:
     def _worker_died(self, error: str) -> bool:
         """Return whether the rank can continue although a DataLoader worker died.
 
-        A rank continues if it was requested to stop, because it may save before it needs a batch from this worker.
-        Otherwise, torch raises an error when the rank reads that batch. If SIGTERM ended the worker, the rank counts as
-        requested to stop, because the whole job step was meant. This function prints nothing, because it runs in a
-        signal handler.
+        A rank that is about to stop can continue, because it may save before it needs this worker. If SIGTERM ended the
+        worker, Slurm has sent it to the rank too, so the rank will stop. This function runs in a signal handler, so
+        ask() prints `error` later.
         """
         if self._seen is None and self._stop is None:
             if not error.rstrip(" .").endswith(KILLED_BY_SIGTERM):
                 return False
-            os.kill(os.getpid(), signal.SIGTERM)  # the signal that ended the worker was meant for the whole job step
+            os.kill(os.getpid(), signal.SIGTERM)  # Slurm sent the worker's signal to the whole job step
         self._lost_workers.append(error)
         return True
 
@@ -232,7 +233,7 @@ class Stopper:
         end_if_stuck(lambda: self._calls != calls or self._stop is not None or self._closed.is_set(), longest)
 
     def _look(self) -> None:
-        """In a thread of rank 0, check the run folder for a user's request, and Slurm for the remaining time."""
+        """In a thread of rank 0, check the run folder for a user's stop request, and query Slurm for the time left."""
         ask_at = time.monotonic()
         while self._stop is None and not self._closed.is_set():
             # Not Path.exists(), which raises if a file server fails (ESTALE, EIO).
@@ -265,11 +266,11 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
 
 
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
-    """Return how many steps to take between two agreements on whether to stop.
+    """Return after how many steps the ranks communicate again about whether to stop.
 
-    Agreements may cost at most SHARE of the time, and are at most `most_s` seconds apart.
+    It should take at most SHARE of the time, but they communicate at least every MOST_STEPS steps or `most_s` seconds.
 
-    cost_s: how long an agreement takes.
+    cost_s: how long one such communication takes.
     step_s: how long a step takes.
     """
     if step_s <= 0:

@@ -1,8 +1,7 @@
 """Records on rank 0 what the program is doing (building the model, loading, training, ...) for `hpcinit report`.
 
-To record a step takes only a few microseconds. A thread writes the file, at most once per second and 1,000 times in
-all, so a slow or full disk neither slows the program down nor ends it. If a rank is killed, the file lacks at most
-the last second, or in a long run the last thousandth of its time.
+Recording a step takes a few microseconds. A thread writes the file, so a slow or full disk does not affect training. It
+writes at most once per second, and less often in long runs. If rank 0 is killed, the newest records are missing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class TrainingRecord:
         self._path, self._pid = folder / training_spans.FILE, os.getpid()
         self._record = SpanRecord(startup.now())
         self._began = time.monotonic()
-        self._waits = False  # to be written
+        self._waits = False  # whether a write is pending
         self._write()
         atexit.register(self._close)
 
@@ -52,7 +51,7 @@ class TrainingRecord:
     def switch(self, what: str) -> str:
         """Record that the rank now does `what`. Return what it did before."""
         before = self._record.what
-        if threading.current_thread() is threading.main_thread():  # others work beside the training steps
+        if threading.current_thread() is threading.main_thread():  # other threads do not interrupt the training steps
             self._record.switch(what, startup.now())
             self._write()
         return before
@@ -68,16 +67,13 @@ class TrainingRecord:
         background_writer.later(training_spans.FILE, self._write_file, every_s=every_s)
 
     def _write_file(self) -> None:
-        """Write what has been recorded until now. A thread calls this, also after the last step before a hang."""
+        """Write what has been recorded until now. A thread calls this, even if the ranks hang."""
         self._waits = False
         self._path.parent.mkdir(parents=True, exist_ok=True)
         safe_files.write_atomically(self._path, self._record.to_json())
 
     def _close(self) -> None:
-        """At exit, write what is not written yet.
-
-        background_writer flushes it afterwards, because its exit handler was registered earlier.
-        """
+        """At exit, write what is not written yet. background_writer's exit handler runs later and flushes it."""
         if os.getpid() == self._pid:
             self._write()
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # variables of other blocks
-# Python decides what follows the end of the ranks, and acts: the job's Python, or else the one that submitted the job.
-# It prints WHAT STATUS NODES, see hpcinit/after/__main__.py. If it cannot start, nothing is restarted.
+# After the ranks have ended, hpcinit.after decides what follows: nothing, a restart or a requeue. It runs with the job's
+# Python, or else with the Python that submitted the job. It prints WHAT STATUS NODES (hpcinit/after/__main__.py).
 hpcinit_pythons=''
 hpcinit_policy='' # what the config allows
 hpcinit_log="$HPCINIT_RUN/logs/job.log"
@@ -17,7 +17,7 @@ hpcinit_decide() { # print what follows after $1, the exit status of the ranks o
   done
   echo "hpcinit: error: hpcinit.after cannot start on $(hostname) with ${hpcinit_pythons[*]}, so nothing is restarted" >&2
 }
-hpcinit_after() { # the ranks ended with status $1; return if they start again in this job, else end it
+hpcinit_after() { # the ranks ended with status $1: return to start them again in this job, or exit
   local what='' status=$1 nodes=''
   [ "$1" -ne 0 ] || [ -e "$hpcinit_stopped" ] || exit 0
   read -r what status nodes < <(hpcinit_decide "$1")
@@ -28,7 +28,7 @@ hpcinit_after() { # the ranks ended with status $1; return if they start again i
   esac
   exit "${status:-$1}"
 }
-hpcinit_start() { # the ranks start now: hang reports and messages of srun count if they are newer
+hpcinit_start() { # the ranks start now: from here on, hang reports and messages of srun are about this start
   hpcinit_record began
   hpcinit_from=$(wc -c 2> /dev/null < "$hpcinit_log")
 }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154 # variables of other blocks
-# This job is part of a chain. The job at its end leaves its exit status and its id for the next one, which then runs
-# nothing. Without that file this job runs: the job before was killed, or it has more to do. A requeued job runs, too.
+# This job is part of a chain. The job that ends the chain writes its exit status and its id to chain.txt. The jobs after
+# it then run nothing. Without that file, this job continues the run. A requeued job does, too.
 hpcinit_chain="$HPCINIT_RUN/chain.txt"
 if [ -r "$hpcinit_chain" ] && read -r hpcinit_status hpcinit_last < "$hpcinit_chain" &&
   [ "$hpcinit_last" != "$SLURM_JOB_ID" ]; then

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Record the start and the end of this attempt, before the modules, so that a failure there is recorded too.
-# bash runs the EXIT trap with status 0 if SIGTERM ended it, hence the trap for TERM.
+# Record the start and the end of this attempt. This precedes the modules, so that a failure there is recorded too.
+# If SIGTERM ends bash, its EXIT trap runs with status 0, hence the trap for TERM.
 hpcinit_job='' # as squeue names it; without Slurm: the process ID of this script
 hpcinit_exit="$HPCINIT_RUN/exit.json"
 
-hpcinit_record() { # that this attempt $1 (began or ended), its exit status $2, and lines of modules and cluster.setup
+hpcinit_record() { # write to exit.json: the event $1 (began or ended), the exit status $2, and the lines of the set-up
   printf '{"job": "%s", "pid": %d, "restart": %d, "%s": %d%s%s%s}\n' \
     "$hpcinit_job" "$$" "${SLURM_RESTART_COUNT:-0}" "$1" "$(date +%s)" "${2:+, \"exit_status\": $2}" \
     "${hpcinit_line:+, \"line\": \"$hpcinit_line\"}" "${hpcinit_failed:+, \"failed\": \"$hpcinit_failed\"}" \

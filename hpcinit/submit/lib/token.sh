@@ -1,3 +1,3 @@
 # shellcheck shell=bash
-# A token for Slurm's commands, which sbatch passes to the job. Without it no rank can read it, and srun uses munge.
+# sbatch passes the user's token for Slurm's commands to the job. Remove it, so that no rank can read it. srun uses munge.
 unset SLURM_JWT

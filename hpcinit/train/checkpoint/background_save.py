@@ -1,12 +1,11 @@
-"""Implements run.save(..., wait=False): a process next to each rank, its writer, saves a copy of the rank's state.
+"""Implements run.save(..., wait=False): each rank has a writer process, which saves a copy of the rank's state.
 
-The rank copies its files into memory (staged_files.py) and sends their descriptors to its writer, which runs
-writer_process.py. The writers of all ranks agree through files in the unfinished checkpoint folder. A writer that fails
-renames this folder. If a writer was killed, its rank renames the folder. After that, the other writers fail too, and
-rank 0's writer publishes nothing.
+The rank copies its files into memory (staged_files.py) and passes them to its writer, which runs writer_process.py.
+When all writers have finished, rank 0's writer publishes the checkpoint. If a writer fails or is killed, the unfinished
+checkpoint folder is renamed. The other writers then fail, too, and no checkpoint is published.
 
 The writer is a new Python process, not a fork, because a rank has threads and a device. The kernel kills the writer
-together with its rank, so that it publishes nothing after another attempt may have started.
+together with its rank, so that it cannot publish a checkpoint after another attempt has started.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hpcinit.train.checkpoint.staged_files import StagedFiles
 
 DONE, FAILED = b"1", b"0"  # the answers of a writer
 CODE = "import sys; sys.path[:] = {path!r}; from hpcinit.train.checkpoint import writer_process as w; w.main({args})"
-# Slurm sends these to every process of the step. A writer is needed until its rank has stopped.
+# Slurm sends these signals to every process of the step. The writer ignores them, because its rank may still save.
 IGNORED = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -43,7 +42,7 @@ IGNORED = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-END_S = 5.0  # a writer without a save ends in milliseconds
+END_S = 5.0  # long enough, because a writer that is not saving ends in milliseconds
 
 
 class BackgroundSaves:
@@ -56,7 +55,7 @@ class BackgroundSaves:
         self.staged = StagedFiles(ranks_here)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._running: tuple[Unfinished, int, int] | None = None  # with its step and rank
+        self._running: tuple[Unfinished, int, int] | None = None  # the running save, its step, and this rank
         self._began, self._longest_s = 0.0, 0.0
 
     def start(self) -> str:
@@ -67,19 +66,19 @@ class BackgroundSaves:
         # A sequence of packets: each request and its descriptors arrive together.
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = CODE.format(path=sys.path, args=f"{its.fileno()}, {os.getpid()}")
-        # -I: no module of the working folder replaces one of Python's.
+        # -I: Python's own modules are used, even if the working folder contains modules with the same names.
         command = [sys.executable, "-I", "-c", code]
-        with its, signals.blocked(IGNORED):  # the writer inherits that
+        with its, signals.blocked(IGNORED):  # the writer inherits the blocked signals
             try:
                 self._process = subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
             except OSError as error:
-                return f"its writer process cannot be started: {error}"
+                return f"cannot start the process that writes checkpoints: {error}"
         return ""
 
     def hand_over(
         self, unfinished: Unfinished, described: dict[str, Any], names: list[str], rank: int, keep: int | None
     ) -> None:
-        """Let the writer save the files `names`, which are in memory.
+        """Request that the writer saves the files `names`, which are in memory.
 
         unfinished: the checkpoint folder to write into.
         described: fields for the Description.
@@ -97,7 +96,7 @@ class BackgroundSaves:
             "damaged": [(str(path.absolute()), save, wrong) for (path, save), wrong in state.damaged.items()],
         }
         self._running, self._began = (unfinished, described["step"], rank), time.monotonic()
-        with suppress(OSError):  # the writer was killed: poll() reports it
+        with suppress(OSError):  # if the writer was killed, poll() reports it
             descriptors = [self.staged[name].descriptor for name in names]
             socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
 
@@ -114,7 +113,7 @@ class BackgroundSaves:
             return False
         try:
             answer = self._channel.recv(1)
-        except ConnectionResetError:  # it was killed before it read the request
+        except ConnectionResetError:  # the writer was killed before it read the request
             answer = b""
         (unfinished, step, rank), self._running = self._running, None
         if answer == DONE:
@@ -123,9 +122,9 @@ class BackgroundSaves:
             checkpoint_folder.abandon(unfinished.path)
             status, left = self._process.wait(), checkpoint_folder.what_is_left(unfinished.path.parent)
             say(
-                f"warning: the process that wrote step {step} for rank {rank} on {os.uname().nodename} has ended with "
-                f"status {status} (-9: killed, for example because the node has no memory left); {left}; training "
-                "continues"
+                f"warning: step {step} was not saved: the process that wrote it for rank {rank} on "
+                f"{os.uname().nodename} ended with status {status} (-9: killed, for example because the node's memory "
+                f"is full); {left}; training continues"
             )
         return True
 
@@ -141,7 +140,7 @@ class BackgroundSaves:
                 self._running = None
 
     def longest_s(self) -> float:
-        """Return how long the longest save so far took. A save that is still running counts, too."""
+        """Return how many seconds the longest save has taken, including a save that is still running."""
         running = not self.poll()
         return max(self._longest_s, time.monotonic() - self._began if running else 0.0)
 
@@ -154,7 +153,7 @@ class BackgroundSaves:
     def _end(self) -> None:
         if self._channel is not None:
             with suppress(OSError):
-                self._channel.shutdown(socket.SHUT_RDWR)  # a forked child, such as a loader's worker, has a copy
+                self._channel.shutdown(socket.SHUT_RDWR)  # close() is not enough: forked children may have a copy
             self._channel.close()
         if self._process is not None:
             try:

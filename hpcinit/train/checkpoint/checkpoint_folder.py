@@ -1,9 +1,9 @@
-"""Manages a folder of checkpoints. FOLDER/step-00000042 is a complete checkpoint, or it is not loaded.
+"""Manages a folder of checkpoints. FOLDER/step-00000042 is loaded only if it is a complete checkpoint.
 
-A checkpoint is first written into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random. When every file is on the
-disk, that folder is renamed. checkpoint.json is written last. It lists all files with their sizes and checksums, and so
-reveals a truncated copy, files that a purge deleted, a damaged file and a file of another save. owner.py contains the
-rules for several jobs in one folder.
+The ranks first write a checkpoint into FOLDER/.step-00000042.JOB.SAVE.tmp, where SAVE is random. When all files are on
+the disk, rank 0 renames this folder. checkpoint.json lists all files with their sizes and checksums, so that load()
+detects missing, truncated and damaged files, and files of another save. owner.py contains the rules for several jobs in
+one folder.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from hpcinit.runtime.process_state import state
 from hpcinit.train.checkpoint import owner as owners
 from hpcinit.train.checkpoint.owner import Owner
 
-# Checksums of files: they detect a damaged file of the right size, and a file of another save.
-#
-# The checksum is the CRC32 of the CRC32s of each SEGMENT, so that several threads can read one file.
+# Checksums detect a damaged file of the right size, and a file of another save. A file's checksum is the CRC32 of the
+# CRC32s of its segments, so that several threads can read one file.
 
 SEGMENT = 64 << 20
 BUFFER = 4 << 20
@@ -56,7 +55,6 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def _crc32(path: Path, begin: int) -> int:
-    """Return the CRC32 of one segment of the file."""
     found, left, buffer = 0, SEGMENT, memoryview(bytearray(BUFFER))
     with path.open("rb", buffering=0) as stream:
         stream.seek(begin)
@@ -65,10 +63,10 @@ def _crc32(path: Path, begin: int) -> int:
     return found
 
 
-# Folders are removed in the background: no rank waits for it, and a failure is only a warning.
+# Folders are removed in the background, so that no rank waits. If a removal fails, hpcinit only prints a warning.
 
 SUFFIX = ".gone"
-AT_EXIT_S = 10.0  # less than Slurm's KillWait of 30 s; a later save removes the rest
+AT_EXIT_S = 10.0  # how long to wait at exit: less than Slurm's KillWait of 30 s. A later save removes the rest
 
 
 def remove_later(work: Callable[[], None]) -> None:
@@ -99,11 +97,9 @@ def wait_for_removals(seconds: float) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder that is about to be removed, and return its new path.
+    """Rename a folder before its removal, and return its new path. Raise OSError if that fails.
 
-    If the folder is then only partly removed, it cannot be mistaken for a complete one.
-
-    Raise OSError if the folder cannot be renamed.
+    If the removal is interrupted, the rest of the folder cannot be mistaken for a complete checkpoint.
     """
     aside = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}{SUFFIX}")
     path.rename(aside)
@@ -118,9 +114,9 @@ def remove_folder(path: Path) -> None:
 
 METADATA = "checkpoint.json"
 FORMAT = 2
-OWNER = "owner.json"  # names the owner of an unfinished step
-SHORT_S = 5.0  # wait for earlier removals, if the disk has enough space anyway
-VISIBLE_S = 60.0  # NFS caches a folder's content for up to a minute (acdirmax)
+OWNER = "owner.json"  # in the folder of an unfinished step: its owner
+SHORT_S = 5.0  # how long to wait for earlier removals if the disk has enough space anyway
+VISIBLE_S = 60.0  # how long to wait for a file to appear: NFS caches a folder's content for up to a minute
 _STEP = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\..+\.tmp")
 
@@ -180,7 +176,7 @@ def name(step: int) -> str:
 
 
 def _has_room(folder: Path) -> bool:
-    """Return whether the disk has room for twice the size of the newest step, or False if that is unknown."""
+    """Return whether the disk certainly has room for two more checkpoints of the newest one's size."""
     try:
         found = newest(folder, lambda _: None)
         return found is not None and shutil.disk_usage(folder).free > 2 * sum(
@@ -191,10 +187,10 @@ def _has_room(folder: Path) -> bool:
 
 
 def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unfinished:
-    """Make `owner` the owner of the folder, and create a new folder inside, into which the checkpoint is written.
+    """Make `owner` the owner of the folder, and create a subfolder for a new checkpoint.
 
-    The unfinished checkpoints of ended jobs are removed in the background. Raise RequestError if there already is a
-    checkpoint of this step or if the folder belongs to another job. Raise OSError if writing fails.
+    In the background, remove unfinished checkpoints of ended jobs. Raise RequestError if there already is a checkpoint
+    of this step, or if the folder belongs to another job. Raise OSError if writing fails.
 
     removals_s: how many seconds to wait for earlier removals, which free disk space. The wait is shorter if the disk
         already has enough space.
@@ -202,13 +198,13 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     final = folder / name(step)
     patience_s = min(removals_s, SHORT_S) if _has_room(folder) else removals_s
     if not wait_for_removals(patience_s):
-        say(f"warning: older checkpoints in {folder} are still being removed after {patience_s:g} s; saving anyway")
+        say(f"warning: removing older checkpoints in {folder} takes more than {patience_s:g} s; saving meanwhile")
     if final.exists() and problem(final) is None:
         raise RequestError(_exists_already(final))
     folder.mkdir(parents=True, exist_ok=True)
     before = owners.claim(folder, owner)
     if before is not None and not owners.has_ended(before, owner):
-        say(f"{owner} takes over {folder} from {before}; if that job still runs, its next save will fail")
+        say(f"{owner} takes over {folder} from {before}; if {before} is still running, its next save will fail")
     sweep(folder, owner)
     save = secrets.token_hex(8)
     label = re.sub(r"[^\w.+-]", "_", owner.job) or "job"
@@ -223,13 +219,13 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
 
 
 def publish(unfinished: Unfinished, description: Description) -> Path:
-    """Rename the folder of an unfinished checkpoint to its final name, because it is complete.
+    """Rename the folder of a checkpoint to its final name, because all of its files are written.
 
     Raise CheckpointError if this node cannot see a file that another node wrote. Raise RequestError if another job is
     now using the folder or has published this step, and OSError if writing fails.
     """
     temporary = unfinished.path
-    owners.claim(temporary.parent, unfinished.owner)  # a later owner may have removed the files
+    owners.claim(temporary.parent, unfinished.owner)  # fails first if a later owner has removed the files
     _see(temporary, description.files)
     document = {"format": FORMAT, **asdict(description)}
     write(temporary / METADATA, (json.dumps(document, indent=1) + "\n").encode())
@@ -245,7 +241,7 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise RequestError(_exists_already(final)) from error
         raise
-    (final / OWNER).unlink()  # not before: an unfinished step without it could never be removed
+    (final / OWNER).unlink()  # last, because an unfinished step without this file is never removed
     sync(final.parent)
     return final
 
@@ -253,8 +249,8 @@ def publish(unfinished: Unfinished, description: Description) -> Path:
 def sweep(folder: Path, owner: Owner) -> None:
     """In the background, remove folders that were set aside, and this user's unfinished checkpoints of ended jobs.
 
-    If the job of an unfinished checkpoint may still be running, print a message. Do not call this while this job is
-    writing a checkpoint. Raise OSError if `folder` cannot be read.
+    Print a message if it is unknown whether such a job has ended. Do not call this while this job is writing a
+    checkpoint. Raise OSError if `folder` cannot be read.
     """
     names = [path.name for path in folder.iterdir()]
     leftovers = [folder / each for each in names if _UNFINISHED.fullmatch(each)]
@@ -281,7 +277,7 @@ def what_is_left(folder: Path) -> str:
     before = newest(folder, lambda _: None)
     left = f"{before[0].name} is the newest checkpoint" if before else "there is no older checkpoint"
     try:
-        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB of disk space are free; {left}"
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free on this disk; {left}"
     except OSError:
         return left
 
@@ -296,7 +292,7 @@ def _exists_already(final: Path) -> str:
 
 
 def remove_if_ended(path: Path, mine: Owner) -> None:
-    """Remove an unfinished checkpoint if its job has certainly ended. If that cannot be determined, print a message.
+    """Remove an unfinished checkpoint of this user if its job has ended. If that is unknown, print a message.
 
     Raise OSError if the folder cannot be removed.
     """
@@ -316,7 +312,7 @@ def _report(path: Path, owner: str) -> None:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:
-    """Return the newest complete checkpoint. If later ones are not complete, print a line for each of them."""
+    """Return the newest complete checkpoint, or None. Print a line for each newer checkpoint that is not complete."""
     for path in _steps(folder):
         wrong = problem(path)
         if wrong is None:
@@ -356,7 +352,7 @@ def problem(path: Path) -> str | None:
 def damage(path: Path, description: Description, rank: int, ranks: int) -> str | None:
     """Check the content of this rank's share of the files. Return what is damaged, or None.
 
-    A rank checks the files that the rank with the same number wrote, because it loads mostly those files itself.
+    Rank N checks the files that rank N wrote, because it will load mostly these files.
     """
     mine = {name: file for name, file in description.files.items() if file.rank % ranks == rank}
     try:
@@ -371,10 +367,7 @@ def damage(path: Path, description: Description, rank: int, ranks: int) -> str |
 
 
 def remember_damage(path: Path, description: Description, wrong: str) -> None:
-    """Make problem() report this damage from now on, in this process.
-
-    The checkpoint then does not count as complete.
-    """
+    """Make problem() return this damage from now on, in this process. newest() then skips the checkpoint."""
     state.damaged[path, description.save] = wrong
 
 
@@ -385,16 +378,16 @@ def describe(path: Path) -> Description:
     """
     document: dict[str, Any] = json.loads((path / METADATA).read_text())
     if (made := document.pop("format")) != FORMAT:
-        raise ValueError(f"it has format {made}, but this version of hpcinit reads format {FORMAT}")
+        raise ValueError(f"its format is {made}, but this version of hpcinit can read only format {FORMAT}")
     files = {name: File(**file) for name, file in document.pop("files").items()}
     owner = document.pop("owner")
     return Description(**document, files=files, owner=run_folder.from_known_fields(Owner, owner) if owner else None)
 
 
 def files_of(folder: Path, names: Iterable[str], rank: int) -> dict[str, File]:
-    """Return the size and checksum of the files that this rank has written, by relative path.
+    """Return a File with size and checksum for each file that this rank has written, by relative path.
 
-    Raise OSError if the folder cannot be read.
+    Raise OSError if a file cannot be read.
     """
     found = checksums(folder, names)
     return {name: File((folder / name).stat().st_size, checksum, rank) for name, checksum in found.items()}

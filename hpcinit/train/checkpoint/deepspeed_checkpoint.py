@@ -49,17 +49,17 @@ def load(engine: Any, path: Path, saved: Description, tp: int) -> None:
     if tag == UNIVERSAL and not native_checkpoint.on_rank_0((path / UNIVERSAL).is_dir):
         _convert(path, saved)
     config, before = engine._config, engine._config.load_universal_checkpoint
-    config.load_universal_checkpoint = tag == UNIVERSAL  # set by {"checkpoint": {"load_universal": true}}
+    config.load_universal_checkpoint = tag == UNIVERSAL  # the same as {"checkpoint": {"load_universal": true}}
     try:
         found, _ = engine.load_checkpoint(str(path), tag=tag)
     finally:
         config.load_universal_checkpoint = before
     if found is None:
-        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}. See the message of DeepSpeed above")
+        raise CheckpointError(f"DeepSpeed found no checkpoint in {path / tag}. Read DeepSpeed's message above")
 
 
 def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> bool:
-    """Return whether the checkpoint must be converted because it divides the state differently than this run.
+    """Return whether the checkpoint must be converted because the ranks, the ZeRO stage or tp have changed.
 
     Raise RequestError if DeepSpeed cannot convert between the two ZeRO stages.
     """
@@ -75,9 +75,9 @@ def _must_convert(saved: Description, stage: int, world_size: int, tp: int) -> b
 
 
 class _FileRecorder:
-    """A replacement of DeepSpeed's checkpoint engine that syncs each file and stores errors instead of raising them.
+    """A replacement for DeepSpeed's checkpoint engine that syncs each file and stores errors instead of raising them.
 
-    If a rank raised within save_checkpoint, the other ranks would wait in DeepSpeed's barrier.
+    If a rank raised an error inside save_checkpoint, the other ranks would wait in DeepSpeed's barrier forever.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -109,10 +109,10 @@ def _recorded(engine: Any) -> Iterator[_FileRecorder]:
     inner, recorder = engine.checkpoint_engine, _FileRecorder(engine.checkpoint_engine)
     if inner.is_decoupled():
         raise RequestError(
-            "deepspeed.ds_config has a checkpoint writer that works in the background, but a checkpoint is complete "
-            "only when all files are on the disk: remove 'checkpoint': {'writer': ...}"
+            "deepspeed.ds_config selects an asynchronous checkpoint writer, but save() must not return before all "
+            "files are on the disk: remove 'checkpoint': {'writer': ...}"
         )
-    copy = engine._copy_recovery_script  # rank 0 copies zero_to_fp32.py
+    copy = engine._copy_recovery_script  # with which rank 0 copies zero_to_fp32.py
     engine.checkpoint_engine = recorder
     engine._copy_recovery_script = lambda path: recorder.keep(lambda: copy(path))
     try:
@@ -123,10 +123,10 @@ def _recorded(engine: Any) -> Iterator[_FileRecorder]:
 
 
 def _convert(path: Path, saved: Description) -> None:
-    """Let rank 0 run DeepSpeed's ds_to_universal in a separate process, because it forks and uses much memory.
+    """Convert the checkpoint with DeepSpeed's ds_to_universal, so that any number of ranks can load it.
 
-    The result is kept for later loads. The other ranks poll, so no collective waits for the whole conversion. Raise
-    CheckpointError if the conversion fails.
+    Rank 0 runs it in a separate process, because it forks and uses much memory. Meanwhile, the ranks run a collective
+    every POLL_S seconds, so that no collective times out. Raise CheckpointError if the conversion fails.
     """
     state = torch.zeros(1, dtype=torch.int32)
     problem = ""
@@ -137,7 +137,7 @@ def _convert(path: Path, saved: Description) -> None:
                 state[0] = 1 if next(running) else 0
             except Exception as error:
                 state[0], problem = 2, native_checkpoint.exception_text(error)
-        if dist.get_world_size() > 1:  # else the group is the default one, and NCCL takes no CPU tensors
+        if dist.get_world_size() > 1:  # a single rank has no gloo group for this CPU tensor
             dist.broadcast(state, src=0, group=native_checkpoint.agreement_group())
         if state[0]:
             break
@@ -145,7 +145,7 @@ def _convert(path: Path, saved: Description) -> None:
 
 
 def _converter(path: Path, saved: Description) -> Iterator[bool]:
-    """Run ds_to_universal. Yield False while it runs, then True.
+    """Run ds_to_universal. Yield False while it runs, and True when it has finished.
 
     If it fails, raise OSError, or CheckpointError with the last lines of its output.
     """

@@ -6,7 +6,7 @@ FOLDER/hpcinit_export.json       the files of the export and their sizes, writte
        model.safetensors         or several files with an index, and config.json: a model of Transformers
        adapter_model.safetensors and adapter_config.json: the adapters of a PEFT model, without its base model
 
-The export is written into .FOLDER.RANDOM.tmp next to the final folder. When every file is on the disk, it is renamed.
+Rank 0 writes into the folder .FOLDER.RANDOM.tmp next to FOLDER. When every file is on the disk, rank 0 renames it.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ class Saves(Protocol):
 def export(
     wrapped: Wrapped, folder: Path, *, dtype: torch.dtype, tokenizer: Saves | None, timeout: timedelta, job: str
 ) -> Path:
-    """Write the complete model weights into `folder` and return the folder. Every rank must call it; rank 0 writes.
+    """Write the complete model weights into `folder` and return the folder, as Runtime.export describes.
 
-    Rank 0 needs memory on the CPU for the whole model in `dtype`. Raise RequestError on every rank if the model or the
-    folder cannot be used, and CheckpointError if writing fails. An older export is then unchanged.
+    If an export fails, every rank raises an error, and an older export stays unchanged.
 
     job: the value of World.job.
     """
     if not isinstance(wrapped, Wrapped):
         raise RequestError(
-            f"export() got a {type(wrapped).__name__}, expected what run.wrap() returned: "
-            "wrapped = run.wrap(model); run.export(wrapped, folder)"
+            f"export() got a {type(wrapped).__name__}, expected the object that run.wrap() returned: wrapped = "
+            "run.wrap(model); run.export(wrapped, folder)"
         )
     if not dtype.is_floating_point:
         raise RequestError(f"export() got dtype {dtype}, expected a floating-point type such as torch.bfloat16")
@@ -99,7 +98,7 @@ def begin(folder: Path, job: str) -> Path:
 
 def _free(folder: Path) -> str:
     try:
-        return f"; {shutil.disk_usage(folder.parent).free / 1e9:.1f} GB of disk space are free"
+        return f"; {shutil.disk_usage(folder.parent).free / 1e9:.1f} GB are free on this disk"
     except OSError:
         return ""
 
@@ -119,7 +118,7 @@ def _refuse_foreign(folder: Path) -> None:
         others = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise RequestError(
             f"cannot export to {folder}: it contains files that no export wrote ({', '.join(found[:3])}{others}). "
-            "Export into a new folder, or move them away"
+            "Export into a new folder, or move these files away"
         )
 
 
@@ -132,10 +131,11 @@ def _files(folder: Path) -> dict[str, int]:
 def _collect(wrapped: Wrapped, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the whole weights on rank 0, and {} on the other ranks. Tensors that the model shares stay shared.
 
-    Even if rank 0 fails, every rank takes part in gathering each module, so that no rank waits for another forever.
+    If rank 0 fails, it still takes part in the gathering, so that the other ranks do not hang.
     """
     model = wrapped.model
-    # state_dict() first: it lets FSDP put its shards back into the modules. Its tensors are the parameters themselves.
+    # Call state_dict() first, because FSDP then puts its shards back into the modules. With keep_vars, the tensors are
+    # the parameters themselves.
     named = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     wanted = _of_adapters(model, named) if _is_peft(model) else set(map(id, named.values()))
     first, copies, error = dist.get_rank() == 0, dict[int, Tensor](), None
@@ -156,7 +156,7 @@ def _on_cpu(whole: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_a(model: nn.Module, module: str, name: str) -> bool:
-    """Return whether the model is an instance of the class `name` of `module`. Never import the module."""
+    """Return whether the model is an instance of the class MODULE.NAME, without importing the module."""
     there = sys.modules.get(module)
     return there is not None and isinstance(model, getattr(there, name))
 
@@ -166,10 +166,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _of_adapters(model: Any, named: Mapping[str, Tensor]) -> set[int]:
-    """Return the ids of the tensors that PEFT saves, so that the base model is not gathered.
-
-    Names would not be enough, because PEFT may rename the tensors.
-    """
+    """Return the id() of each tensor that PEFT saves. Names would not identify it, because PEFT may rename it."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - the program has imported it
 
     found = {id(value) for value in named.values() if value.requires_grad}
@@ -181,7 +178,7 @@ def _of_adapters(model: Any, named: Mapping[str, Tensor]) -> set[int]:
 def _write(
     model: Any, weights: dict[str, Tensor], dtype: torch.dtype, tokenizer: Saves | None, temporary: Path, folder: Path
 ) -> None:
-    """Write and publish the export. Raise RequestError if `folder` was filled in the meantime."""
+    """Write and publish the export. Raise RequestError if another program has written to `folder` in the meantime."""
     if _is_peft(model) or _is_a(model, "transformers.modeling_utils", "PreTrainedModel"):
         model.save_pretrained(str(temporary), state_dict=weights)
         _name_dtype(temporary / "config.json", dtype)
@@ -200,10 +197,7 @@ def _write(
 
 
 def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model that is not Transformers' own.
-
-    Write shared tensors only once, as safetensors.torch.save_model does.
-    """
+    """Write a model that is not from Transformers. As in safetensors' save_model(), write each shared tensor once."""
     from safetensors.torch import save_file  # noqa: PLC0415 - not every program exports
 
     names: dict[int, str] = {}
@@ -216,7 +210,7 @@ def _save_plain(weights: Mapping[str, Tensor], path: Path) -> None:
 
 def _name_dtype(path: Path, dtype: torch.dtype) -> None:
     """Set the dtype in Transformers' config.json to that of the export. Transformers 4 calls the key torch_dtype."""
-    with suppress(FileNotFoundError):  # adapters have none
+    with suppress(FileNotFoundError):  # an export of adapters has no config.json
         document = json.loads(path.read_text())
         document |= {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in document}
         path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
@@ -236,7 +230,7 @@ def _publish(temporary: Path, folder: Path) -> None:
         if older is not None:
             older.rename(folder)
         raise
-    (folder / checkpoint_folder.OWNER).unlink()  # not before: a temporary folder without it could never be removed
+    (folder / checkpoint_folder.OWNER).unlink()  # last, because a temporary folder without this file is never removed
     checkpoint_folder.sync(folder.parent)
     if older is not None:
         checkpoint_folder.discard(older)

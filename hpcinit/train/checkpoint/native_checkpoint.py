@@ -1,6 +1,6 @@
 """Saves and loads checkpoints of DDP, FSDP, HSDP and tensor parallelism, with torch.distributed.checkpoint.
 
-It also contains the functions with which ranks agree whether a step of a save or load worked on all of them.
+It also has functions that report a failure on one rank to all ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from hpcinit.runtime.process_state import state
 from hpcinit.train.checkpoint import checkpoint_folder
 from hpcinit.train.checkpoint.staged_files import StagedFiles
 
-# Either all ranks continue, or all of them raise: a rank that continued alone would wait for the others.
+# If one rank fails, all ranks raise an error. Otherwise, the remaining ranks would wait for the failed one.
 
 T = TypeVar("T")
 
 
 @contextmanager
 def patient(timeout: timedelta) -> Iterator[None]:
-    """During this block, let ranks wait for each other for up to `timeout` while one of them writes or reads.
+    """In this block, let ranks wait for each other for up to `timeout`, for example while one rank writes.
 
-    Every rank must call it. All groups get this timeout until the end of the block, because DeepSpeed waits in the
-    default group.
+    Every rank must call this. All groups get this timeout, because DeepSpeed waits in the default group.
     """
     with process_group.timeouts_of_at_least(timeout):
         if dist.get_world_size() == 1:
@@ -55,9 +54,9 @@ def patient(timeout: timedelta) -> Iterator[None]:
 
 
 def agreement_group() -> ProcessGroup | None:
-    """Return the process group in which ranks agree during a save or load, or None for the default group.
+    """Return the process group for the collectives of a save or load, or None for the default group.
 
-    The group uses gloo on the CPU, because NCCL would have to guess a device for a barrier. Call this within patient().
+    The group uses gloo, because NCCL would have to guess a device for a barrier. Call this within patient().
     """
     return state.checkpoint_group
 
@@ -65,8 +64,8 @@ def agreement_group() -> ProcessGroup | None:
 def everywhere(work: Callable[[], T]) -> list[T]:
     """Call `work` on every rank, and return the results of all ranks. `work` must not communicate.
 
-    If ranks fail, raise an error with the message of the first failing rank: RequestError if every failing rank raised
-    that, else CheckpointError.
+    If it fails on any rank, raise an error on every rank, with the message of the lowest failed rank. The error is a
+    RequestError if that rank raised one, else a CheckpointError.
     """
     try:
         result, problem = work(), None
@@ -109,12 +108,12 @@ def exception_text(error: BaseException) -> str:
 
 
 def quoted(error: BaseException) -> str:
-    """Return the part of exception_text() that is another program's message."""
+    """Return the part of the error's message that another program wrote."""
     return error.quoted if isinstance(error, HpcinitError) else str(error).strip().partition(chr(10))[0]
 
 
 FOLDER = "dcp"
-# Settings are stored per parameter name, not per parameter group, because another mesh has other groups.
+# Store the optimizer's settings per parameter, not per group, because another layout may have other groups.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -130,7 +129,7 @@ def save_native(
     checksums = torch.serialization.get_crc32_options()
     if in_memory is not None:
         writer.fs = in_memory
-        torch.serialization.set_crc32_options(False)  # it takes longer than the copy, and checkpoint.json has checksums
+        torch.serialization.set_crc32_options(False)  # slower than the copy; checkpoint.json has checksums anyway
     try:
         state_dict_saver.save(_state(model, optimizer), storage_writer=writer, process_group=agreement_group())
     except CheckpointException as error:
@@ -165,7 +164,7 @@ class _InMemory(FileSystem):
         """Do nothing: the writer process creates the folder."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Do nothing: the file has its name already."""
+        """Do nothing: create_stream() has already given the file its final name."""
 
 
 def load_native(model: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:

@@ -1,14 +1,14 @@
 """Determines which job may publish checkpoints in a folder. FOLDER/.owner.json names that job, the owner.
 
-1. A job becomes the owner when it saves into the folder for the first time. A requeued or restarted job also becomes
-    the owner when it loads. So an old attempt that wakes up later cannot publish a checkpoint.
-2. An earlier attempt of the owner's job never becomes the owner. Slurm's restart count and step id order attempts.
-3. Of two different jobs, the owner is the one that started its first save later. The other job may still be running,
-    but a shared folder cannot show that.
-4. A job that is no longer the owner publishes nothing more. Its save raises RequestError, which names the new owner.
+1. A job becomes the owner with its first save into the folder. A requeued or restarted job already becomes the owner
+    when it loads. An older attempt that was suspended can then no longer publish a checkpoint.
+2. An earlier attempt of the owner's job never becomes the owner. The restart count and step id show which is earlier.
+3. If two different jobs save into the folder, the one that starts saving later becomes the owner. The other one may
+    still be running, but a shared folder cannot show that.
+4. A job that is no longer the owner publishes nothing. Its save raises RequestError, which names the new owner.
 
-The file prevents confusion, not races: a checkpoint is published by one rename, which never replaces another complete
-checkpoint.
+Even if two jobs write at the same time, no complete checkpoint is lost: a checkpoint is published by one rename, which
+never replaces a complete one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hpcinit.slurm import queue
 from hpcinit.slurm.slurm_client import NotStarted, Unreachable
 
 CLAIM = ".owner.json"
-SLURM_TIMEOUT = timedelta(seconds=10)  # a job that takes a folder over waits for two commands
+SLURM_TIMEOUT = timedelta(seconds=10)  # per command; a job that takes over a folder waits for two commands
 # World.job of a Slurm step: '4242.0.1' is job, step and restart; '4242.0e2.1' is the second restart inside the step.
 _SLURM = re.compile(r"(?P<id>\d+(?:\+\d+)?)\.(?P<step>\d+|batch)(?:e(?P<start>\d+))?\.(?P<restart>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(processes.Process):
-    """A job that can publish checkpoints. It is identified by its rank 0.
+    """A job that publishes checkpoints. It is identified by its rank 0.
 
     job: the value of World.job.
     cluster: Slurm's name of the cluster that assigned the job id, or '' without Slurm.
@@ -80,10 +80,10 @@ class Owner(processes.Process):
         return bool(self.slurm_id) and mine == its
 
     def is_restart_of(self, other: Owner) -> bool:
-        """Return whether this job is `other`, restarted by Slurm or by the agents of the job.
+        """Return whether this job is a later attempt of `other`, restarted by Slurm or by the job's agents.
 
-        A different step of the same attempt does not count as a restart, because both may run at the same time. An
-        example is an evaluation.
+        Another Slurm step of the same attempt, such as an evaluation, is no restart, because both may run at the same
+        time.
         """
         mine, before = self.attempt, other.attempt
         return self.is_same_job(other) and (mine[0] > before[0] or (mine[:2] == before[:2] and mine[2] > before[2]))
@@ -127,10 +127,10 @@ def claim(folder: Path, mine: Owner) -> Owner | None:
 
 
 def claim_after_restart(folder: Path, mine: Owner) -> bool:
-    """If an earlier attempt of the same job owns the folder, make `mine` the owner. Return whether that was the case.
+    """If an earlier attempt of the same job owns the folder, make `mine` the owner and return True, else return False.
 
     Other jobs, such as an evaluation, may load without becoming the owner. Raise RequestError if another job or a later
-    attempt has become the owner since, and OSError if writing fails.
+    attempt has become the owner in the meantime, and OSError if writing fails.
     """
     found = read(folder / CLAIM)
     if found is None or not mine.is_restart_of(found):
@@ -152,7 +152,7 @@ def lost(folder: Path, mine: Owner, winner: Owner) -> str:
     else:
         why = "only one job can save into a folder; cancel one of them, or give it another folder"
     return (
-        f"{winner} has taken over {folder} at {at} from {mine}, so nothing was saved: {why}. If {winner} has ended and "
+        f"{winner} has taken over {folder} from {mine} at {at}, so nothing was saved: {why}. If {winner} has ended and "
         f"you do not need its checkpoints, remove {folder / CLAIM}"
     )
 
@@ -165,11 +165,10 @@ def write(path: Path, owner: Owner) -> None:
 
 
 def has_ended(owner: Owner, mine: Owner) -> bool | None:
-    """Return True if `owner` can certainly publish nothing more, and False if it still can.
+    """Return True if `owner` has certainly ended, False if it is still running, and None if that is unknown.
 
-    Return None if neither its host nor Slurm shows which is true. Only rank 0 publishes, so the end of its process is
-    enough. If rank 0 ran on another node, only a final state of its Slurm job proves the end. Old files do not prove
-    it, because rank 0 may be suspended.
+    A job has ended if this job is its restart, if its rank 0 was a process of this node that is gone, or if Slurm
+    reports its end. Old files prove nothing, because rank 0 may be suspended.
     """
     if owner.token == mine.token or mine.is_restart_of(owner):
         return True
@@ -182,5 +181,5 @@ def has_ended(owner: Owner, mine: Owner) -> bool | None:
 
 def _may_take(folder: Path, mine: Owner, found: Owner) -> bool:
     if (folder.absolute(), mine.token) in state.claimed:
-        return False  # `mine` owned it before, and `found` has taken it over
+        return False  # `mine` was the owner before, and `found` has taken over the folder
     return not (found.is_same_job(mine) and found.attempt > mine.attempt)

@@ -1,8 +1,7 @@
-"""Saves and loads the program's own state: the loader's position, random generators, and values that it passes.
+"""Saves and loads the loader's position, the states of the random generators, and the program's `extra` values.
 
-This state is written with torch.save and read with weights_only, so it may only contain plain values and tensors. Each
-file is read back once before the checkpoint is complete. So an error appears now and not when a later job loads the
-checkpoint.
+torch.save writes them, and torch.load reads them with weights_only, so they may only contain plain values and tensors.
+Each save reads them back at once, so that it fails if a later job could not load them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hpcinit.runtime import seeds
 from hpcinit.train.checkpoint.checkpoint_folder import Description
 
 EXTRA = "extra.pt"
-Write = Callable[[str, bytes], None]  # writes one file of the checkpoint: its relative path and its content
+Write = Callable[[str, bytes], None]  # writes one file of the checkpoint, given its relative path and its content
 
 
 @runtime_checkable
@@ -44,10 +43,10 @@ def check_loader(loader: object) -> None:
 
 
 def save_loader_state(loader: Stateful | None, layout: Layout, rank: int, write: Write) -> list[str]:
-    """Write the loader's position to a file, on the first rank of each share of the data.
+    """Write the loader's position to a file, if this rank is the first with its share of the data.
 
-    Return the file's relative path, or [] if this rank has nothing to write. Raise RequestError if the file could not
-    be read back, and OSError if it cannot be written.
+    Return the file's relative path in a list, or [] if there is nothing to write. Raise RequestError if load() could
+    not read the position, and OSError if the file cannot be written.
     """
     place = layout.coordinate(rank)
     if loader is None or place["pp"] or place["cp"] or place["tp"]:
@@ -64,11 +63,11 @@ def is_in(files: Container[str]) -> bool:
 
 
 def save_plain(value: Any, relative: str, write: Write, called: str) -> list[str]:
-    """Write one of the program's values to a file, and return the file's relative path.
+    """Write one of the program's values to a file, and return the file's relative path in a list.
 
-    Raise RequestError if the file could not be read back, OSError if it cannot be written.
+    Raise RequestError if load() could not read the value, and OSError if the file cannot be written.
 
-    called: the name of the value in the error message.
+    called: what the error message calls the value.
     """
     stream = io.BytesIO()
     try:
@@ -80,8 +79,8 @@ def save_plain(value: Any, relative: str, write: Write, called: str) -> list[str
             (line for line in lines if "Unsupported" in line), lines[0] if lines else ""
         )  # only the first line of torch's long message
         raise RequestError(
-            f"{called} contains objects other than numbers, strings, lists, dicts and tensors: convert them before "
-            f"saving, because loading them needs pickle, which can run code ({type(error).__name__}: {why})"
+            f"{called} contains an object that is not a number, string, list, dict or tensor ({type(error).__name__}: "
+            f"{why}). Convert it before saving: other objects need pickle, which can run code when it loads them"
         ) from error
     write(relative, stream.getvalue())
     return [relative]
@@ -98,7 +97,7 @@ def _loader_file(data_rank: int) -> str:
 # The states of each rank's random generators: Python's, NumPy's global one, and torch's on the CPU and the device.
 #
 # A state belongs to one rank of one layout. If the layout has changed, the generators are seeded from the run's seed,
-# the step and the rank. The numbers then differ from an uninterrupted run, but are reproducible and not repeated.
+# the step and the rank. The random numbers then differ from those of an uninterrupted run, but they are reproducible.
 
 
 def save_random_state(rank: int, write: Write) -> list[str]:
@@ -107,10 +106,10 @@ def save_random_state(rank: int, write: Write) -> list[str]:
 
 
 def load_random_state(path: Path, saved: Description, layout: Layout, by: str) -> bool:
-    """Restore the states of this rank's random generators. Return whether that was possible.
+    """Restore the states of this rank's random generators and return True.
 
-    If there are no states, or if the layout has changed, seed the generators instead and print a message. Raise
-    OSError, or RuntimeError if a file is truncated.
+    If there are no states, or if the layout has changed, seed the generators instead, print a message and return False.
+    Raise OSError, or RuntimeError if a file is truncated.
 
     by: how to seed the ranks, see seeds.of.
     """
@@ -138,7 +137,7 @@ def states() -> dict[str, Any]:
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = [name, keys.tolist(), *rest]
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        found[device.type] = torch.get_device_module(device).get_rng_state()  # of the current device
+        found[device.type] = torch.get_device_module(device).get_rng_state()  # only the current device's
     return found
 
 

@@ -40,11 +40,11 @@ class Loaded:
         step: the saved step.
         samples: how many samples all ranks together had processed by that step.
         extra: the value of `extra` that was passed to save().
-        loader: whether the loader's position was restored. If not, skip the first `samples` samples of the whole data
-            set. It is False if no position was saved, if load() got no loader, or if the number of shares of the data
-            has changed.
-        random: whether the states of the random generators were restored. It is False if the layout has changed. The
-            generators are then seeded again, see random_state.
+        loader: whether the loader's position was restored. False if no position was saved, if load() got no loader, or
+            if the number of shares of the data has changed. The program must then skip the first `samples` samples of
+            the whole data set.
+        random: whether the states of the random generators were restored. False if the layout has changed, because the
+            generators are then seeded instead, see random_state.
     """
 
     step: int
@@ -71,19 +71,9 @@ def save(
 ) -> Path:
     """Save the state after `step` optimizer steps as a checkpoint, and return its folder. Every rank must call it.
 
-    Args:
-        wrapped: the model and optimizer, as run.wrap() returned them.
-        folder: a folder that all nodes share.
-        step: number of finished optimizer steps.
-        extra: plain values and tensors, such as a schedule's state_dict(). Rank 0's value is saved.
-        samples: number of samples processed so far; None: step x global batch.
-        keep: number of checkpoints to keep; older ones are removed in the background. None: keep all.
-        timeout: how long ranks wait for each other.
-        job: World.job. It shows which of a job's attempts is the latest. Only rank 0's value is used.
-        wait: if False, return as soon as the state is copied into memory. See Runtime.save.
+    Runtime.save describes the other arguments and the errors.
 
-    Raises RequestError if something cannot be saved or if another job is now using the folder. Raises CheckpointError
-    if writing fails. In both cases, existing checkpoints are unchanged.
+    job: World.job. It shows which of a job's attempts is the latest. Only rank 0's value is used.
     """
     random_state.check_loader(loader)
     if keep is not None and keep < 1:
@@ -108,7 +98,7 @@ class _Save:
 
     described: the fields of the Description that do not depend on the written files.
     patience: how long to wait for the removal of older checkpoints.
-    saves: this rank's background saves, or None to return when the checkpoint is complete.
+    saves: the background saves of this rank, or None to wait until the checkpoint is complete.
     """
 
     wrapped: Wrapped
@@ -141,7 +131,7 @@ class _Save:
             left = checkpoint_folder.what_is_left(self.folder)
             _clear(unfinished)
             text = f"cannot save step {self.step} in {self.folder}: {error}; {left}"
-            if unfinished and winner:  # the new owner may have removed the unfinished step; a restart would not help
+            if unfinished and winner:  # a restart would not help: the new owner may have removed the step
                 lost = owners.lost(self.folder, unfinished.owner, winner)
                 raise RequestError(f"{text}; {lost}", quoted=error.quoted) from error
             raise CheckpointError(text, quoted=error.quoted) from error
@@ -161,7 +151,7 @@ class _Save:
             if self.saves is None or error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                 raise
             left = checkpoint_folder.what_is_left(self.folder)
-            # The writer process, too, only warns of a full disk.
+            # Only warn, as the writer process does.
             say(f"warning: cannot save step {self.step} in {self.folder}: {error}; {left}; training continues")
             return None
 
@@ -173,7 +163,7 @@ class _Save:
         if problem := next(filter(None, problems), ""):
             saves.staged.free()
             if dist.get_rank() == 0:
-                say(f"step {self.step} is saved as with wait=True: {problem}")
+                say(f"saving step {self.step} takes as long as with wait=True, because {problem}")
             return False
         saves.hand_over(unfinished, self.described, names, dist.get_rank(), self.keep)
         return True
@@ -181,7 +171,7 @@ class _Save:
     def _write(self, folder: Path, staged: StagedFiles | None = None) -> list[str]:
         """Write this rank's files into `folder` or `staged`, and return their names.
 
-        Write the program's own values first, because they are small, and saving them is most likely to fail.
+        Write the program's own values first, because they are small and the most likely to fail.
         """
         rank = dist.get_rank()
 
@@ -201,7 +191,7 @@ class _Save:
             return files
 
         written = native_checkpoint.everywhere(of_program)[rank]
-        # Collective: if it fails on one rank, all raise CheckpointError.
+        # save_files() is collective: if it fails on one rank, all ranks raise CheckpointError.
         return written + self.wrapped.save_files(folder, staged)
 
 
@@ -217,19 +207,16 @@ def load(
 ) -> Loaded | None:
     """Load the newest complete checkpoint into a model that run.wrap() returned. Return None if there is none.
 
-    Every rank must call it. First, the ranks check the checksums of all files. Each file is read by one rank. If a
-    checkpoint is damaged, print a message and use the one before it. The number of ranks and the layout may differ from
-    those of the saving run. A checkpoint of ddp can be loaded with fsdp, and the reverse; no other change of the
-    wrapper is possible. Random numbers continue as without an interruption, unless a DataLoader draws from torch's
-    default generator at its start. To avoid that, create it with the options from run.loader_options().
+    The ranks first check the checksums of all files. The number of ranks and the layout may differ from those of the
+    run that saved.
 
-    Args:
-        wrapped: the model and optimizer, as run.wrap() returned them.
-        folder: the folder that was passed to save().
-        seed_by: 'same', 'rank' or 'data': how generators are seeded if the layout has changed.
-        timeout, job: as in save().
+    Random numbers continue as without an interruption, with one exception: a DataLoader without a generator draws a
+    number when it starts. To avoid that, create the DataLoader with the options from run.loader_options().
 
-    Raises RequestError if the checkpoint does not match the model, and CheckpointError if it cannot be read.
+    Runtime.load describes the other arguments and the errors.
+
+    seed_by: 'same', 'rank' or 'data': how generators are seeded if the layout has changed.
+    job: as in save().
     """
     random_state.check_loader(loader)
     wrapped.refuse_offloaded("load()")
@@ -246,14 +233,14 @@ def load(
 
 
 def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Description] | None:
-    """Return the newest step whose files are undamaged. The result is the same on every rank."""
+    """Return the newest undamaged checkpoint, or None. The result is the same on every rank."""
     say_once = cache(say)
 
     def newest() -> tuple[Path, Description] | None:
         return checkpoint_folder.newest(folder, say_once)
 
     def first() -> tuple[Path, Description] | None:
-        # A folder that is being removed must not be found.
+        # newest() must not find a folder that is being removed.
         checkpoint_folder.wait_for_removals(timeout.total_seconds() / 2)
         owner = owners.of_this_process(job)
         with suppress(OSError):  # the folder may be missing, or read-only for this job
@@ -270,7 +257,7 @@ def _newest(folder: Path, job: str, timeout: timedelta) -> tuple[Path, Descripti
         if wrong is None:
             break
         checkpoint_folder.remember_damage(*found, wrong)
-        found = native_checkpoint.on_rank_0(newest)  # prints that it skips the damaged step
+        found = native_checkpoint.on_rank_0(newest)  # newest() prints that it skips the damaged step
     return found
 
 
@@ -314,7 +301,7 @@ def _check(wrapped: Wrapped, path: Path, saved: Description) -> None:
     if saved.wrap != wrapped.checkpoint_format:
         wrote, here = wrappers.of_format(saved.wrap), wrappers.of_format(wrapped.checkpoint_format)
         raise RequestError(
-            f"{path} was saved with parallel.wrap={wrote}, but this run has {here}, whose format differs. "
+            f"{path} was saved with parallel.wrap={wrote}, but this run has {here}, which cannot load it. "
             f"Use parallel.wrap={wrote}, or another folder"
         )
 

@@ -13,18 +13,18 @@ from typing import Any
 
 from hpcinit.base import free_memory
 
-GROWTH = 64 << 20  # the most that is allocated in advance
-MOST = 0.9  # the share of the free memory that all ranks of a node may take
+GROWTH = 64 << 20  # maximum number of bytes to allocate in advance
+MOST = 0.9  # the ranks of a node may together take this share of the free memory
 
 
 class StagedFile(io.RawIOBase):
-    """A file in memory. When it is written again, it reuses its memory, because the first use of a memory page is slow.
+    """A file in memory. The next save reuses its memory, because the first use of a memory page is slow.
+
+    write() never raises, because an error in it could make torch's C++ writer end the process.
 
     ranks_here: how many ranks on this node allocate memory at the same time.
-    size: how many bytes were written.
-    problem: why some bytes are missing, or ''.
-
-    write() never raises, because an error may make torch's C++ writer end the process.
+    size: how many bytes were passed to write().
+    problem: why the file is incomplete, or ''.
     """
 
     def __init__(self, ranks_here: int) -> None:
@@ -64,14 +64,14 @@ class StagedFile(io.RawIOBase):
         free = free_memory.free_bytes()
         if (wanted - before) * self._ranks_here > MOST * free:
             self.problem = f"a copy of more than {size / 1e9:.1f} GB per rank does not fit into the node's memory"
-            self.problem += f", of which {free / 1e9:.1f} GB are free"
+            self.problem += f" ({free / 1e9:.1f} GB are free)"
             return False
         try:
-            os.posix_fallocate(self.descriptor, 0, wanted)  # a page that cannot be allocated later is a SIGBUS
+            os.posix_fallocate(self.descriptor, 0, wanted)  # now, because a failure to allocate later is a SIGBUS
             if self._pages is None:
                 self._pages = mmap.mmap(self.descriptor, wanted)
             else:
-                self._pages.resize(wanted)  # a new mmap would make the next save slow: its pages are not mapped yet
+                self._pages.resize(wanted)  # not a new mmap, whose pages would have to be mapped in the next save
         except (OSError, ValueError) as error:
             self.problem = f"its copy in memory cannot be allocated: {error}"
             return False
@@ -79,7 +79,7 @@ class StagedFile(io.RawIOBase):
 
 
 class StagedFiles:
-    """The files of one save in memory, by their names in the checkpoint. The next save reuses the memory."""
+    """The files of one save in memory, by their names in the checkpoint."""
 
     def __init__(self, ranks_here: int) -> None:
         self._ranks_here = ranks_here

@@ -24,9 +24,9 @@ from hpcinit.train.checkpoint.background_save import DONE, FAILED
 from hpcinit.train.checkpoint.checkpoint_folder import BUFFER, Description, File, Unfinished
 from hpcinit.train.checkpoint.owner import Owner
 
-WRITTEN = "written-{rank:05d}.json"  # in the unfinished step: a rank's part is on the disk
+WRITTEN = "written-{rank:05d}.json"  # a file in the unfinished step's folder: this rank's part is on the disk
 POLL_S = 0.2
-REMOVAL_S = 3600.0  # the rank kills a writer that takes too long
+REMOVAL_S = 3600.0  # practically no limit, because the rank kills a writer that takes too long
 REQUEST_BYTES, MOST_FILES = 1 << 18, 16
 
 
@@ -65,8 +65,8 @@ def save(request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
         gone, left = not path.exists(), checkpoint_folder.what_is_left(path.parent)
         checkpoint_folder.abandon(path)
         if gone:
-            text = "a part was not written, or another job has removed the unfinished step"
-        if rank == 0 or not gone:  # else the rank that failed has printed the reason
+            text = "another rank failed to write its part, or another job has removed the unfinished checkpoint"
+        if rank == 0 or not gone:  # otherwise the writer that failed has printed the reason
             where = f"rank {rank} on {os.uname().nodename}"
             say(f"warning: cannot save step {step} in {path.parent}: {where}: {text}; {left}; training continues")
         checkpoint_folder.wait_for_removals(REMOVAL_S)  # the next save needs the space
@@ -79,7 +79,8 @@ def save(request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
 
 def _publish(request: Mapping[str, Any], path: Path, mine: Mapping[str, File]) -> None:
     owner = Owner(**request["owner"])
-    # Copy what the rank has found: that it owned the folder, so it must not take it back, and damaged checkpoints.
+    # Copy the rank's state: it has owned the folder, so this process must not claim the folder again; and the damaged
+    # checkpoints that the rank has found.
     state.claimed.add((path.parent, owner.token))
     state.damaged.update({(Path(damaged), save): wrong for damaged, save, wrong in request["damaged"]})
     files = {**mine, **_of_other_ranks(path, request["described"]["world_size"])}
@@ -106,10 +107,9 @@ def _of_other_ranks(path: Path, world_size: int) -> dict[str, File]:
 
 
 def _copy(descriptor: int, size: int, unfinished: Path, path: Path) -> None:
-    """Copy the file to `path` and sync it.
+    """Copy the file to `path` and sync it. If needed, create the folder of `path`.
 
-    If the folder of `path` is missing, create it. Only the folder `unfinished` is never created, because another job
-    may have removed it on purpose.
+    The folder `unfinished` is never created again, because another job may have removed it on purpose.
     """
     if path.parent != unfinished:
         path.parent.mkdir(exist_ok=True)

@@ -24,7 +24,7 @@ from hpcinit.train.wrap.wrapped import MakeOptimizer, Wrapped
 
 __all__ = ["STRATEGIES", "Wrapped", "wrap"]
 
-# The torch part of each wrapper. records/wrappers.py describes how to add one.
+# The torch part of each wrapper. records/wrappers.py describes how to add a wrapper.
 STRATEGIES: dict[str, Strategy] = {
     "ddp": native.DDP(),
     "fsdp": native.FSDP(),
@@ -48,18 +48,9 @@ def wrap(
 ) -> Wrapped:
     """Wrap the model so that all ranks train it together, and return it. Every rank must pass the same arguments.
 
-    Args:
-        model: the whole model, on any device; it is changed in place.
-        mesh, layout: those of the run. No degree of the layout may be -1.
-        optimizer: a function that creates an optimizer for the parameters, such as
-            `lambda p: torch.optim.AdamW(p, lr=1e-3)`. None for a model that is only evaluated, or if DeepSpeed creates
-            the optimizer.
-        tp_plan: torch's ParallelStyle for each name of a module. In a name, * matches one part between dots.
-        blocks: the parts of the model that are sharded, checkpointed and compiled one by one. None: the children of
-            each outermost ModuleList or Sequential whose children are all of one class.
-        mpu: an object that provides DeepSpeed with the groups, if the program divides the model itself.
+    Runtime.wrap describes the other arguments and the errors.
 
-    Raises RequestError if settings cannot be combined.
+    mesh, layout: the run's mesh and layout. No degree of the layout may be -1.
     """
     _refuse(layout)
     strategy = STRATEGIES[training.wrap]

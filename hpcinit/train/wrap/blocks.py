@@ -20,23 +20,23 @@ def prepare(
 ) -> list[nn.Module]:
     """Apply activation checkpointing and torch.compile, if configured, to the model's blocks. Return the blocks.
 
-    Raise RequestError if one of the two is configured but the model has no blocks. Also raise it if a module in
-    `chosen` is not part of the model.
+    Raise RequestError if there are no blocks to apply them to, or if a module in `chosen` is not part of the model.
 
-    chosen: the blocks that the user selected, or None.
-    again: a context manager that is active while a checkpointed block runs a second time.
+    chosen: the blocks that the user selected, or None to find them.
+    again: returns a context manager for the second forward pass of a checkpointed block.
     """
     names = _names(model, chosen) if chosen is not None else found(model)
     if not names and (training.activation_checkpointing == "full" or training.compile):
         key = "compile" if training.compile else "activation_checkpointing"
         raise RequestError(
-            f"{key} needs repeated blocks, but {type(model).__name__} has none; name them with run.wrap(blocks=[...])"
+            f"{key} applies to a model's repeated blocks, and hpcinit found none in {type(model).__name__}: list them "
+            "with run.wrap(model, blocks=[...])"
         )
     made = []
     for name in names:
         block = model.get_submodule(name)
         if training.activation_checkpointing == "full":
-            # torch.compile does not accept this context_fn. Only context parallelism needs one, without compiling.
+            # torch.compile does not accept this context_fn. Only context parallelism needs one, and it refuses compile.
             contexts: dict[str, Any] = {} if again is nullcontext else {"context_fn": lambda: (nullcontext(), again())}
             block = checkpoint_wrapper(block, **contexts)
             parent, _, last = name.rpartition(".")
@@ -50,8 +50,8 @@ def prepare(
 def _compile(block: nn.Module) -> None:
     """Compile the block.
 
-    block.compile() silently skips the code of torch's own modules. If a block has only such modules, as a bare
-    nn.TransformerEncoderLayer does, compile its forward function instead.
+    block.compile() silently skips the code of torch's own modules. If a block has no other modules, as
+    nn.TransformerEncoderLayer, compile its forward function instead.
     """
     if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):
         block.forward = torch.compile(block.forward)
@@ -60,10 +60,9 @@ def _compile(block: nn.Module) -> None:
 
 
 def found(model: nn.Module) -> list[str]:
-    """Return the names of the model's blocks.
+    """Return the names of the model's blocks: the children of a ModuleList or Sequential, if all are of one class.
 
-    They are the children of each ModuleList or Sequential whose children are all of one class. Children without
-    parameters do not count, nor do ModuleLists and Sequentials inside a block.
+    Children without parameters, and blocks inside other blocks, do not count.
     """
     names: list[str] = []
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Wraps a model in DeepSpeed's engine. Also corrects its first step, offloads states, and chooses the CPU optimizer."""
+"""Wraps a model in DeepSpeed's engine, undoes the engine's extra first step, and moves its states to the CPU."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ if TYPE_CHECKING:
     from hpcinit.train.checkpoint.checkpoint_folder import Description
     from hpcinit.train.checkpoint.staged_files import StagedFiles
 
-# ZeRO 0 in 16 bits makes an optimizer step before the first one, to allocate all memory at the start.
+# With ZeRO 0 in 16 bits, DeepSpeed makes an extra optimizer step at the start, to allocate all memory.
 
 
 @torch.no_grad()
 def undo_first_step(engine: Any) -> None:
-    """Undo the step that DeepSpeed's optimizer makes at its start with ZeRO 0 in 16 bits. In other cases, do nothing.
+    """Undo the extra step that DeepSpeed makes at the start with ZeRO 0 in 16 bits. In other cases, do nothing.
 
-    DeepSpeed (0.18.5 and 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py, initialize_optimizer_states)
-    makes this step with zero gradients. If the step were kept, Adam's count would start at 2. The bias correction would
-    be wrong, and the first steps would be a quarter shorter. AdamW would also apply weight decay one time too many.
-    After this function, the first real step creates the states, as in stages 1 to 3.
+    The extra step has zero gradients, but it increases Adam's step count. The bias correction is then wrong, and the
+    first steps are a quarter shorter. AdamW also applies weight decay once too often. See initialize_optimizer_states
+    in runtime/fp16/unfused_optimizer.py and fused_optimizer.py (0.18.5 and 0.19.8).
     """
     wrapper = engine.optimizer
     if type(wrapper).__name__ not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
@@ -61,16 +60,16 @@ def undo_first_step(engine: Any) -> None:
     wrapper.optimizer.state.clear()
 
 
-# DeepSpeed reports states that it cannot move by assertions, or not at all, so they are checked here.
+# If DeepSpeed cannot move a state, it fails with an assertion or does nothing, so hpcinit checks the states first.
 
 _OF_OPTIMIZER: frozenset[State] = frozenset({"optim_states", "hp_params"})
 
 
 def off_the_device(engine: Any) -> str:
-    """Return the setting that already keeps states off the device, or '' if there is none.
+    """Return the config key that makes DeepSpeed offload states permanently, or '' if none is set.
 
-    With such a setting, DeepSpeed 0.18.5 fails with an assertion when any state is moved. DeepSpeed 0.19.8 can move the
-    states that deepspeed.offload_optimizer has left on the device.
+    With such a key, DeepSpeed 0.18.5 cannot move any state (an assertion fails). DeepSpeed 0.19.8 can move the
+    remaining states.
     """
     found = {"offload_param": engine.zero_offload_param(), "offload_optimizer": engine.zero_offload_optimizer()}
     return next((f"deepspeed.{name}" for name, value in found.items() if _device(value) != "none"), "")
@@ -81,7 +80,7 @@ def check_movable(engine: Any, chosen: frozenset[State]) -> None:
     stage = int(engine.zero_optimization_stage())
     if stage == 0:
         raise RequestError("offload_states() does not work with deepspeed.zero_stage 0: use stage 1, 2 or 3")
-    if not hasattr(engine.optimizer, "offload_states"):  # BF16_Optimizer: of stage 1 with data_types.grad_accum_dtype
+    if not hasattr(engine.optimizer, "offload_states"):  # stage 1 with data_types.grad_accum_dtype: BF16_Optimizer
         raise RequestError(
             f"offload_states() does not work with DeepSpeed's {type(engine.optimizer).__name__}. Use "
             "deepspeed.zero_stage=2, or remove data_types from deepspeed.ds_config"
@@ -91,15 +90,15 @@ def check_movable(engine: Any, chosen: frozenset[State]) -> None:
     optimizer, version = type(engine.optimizer.optimizer).__name__, starting.deepspeed_version()
     if key(version) < key(deepspeed_versions.MOVES_WITHOUT_FUSED_ADAM_SINCE):
         raise RequestError(
-            f"offload_states() moves nothing with deepspeed.zero_stage 3, {optimizer} and DeepSpeed {version}, which "
-            "moves only states of its FusedAdam. Use deepspeed.optimizer=adamw on GPUs, or update DeepSpeed to "
-            f"{deepspeed_versions.MOVES_WITHOUT_FUSED_ADAM_SINCE} to move lp_params and lp_grads"
+            f"offload_states() cannot move the states of {optimizer}: with deepspeed.zero_stage 3, DeepSpeed "
+            f"{version} supports only its FusedAdam optimizer. Use deepspeed.optimizer=adamw on GPUs. To move only "
+            f"lp_params and lp_grads, install DeepSpeed {deepspeed_versions.MOVES_WITHOUT_FUSED_ADAM_SINCE} or later"
         )
     if chosen & _OF_OPTIMIZER:
         raise RequestError(
-            f"offload_states() cannot move optim_states and hp_params with deepspeed.zero_stage 3 and {optimizer}: "
-            "DeepSpeed moves only those of its FusedAdam. Use deepspeed.optimizer=adamw on GPUs, or name the others: "
-            "include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']"
+            f"offload_states() cannot move optim_states and hp_params of {optimizer}: with deepspeed.zero_stage 3, "
+            "DeepSpeed supports this only for its FusedAdam optimizer. Use deepspeed.optimizer=adamw on GPUs, or "
+            "move only the other states: include=['lp_params', 'lp_grads', 'contiguous_grad_buffer']"
         )
 
 
@@ -126,20 +125,20 @@ def _device(offload: Any) -> str:
     return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
-# DeepSpeed's CPUAdam for offloaded optimizer states, where its op is built.
+# If optimizer states are offloaded, hpcinit uses DeepSpeed's CPUAdam, provided that its op is built.
 
 FORCE = "zero_force_ds_cpu_optimizer"  # DeepSpeed's key in a ds_config; false keeps the program's optimizer
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
-_OF_TORCH = {*_UNSUPPORTED, "foreach", "fused", "decoupled_weight_decay"}  # keys of a group that CPUAdam lacks
+_OF_TORCH = {*_UNSUPPORTED, "foreach", "fused", "decoupled_weight_decay"}  # group keys that CPUAdam lacks
 
 
 def _with_cpu_adam(
     optimizer: Optimizer, config: Mapping[str, Any], chosen: Mapping[str, Any], device: torch.device
 ) -> Optimizer:
-    """Return DeepSpeed's CPUAdam if it can replace the optimizer, else the optimizer itself. Every rank must call it.
+    """If possible, replace torch's Adam or AdamW by DeepSpeed's CPUAdam. Return the optimizer. Every rank must call it.
 
-    CPUAdam can replace torch's Adam and AdamW if the states are offloaded and every node has built CPUAdam's op. If all
-    conditions are true, or if only the op is missing, rank 0 prints which optimizer is used.
+    The states must be offloaded, and every node must have built CPUAdam's op. If only the op is missing, rank 0 prints
+    how to build it.
 
     config: the config of DeepSpeed's engine.
     chosen: the part of the config that the user has set.
@@ -149,10 +148,10 @@ def _with_cpu_adam(
         return optimizer
     name = type(optimizer).__name__
     built = torch.tensor([int(ops.is_built("cpu_adam"))], device=device)
-    dist.all_reduce(built, op=dist.ReduceOp.MIN)  # ranks of other nodes may have another cache
+    dist.all_reduce(built, op=dist.ReduceOp.MIN)  # other nodes may have other compiled ops
     if not built:
         _say_on_rank_0(
-            f"offloaded optimizer: torch's {name}. For DeepSpeed's CPUAdam: hpcinit build-ops --ops cpu_adam"
+            f"the offloaded optimizer is torch's {name}. For the faster CPUAdam, run: hpcinit build-ops --ops cpu_adam"
         )
         return optimizer
     ops.prepare({**config, "optimizer": {"type": "AdamW"}}, device.type)
@@ -161,7 +160,7 @@ def _with_cpu_adam(
     groups = [{key: value for key, value in group.items() if key not in _OF_TORCH} for group in optimizer.param_groups]
     adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=isinstance(optimizer, AdamW))
     keep = f"deepspeed.ds_config.{FORCE}=false keeps torch's"
-    _say_on_rank_0(f"offloaded optimizer: DeepSpeed's CPUAdam instead of torch's {name} ({keep})")
+    _say_on_rank_0(f"the offloaded optimizer is DeepSpeed's CPUAdam instead of torch's {name} ({keep})")
     return adam
 
 
@@ -210,12 +209,12 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
         options = replace(options, gradient_clipping=training.gradient_clip)
     if mpu is not None:
         options = replace(options, mpu=True)
-    groups.mpu = mpu  # else the groups of an earlier engine remain
+    groups.mpu = mpu  # always set: otherwise the mpu of an earlier engine remains
     trains = make is not None or options.optimizer != "none" or "optimizer" in options.ds_config
     build = deepspeed_config.build if trains else deepspeed_config.build_eval
     config, notes = build(options, inputs.batch, layout, training.precision)
     if against := deepspeed_versions.check(config, starting.deepspeed_version()):
-        raise RequestError("; ".join(against))  # the login node may have another DeepSpeed, or none
+        raise RequestError("; ".join(against))  # check again, because the login node may have another DeepSpeed
     config, warned = deepspeed_versions.waiting(config, starting.deepspeed_version(), device.type)
     if dist.get_rank() == 0:
         for note in notes + warned:
@@ -223,7 +222,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
     ops.prepare(config, device.type)
     with _autotp_errors_explained(model, layout):
         if (size := deepspeed_versions.tp_to_divide(config, starting.deepspeed_version())) > 1:
-            deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # no other type works
+            deepspeed.tp_model_init(model, tp_size=size, dtype=torch.bfloat16)  # other types do not work
         parameters = [p for p in model.parameters() if p.requires_grad]
         made = _with_cpu_adam(make(parameters), config, options.ds_config, device) if make else None
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -241,7 +240,7 @@ def _initialize(inputs: Inputs, attention: Attention) -> Engine:
 
 
 def _deepcompile(engine: Any) -> None:
-    """Compile the engine with DeepCompile, which needs a GPU. Without this call, DeepSpeed ignores its key."""
+    """Compile the engine with DeepCompile, which needs a GPU. DeepSpeed's key alone does not compile it."""
     from deepspeed.compile import util  # noqa: PLC0415 - as above
 
     if util.is_deepcompile_supported():
@@ -254,8 +253,8 @@ def _deepcompile(engine: Any) -> None:
 def _autotp_errors_explained(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Turn AutoTP's assertion into a RequestError.
 
-    AutoTP identifies the layers to divide by the model's class and printed form, and fails with an assertion if it
-    finds none. See supported() and tp_parser() in module_inject/auto_tp.py.
+    AutoTP finds the layers to divide from the model's class and its repr(). If it finds none, it fails with an
+    assertion (supported() and tp_parser() in module_inject/auto_tp.py).
     """
     try:
         yield
@@ -265,9 +264,9 @@ def _autotp_errors_explained(model: nn.Module, layout: Layout) -> Iterator[None]
         ):
             raise
         raise RequestError(
-            f"DeepSpeed's AutoTP cannot divide {type(model).__name__} ({error}), but parallel.tp is {layout.tp} with "
-            "deepspeed.autotp. Use parallel.wrap=fsdp and pass run.wrap a tp_plan, use parallel.tp=1, or name the "
-            "layers in deepspeed.ds_config: tensor_parallel.partition_config"
+            f"parallel.tp is {layout.tp} with deepspeed.autotp, but DeepSpeed's AutoTP cannot divide "
+            f"{type(model).__name__} ({error}). Use parallel.wrap=fsdp with a tp_plan, use parallel.tp=1, or list the "
+            "layers in deepspeed.ds_config (tensor_parallel.partition_config)"
         ) from error
 
 
@@ -275,8 +274,8 @@ class Engine(Wrapped):
     """A model in DeepSpeed's engine.
 
     engine: DeepSpeed's engine.
-    grad_norm: the norm of the gradients. None in ZeRO 0, which does not compute it.
-    divided: the number of ranks among which the program itself has divided the model.
+    grad_norm: the norm of the gradients. None with ZeRO 0, in which DeepSpeed does not compute it.
+    divided: among how many ranks the program itself has divided the model.
     """
 
     checkpoint_format = wrappers.DEEPSPEED_FORMAT
@@ -302,7 +301,7 @@ class Engine(Wrapped):
     def _offload(self, chosen: frozenset[State], named: bool, pin_memory: bool, non_blocking: bool) -> frozenset[State]:
         if setting := off_the_device(self.engine):
             if dist.get_rank() == 0:
-                say(f"offload_states() moves nothing: {setting} already keeps states off the device")
+                say(f"offload_states() does nothing, because {setting} already keeps states off the device")
             return frozenset()
         check_movable(self.engine, chosen)
         return offload_zero_states(self.engine, chosen, pin_memory, non_blocking)
@@ -314,8 +313,8 @@ class Engine(Wrapped):
     def check_export(self) -> None:
         if self._divided > 1:
             raise RequestError(
-                f"export() cannot join the model's parts: the program's mpu divides it among {self._divided} ranks, in "
-                "a way that only the program knows. Collect the weights in the program and save them there"
+                "export() cannot collect the weights, because the program's mpu divides the model among "
+                f"{self._divided} ranks: collect and save them in the program"
             )
         if getattr(self.engine, "_has_autoep_layers", bool)():
             raise RequestError(
@@ -329,7 +328,7 @@ class Engine(Wrapped):
 
         optimizer, divided = self.engine.optimizer, self.engine.autotp_size() > 1
         before, after = (getattr(optimizer, f"checkpoint_event_{name}", None) for name in ("prologue", "epilogue"))
-        if before:  # stage 3: small parameters stay whole on every rank during training; partition them as well
+        if before:  # stage 3: also partition small parameters, which stay whole during training
             before()
         for module, tensors in modules_with(self.model, wanted):
             mine = list(module.parameters(recurse=False))
@@ -360,19 +359,19 @@ def _divided_by(mpu: Any) -> int:
 
 
 def _summed(engine: Any) -> int:
-    """Return over how many ranks DeepSpeed sums gradients instead of averaging them.
+    """Return over how many ranks DeepSpeed (0.18.5 and 0.19.8) sums gradients instead of averaging them.
 
-    In stages 0 to 2, DeepSpeed sums over all ranks that have parts of the same sequence (stage_1_and_2.py: world size /
-    sequence_parallel_size). In stage 3, the result is 1, because reduce_scatter_coalesced divides by the world size
-    (both in 0.18.5 and 0.19.8). Raise RequestError if stage 3 has reduce_scatter=false, because the scale then depends
-    on a parameter's size.
+    In stages 0 to 2, these are the ranks that share a sequence (stage_1_and_2.py: world size / sequence_parallel_size).
+    In stage 3, DeepSpeed averages over all ranks (reduce_scatter_coalesced), so the result is 1. Raise RequestError for
+    stage 3 with reduce_scatter=false, where the scale depends on a parameter's size.
     """
     size: int = engine.sequence_parallel_size
     if engine.zero_optimization_stage() < 3 or size == 1:
         return size
     if not engine.zero_reduce_scatter():
         raise RequestError(
-            "ZeRO 3 with parallel.cp > 1 needs zero_optimization.reduce_scatter=true: without it DeepSpeed scales "
-            "gradients by the size of a parameter (Muon sets it to false)"
+            "ZeRO 3 with parallel.cp > 1 needs zero_optimization.reduce_scatter=true: without it, DeepSpeed would "
+            "scale the gradients of small and large parameters differently. The optimizer Muon turns it off, so use "
+            "another optimizer"
         )
     return 1

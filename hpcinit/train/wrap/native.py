@@ -1,4 +1,4 @@
-"""Wraps a model with torch alone: DDP, FSDP2 and tensor parallelism, torch's optimizers and gradient clipping."""
+"""Wraps a model with torch's own means: DDP, FSDP2, tensor parallelism, torch's optimizers and gradient clipping."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from hpcinit.train.checkpoint.checkpoint_folder import Description
     from hpcinit.train.checkpoint.staged_files import StagedFiles
 
-# The norm of all gradients combines parameters on different meshes.
+# Gradient clipping: combines the gradients of parameters on different meshes into one norm.
 
 
 def parameters_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters, grouped by their device mesh. Parameters without a mesh form one group.
+    """Return the parameters in groups, one per device mesh, because torch's foreach kernels cannot mix meshes.
 
-    torch's foreach kernels cannot mix parameters of different meshes.
+    Parameters without a mesh form one group.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -80,8 +80,7 @@ def wrap_ddp(
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
     """Wrap the model in DDP. Return its forward function, and a function that turns averaging of gradients on or off.
 
-    Parameters and gradients stay in float32. Gradients are views of DDP's buckets and must be zeroed in place.
-    Otherwise, the first pass of an accumulation would allocate a second copy.
+    Parameters and gradients stay in float32. Gradients are views of DDP's buckets, so set them to zero, not to None.
 
     reduce: the number format in which gradients are sent.
     """
@@ -92,7 +91,7 @@ def wrap_ddp(
         replica.register_comm_hook(None, bf16_compress_hook)
 
     def synchronize(on: bool) -> None:
-        replica.require_backward_grad_sync = on  # the same as no_sync(), but not a context manager
+        replica.require_backward_grad_sync = on  # what no_sync() does as a context manager
 
     return replica, synchronize
 
@@ -103,11 +102,11 @@ def wrap_ddp(
 def fsdp_meshes(
     mesh: DeviceMesh, layout: Layout, device: torch.device, sharded: bool
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh for fully_shard, and the tensor parallel mesh or None. Both are parts of the same mesh.
+    """Return the mesh for fully_shard, and the tensor parallel mesh or None.
 
-    Ranks with different parts of a sequence count as data parallel. If `sharded` is False, each data parallel rank has
-    whole parameters, and the last dimension of fully_shard's mesh has size 1. DDP is not used in that case, because it
-    would convert DTensors in each forward pass.
+    If `sharded` is False, fully_shard replaces DDP, which would convert DTensors in each forward pass. The last
+    dimension of its mesh then has size 1, so that it divides no parameters. Ranks with different parts of a sequence
+    count as data parallel.
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
     if found is not None:
@@ -124,8 +123,8 @@ def wrap_fsdp(
 
     Return its forward function, and a function that turns averaging of gradients on or off.
 
-    Blocks are sharded one by one, so that only one block's parameters are gathered at a time. Parameters outside of
-    blocks are sharded with the model itself. Between steps, parameters are in float32.
+    Blocks are sharded one by one, so that only one block's parameters are gathered at a time. The other parameters are
+    sharded with the model itself. Between steps, parameters are in float32.
 
     param: the number format of gathered parameters.
     """
@@ -143,10 +142,10 @@ def wrap_fsdp(
 
 @torch.no_grad()
 def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's parameters and buffers to every rank.
+    """Copy rank 0's parameters and buffers to every rank, as DDP does.
 
-    DDP does this automatically. With fully_shard each rank keeps its own shard, so different seeds would result in a
-    mixture of models. Raise RequestError for a model on the meta device.
+    Without this, fully_shard would make shards of different models if ranks have different seeds. Raise RequestError
+    for a model on the meta device.
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
@@ -165,16 +164,15 @@ def start_same_on_all_ranks(model: nn.Module, device: torch.device) -> None:
 def divide_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Divide the model among the tensor parallel ranks, in place.
 
-    Raise RequestError if a name in `plan` matches no module. torch itself would only print a warning and train the
-    layer undivided.
-
-    mesh: the tensor parallel mesh.
+    Raise RequestError if a name in `plan` matches no module. torch itself would only print a warning.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in plan:
         if not any(_matches(name, pattern) for name in names):
             near = ", ".join(sorted(name for name in names if name.count(".") == pattern.count("."))[:6])
-            raise RequestError(f"tp_plan names {pattern!r}, but no module matches; modules here: {near or names[:6]}")
+            raise RequestError(
+                f"tp_plan names {pattern!r}, but no module has this name; the modules are: {near or names[:6]}"
+            )
     parallelize_module(model, mesh, dict(plan))
 
 
@@ -190,7 +188,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DDP(Strategy):
     """Wraps a model in DDP.
 
-    With tensor parallelism, it uses fully_shard instead, without sharding over data parallel ranks.
+    With tensor parallelism, fully_shard replaces DDP, but data parallel ranks still have equal parameters.
     """
 
     shards_data = False  # whether parameters are divided among the data parallel ranks
@@ -198,8 +196,8 @@ class DDP(Strategy):
     def check(self, inputs: Inputs) -> None:
         if inputs.layout.tp > 1 and not inputs.tp_plan:
             raise RequestError(
-                f"parallel.tp is {inputs.layout.tp}, but run.wrap got no tp_plan, which lists the layers to shard: "
-                "pass tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or use parallel.tp=1"
+                f"parallel.tp is {inputs.layout.tp}, but run.wrap got no tp_plan: list the layers to shard, as in "
+                "tp_plan={'blocks.*.up': ColwiseParallel(), ...}, or use parallel.tp=1"
             )
 
     def wrap(self, inputs: Inputs, attention: Attention) -> Wrapped:
@@ -218,7 +216,7 @@ class DDP(Strategy):
             parts = repeated.prepare(model, inputs.blocks, training, attention.again)
             forward, synchronize = wrap_fsdp(model, parts, data, param, reduce)
             tied.refuse_broken(before)
-            param = torch.float32  # fully_shard casts automatically
+            param = torch.float32  # fully_shard casts automatically, so Native must not
         else:
             repeated.prepare(model.to(device), inputs.blocks, training, attention.again)
             if dist.get_world_size() > 1:
@@ -272,15 +270,15 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
     if device.type == "cpu" or sharded:
         where = "on a CPU" if device.type == "cpu" else "with parallel.wrap=fsdp or tensor parallelism"
         raise RequestError(
-            f"precision.param=fp16 does not work {where}: nothing scales the gradients there, so small ones would "
-            "become 0; use bf16"
+            f"precision.param=fp16 does not work {where}: the gradients are not scaled there, so small ones would "
+            "become 0; use precision.param=bf16"
         )
 
 
 class Native(Wrapped):
     """A model that is wrapped with torch's own means.
 
-    scaler: scales gradients in fp16. With other number formats, it does nothing.
+    scaler: scales the loss and gradients in fp16. With other number formats, it does nothing.
     """
 
     scaler: torch.amp.GradScaler

@@ -1,7 +1,4 @@
-"""Implements context parallelism: each rank of a group has a part of every sequence.
-
-Attention still works on whole sequences.
-"""
+"""Implements context parallelism: each rank has a part of every sequence, but attention works on whole sequences."""
 
 from __future__ import annotations
 
@@ -28,9 +25,10 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  #
 def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
     """Return this rank's part of each tensor along `dim`. Use it for tokens, targets and positions.
 
-    All ranks of a group must pass equal tensors. Raise RequestError if the length is not a multiple of cp (for ring
-    attention: 2 x cp). In ring attention, each rank gets one piece from the front of the sequence and one from the
-    back. Under a causal mask, that gives all ranks the same work.
+    All ranks of a group must pass equal tensors. For ring attention, each rank gets a piece from the front and a piece
+    from the back, so that all ranks have the same work under a causal mask.
+
+    Raise RequestError if the length is not a multiple of cp, or of 2 x cp for ring attention.
     """
     pieces = layout.cp * (2 if layout.cp_kind == "ring" and layout.cp > 1 else 1)
     place = layout.coordinate(rank)["cp"]
@@ -50,10 +48,9 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
 
 @dataclass(frozen=True)
 class Attention:
-    """Context managers for a forward pass, a backward pass, and the second forward pass of a checkpointed block.
+    """Context managers for the forward pass, the backward pass, and the second forward pass of checkpointed blocks.
 
-    With them, F.scaled_dot_product_attention works on whole sequences, although each rank passes it the queries, keys
-    and values of only a part.
+    In them, each rank passes a part of the sequence to F.scaled_dot_product_attention, which works on the whole one.
     """
 
     forward: Context = nullcontext
@@ -70,12 +67,12 @@ def attention(mesh: DeviceMesh, layout: Layout, device: torch.device, compiled: 
         return Attention()
     if compiled:
         raise RequestError(
-            "compile=true does not work with parallel.cp > 1: torch.compile does not see the replaced "
-            "attention. Omit one of the two"
+            "compile=true does not work with parallel.cp > 1, because torch.compile does not see that hpcinit replaces "
+            "the attention function. Use compile=false or parallel.cp=1"
         )
     if layout.cp_kind == "ulysses":
         whole = partial(Ulysses, mesh["cp"])
-        return Attention(forward=whole, again=whole)  # backward() would pop an outer TorchFunctionMode
+        return Attention(forward=whole, again=whole)  # no mode around backward(), which would pop an outer mode
     if device.type == "cpu":
         raise RequestError(
             "parallel.cp_kind=ring does not work on a CPU, because torch's context_parallel does not support attention "
@@ -96,10 +93,10 @@ def _ring(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 
 
 class Ulysses(TorchFunctionMode):
-    """Makes attention work on whole sequences. Ranks exchange data before each call, and exchange the result back.
+    """Makes F.scaled_dot_product_attention work on whole sequences, as in DeepSpeed-Ulysses (arXiv:2309.14509).
 
-    Each rank has all heads for a part of the sequence. The exchange gives it some heads for the whole sequence, as in
-    DeepSpeed-Ulysses (arXiv:2309.14509). Only calls of F.scaled_dot_product_attention are affected.
+    Before each call, a rank has all heads for a part of the sequence. The ranks exchange data, and each then has some
+    of the heads for the whole sequence. After the call, they exchange the result back.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -129,7 +126,7 @@ class Ulysses(TorchFunctionMode):
         if x.shape[-3] % ranks:
             raise RequestError(
                 f"{x.shape[-3]} attention heads per rank cannot be divided among {ranks} ranks (parallel.cp, Ulysses): "
-                "use a divisor of the heads, or parallel.cp_kind=ring"
+                "set parallel.cp to a divisor of the number of heads, or use parallel.cp_kind=ring"
             )
         pieces = self._exchange(torch.stack(x.chunk(ranks, -3)))
         return torch.cat(pieces.unbind(), -2)

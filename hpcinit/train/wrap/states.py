@@ -34,7 +34,7 @@ def checked(include: Collection[State] | None) -> frozenset[State]:
 def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
     """Move the optimizer's states to the CPU and free their memory on the device. Shards of DTensors are moved too.
 
-    A tensor that shares its memory with others stays on the device. So does a single number (the count of steps).
+    Tensors that share memory stay on the device, and so do single numbers, such as the step count.
     """
     moved: Moved = []
     for state in optimizer.state.values():
@@ -46,7 +46,7 @@ def to_cpu(optimizer: Optimizer, pin_memory: bool, non_blocking: bool) -> Moved:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory and tensor.is_cuda)
                 moved.append((tensor, copy.copy_(tensor, non_blocking=non_blocking)))
     for tensor, _ in moved:
-        tensor.untyped_storage().resize_(0)  # in stream order, after the copy
+        tensor.untyped_storage().resize_(0)  # safe, because the stream frees the memory after the copy
     if any(tensor.is_cuda for tensor, _ in moved):
         torch.cuda.empty_cache()
     return moved

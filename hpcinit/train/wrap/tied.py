@@ -1,4 +1,4 @@
-"""Checks tied parameters, which several modules of a model share. Often the embedding and the output head share one."""
+"""Checks tied parameters: parameters that several modules share, such as the embedding and the output head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place:
 
 
 def ties(model: nn.Module) -> list[list[Place]]:
-    """Return the tied parameters of a model. For each of them, return all places where the model uses it."""
+    """Return, for each tied parameter, all places where the model uses it."""
     found: dict[int, list[Place]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -35,16 +35,17 @@ def ties(model: nn.Module) -> list[list[Place]]:
 def refuse_broken(before: list[list[Place]]) -> None:
     """Raise RequestError if fully_shard or a tp_plan has replaced a tied parameter in only some of its places.
 
-    torch prints no message about this, and each place would train its own copy.
+    torch does not report this, and each place would train a separate copy.
 
     before: what ties() returned before the model was wrapped.
     """
     for places in before:
         if len({id(getattr(place.module, place.attribute)) for place in places}) > 1:
             raise RequestError(
-                f"{' and '.join(place.name for place in places)} are tied (one parameter), but parallel.wrap or the "
-                "tp_plan would give each its own copy. Use parallel.wrap=ddp, untie them, keep them out of the "
-                "tp_plan, or put all of them in one block or in none (run.wrap(blocks=[...]))"
+                f"{' and '.join(place.name for place in places)} are one tied parameter, but parallel.wrap or the "
+                "tp_plan would make a copy for each name. Untie them, or use parallel.wrap=ddp. Or keep them "
+                "together: remove them from the tp_plan, and put all of them in one block or in none "
+                "(run.wrap(blocks=[...]))"
             )
 
 
@@ -58,7 +59,7 @@ def refuse_for_autotp(model: nn.Module, tp: int) -> None:
             if isinstance(place.module, nn.Linear):
                 others = " and ".join(other.name for other in places if other is not place)
                 raise RequestError(
-                    f"{place.name} is tied to {others}, but parallel.tp is {tp} with deepspeed.autotp, which would "
-                    "compute wrong logits. Untie them (Hugging Face: tie_word_embeddings=False), use parallel.tp=1, "
-                    "or use parallel.wrap=fsdp and pass run.wrap a tp_plan"
+                    f"{place.name} is tied to {others}, and DeepSpeed's AutoTP would compute wrong logits "
+                    f"(parallel.tp is {tp}, deepspeed.autotp is true). Untie them (Hugging Face: "
+                    "tie_word_embeddings=False), use parallel.tp=1, or use parallel.wrap=fsdp with a tp_plan"
                 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpcinit.train.checkpoint.checkpoint_folder import Description
     from hpcinit.train.checkpoint.staged_files import StagedFiles
 
-# A function of parameters, or of parameter groups, as torch's optimizers take them.
+# A function that gets parameters or parameter groups, like torch's optimizers, and returns an optimizer.
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 
@@ -42,10 +42,10 @@ class Wrapped(abc.ABC):
         model: the model itself, with its parameters and state. With FSDP and tensor parallelism it has only this rank's
             shards.
         optimizer: the optimizer, or None.
-        grad_norm: 2-norm of all gradients of the last step before clipping; None before the first step and without
+        grad_norm: 2-norm of all gradients in the last step, before clipping. None before the first step, and without
             gradient_clip.
         offloaded: names of the states that are not on the device now.
-        checkpoint_format: see records/wrappers.py.
+        checkpoint_format: the format of checkpoints, see records/wrappers.py.
         zero_stage: stage of DeepSpeed's ZeRO, or None without DeepSpeed.
         scaler: the gradient scaler for fp16, or None if DeepSpeed scales the gradients.
     """
@@ -63,10 +63,10 @@ class Wrapped(abc.ABC):
         self._to_step = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward function. If it returns tensors of 16 bits, convert these to float32.
+        """Call the model's forward function. If the function returns 16-bit tensors, convert them to float32.
 
-        Raise RequestError while lp_params are offloaded. Also raise it if context parallelism is on but the model does
-        not use F.scaled_dot_product_attention.
+        Raise RequestError if lp_params are offloaded, or if context parallelism is on but the model does not use
+        F.scaled_dot_product_attention.
         """
         if "lp_params" in self.offloaded:
             self.refuse_offloaded("the model")
@@ -119,7 +119,7 @@ class Wrapped(abc.ABC):
 
     @property
     def between_steps(self) -> bool:
-        """Return True if no accumulation is in progress. During an accumulation, a checkpoint would lose gradients."""
+        """Return whether no accumulation is in progress. A checkpoint during an accumulation would lose gradients."""
         return not (self._behind or self._to_step)
 
     def offload_states(
@@ -135,19 +135,18 @@ class Wrapped(abc.ABC):
         pass is not possible either. Raise RequestError if a state cannot be moved.
 
         Args:
-            include: DeepSpeed's names of the states (states.STATES). None: all that can be moved. DDP and FSDP can move
-                only optim_states, ZeRO can move all. Stage 3 needs deepspeed.optimizer=adamw for optim_states and
-                hp_params. States that deepspeed.offload_optimizer keeps off the device are skipped, and a message
-                reports that.
+            include: the states to move, by DeepSpeed's names: optim_states, hp_params, lp_params, lp_grads,
+                contiguous_grad_buffer. None: all that can be moved. DDP and FSDP can move only optim_states. ZeRO can
+                move all of them. In stage 3, optim_states and hp_params need deepspeed.optimizer=adamw. If
+                deepspeed.offload_optimizer or offload_param is set, nothing is moved, and hpcinit prints a message.
             pin_memory: move to pinned memory, which is faster to copy.
             non_blocking: return before the copies are done.
         """
         chosen = states.checked(include)
         if self.optimizer is None:
             raise RequestError(
-                "offload_states() needs an optimizer, because DeepSpeed and torch move the optimizer's states: pass "
-                "an optimizer to run.wrap, or use deepspeed.offload_param=cpu for a model that is only evaluated in "
-                "ZeRO 3"
+                "offload_states() works only with an optimizer: pass one to run.wrap. To evaluate a model with ZeRO "
+                "3, use deepspeed.offload_param=cpu instead"
             )
         if not self.between_steps:
             raise RequestError(
@@ -176,17 +175,17 @@ class Wrapped(abc.ABC):
             )
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """Return this rank's loss for backward(). Its average over the ranks is the mean over all tokens.
+        """Return the loss for backward() if ranks have different numbers of tokens. Each token has the same weight.
 
-        Ranks may have different numbers of tokens. If T is the sum of all counts and n the number of ranks, the result
-        is total * n / T. All passes of an accumulation have equal weights. Every rank must call it.
+        The result is total * n / T for n ranks with T tokens in all. All passes of an accumulation have equal weights.
+        Every rank must call it.
 
         Args:
             total: the sum of this rank's token losses.
             count: this rank's number of tokens.
         """
         counts = torch.as_tensor(count, device=total.device, dtype=torch.int64).clone()
-        dist.all_reduce(counts)  # tensor parallel ranks have equal counts, which appear in both numbers
+        dist.all_reduce(counts)  # tensor parallelism multiplies this sum and the world size by the same factor
         return total * (dist.get_world_size() / counts.clamp(min=1))
 
     def _at_boundary(self) -> bool:
@@ -207,7 +206,7 @@ class Wrapped(abc.ABC):
     ) -> frozenset[states.State]:
         """Move the states to the CPU and return those that were moved.
 
-        named: whether the user named the states. If so, each of them must be moved.
+        named: whether the user chose the states, so that each of them must be moved.
         """
 
     @abc.abstractmethod
@@ -224,7 +223,7 @@ class Wrapped(abc.ABC):
         the ranks communicate.
 
         Args:
-            wanted: ids of the parameters and buffers to yield. Others in the same module may be yielded too.
+            wanted: the id() of each parameter and buffer to yield. Others in the same module may be yielded too.
         """
 
     @abc.abstractmethod
@@ -235,7 +234,7 @@ class Wrapped(abc.ABC):
 
         Args:
             folder: the folder of the unfinished checkpoint.
-            staged: write into these files in memory instead. Only for wrappers with torch's format.
+            staged: the files in memory to write into, instead of `folder`. Only for wrappers with torch's format.
         """
 
     @abc.abstractmethod
@@ -247,9 +246,9 @@ class Wrapped(abc.ABC):
 
 
 def modules_with(model: nn.Module, wanted: Collection[int]) -> Iterator[tuple[nn.Module, list[Tensor]]]:
-    """Yield each module that directly contains a wanted parameter or buffer, and all tensors that it directly contains.
+    """Yield each module that directly contains a wanted tensor, together with all tensors that it directly contains.
 
-    wanted: the ids of the parameters and buffers.
+    wanted: the id() of each wanted parameter and buffer.
     """
     for module in model.modules():
         mine = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -1,6 +1,6 @@
 """Detects which launcher started the ranks, and reads the world from its variables.
 
-It also compares these with the variables of other launchers.
+It also reports variables of other launchers that contradict this world.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hpcinit.world.launchers.torch_variables import torch_variables, torchrun
 def find_contradictions(
     env: Mapping[str, str], world: World, chosen: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
 ) -> tuple[str, ...]:
-    """Compare the variables of other launchers with the world. Return one sentence per launcher that contradicts it.
+    """Return one sentence for each other launcher whose variables contradict the world.
 
-    The sentence lists each value that differs, and the value that hpcinit uses.
+    It lists each value that differs, and the value that hpcinit uses.
 
     chosen: the variables of the launcher in use, as in {"rank": "RANK"}.
     others: the variables of each other launcher.
@@ -76,8 +76,8 @@ def _shown(text: str) -> str:
     return text or "''"
 
 
-# It names the launcher that started the ranks of this process. The config group `launch=` is the opposite direction:
-# how hpcinit starts the ranks of a job.
+# Names the launcher that started this process. This is not the config group `launch=`, which determines how hpcinit
+# starts the ranks of a job.
 ENV_STARTED_BY = "HPCINIT_STARTED_BY"
 
 
@@ -98,7 +98,7 @@ class Launcher(Protocol):
 
 
 class Single:
-    """A process that no launcher started. It is the only rank of its world."""
+    """The only rank of its world: a process that no launcher started."""
 
     NAME = "single"
     VARIABLES: Mapping[str, str] = {}
@@ -114,8 +114,8 @@ class Single:
 single = Single()
 
 
-# The order of detection. torchrun inside a Slurm step is torchrun's world (the step's tasks are its agents), and mpirun
-# inside an allocation is MPI's. The last entry is always present.
+# In the order of detection. Inside a Slurm step, torchrun is detected before Slurm, because the step's tasks are its
+# agents. Inside an allocation, mpirun is also detected before Slurm. The last entry is always present.
 LAUNCHERS: tuple[Launcher, ...] = (torchrun, horovod, openmpi, mpich, slurm_step, torch_variables, single)
 
 
@@ -139,7 +139,8 @@ def read(env: Mapping[str, str], started_by: str | None = None, process: Process
         _refuse_ranks_of_nobody(env, world, chosen, process)
         _refuse_ranks_without_job(env, chosen)
     check_horovod(world)
-    # torchrun and torch_variables share their variables, and single has none. Under our agent, Slurm's are the agent's.
+    # torchrun and torch_variables share their variables, and single has none. Under hpcinit's agent, Slurm's variables
+    # describe the agent.
     not_others = (chosen, torchrun, slurm_step if torchrun.by_our_agent(env) else chosen)
     others = [(m.NAME, m.VARIABLES) for m in LAUNCHERS if m not in not_others]
     others.append(("PMIx", {"rank": "PMIX_RANK"}))
@@ -161,58 +162,55 @@ def _named(name: str) -> Launcher:
 
 def _present(env: Mapping[str, str], process: Process) -> Launcher:
     if slurm_step.present(env) and slurm_step.starts_this_very_process(env, process):
-        return slurm_step  # the other variables were inherited, even if they look new
+        return slurm_step  # variables of other launchers were inherited
     return next(module for module in LAUNCHERS if module.present(env))
 
 
 def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
-    """Raise WorldError if two of Open MPI, MPICH and Horovod claim this process with different ranks or world sizes.
+    """Raise WorldError if two of Open MPI, MPICH and Horovod give this process different ranks or sizes.
 
-    In such a case, it is unknown which of the two launchers started the other.
+    hpcinit then cannot know which of the two launchers started the other.
     """
     if chosen not in (horovod, openmpi, mpich):
         return
     for other in (openmpi, mpich):
         names = other.VARIABLES["rank"], other.VARIABLES["world_size"]
         values = tuple(env.get(name) for name in names)
-        # Under MpiDefault=pmi2 srun sets PMI_RANK for mpirun's daemons. It is not Hydra's, so no reason to refuse.
+        # With MpiDefault=pmi2, srun sets PMI_RANK for mpirun's daemons. Only a PMI_RANK from Hydra is a contradiction.
         present = other is not chosen and other.present(env) and None not in values
         if not present or values == (str(world.rank), str(world.world_size)):
             continue
         theirs = [text or "''" for text in values]
         raise WorldError(
-            f"{chosen.NAME} started rank {world.rank} of {world.world_size}, and {other.NAME} started rank {theirs[0]} "
-            f"of {theirs[1]} ({', '.join(names)}): hpcinit cannot detect which launcher started the other; set "
-            f"{ENV_STARTED_BY}={chosen.NAME} or {ENV_STARTED_BY}={other.NAME}"
+            f"this process is rank {world.rank} of {world.world_size} according to {chosen.NAME}, but rank "
+            f"{theirs[0]} of {theirs[1]} according to {other.NAME} ({', '.join(names)}). Choose the launcher that "
+            f"started the ranks: set {ENV_STARTED_BY}={chosen.NAME} or {ENV_STARTED_BY}={other.NAME}"
         )
 
 
 def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launcher, process: Process) -> None:
-    """Raise WorldError if torch's variables describe several ranks but nothing shows what started them all.
-
-    Either the variables are incomplete, or Slurm started only one rank.
-    """
+    """Raise WorldError if torch's variables describe several ranks, but the detected launcher started only one."""
     if world.world_size > 1 or chosen not in (single, slurm_step) or not torch_variables.many(env):
         return
     if ENV_WORLD in env or slurm_step.starts_this_very_process(env, process):
-        return  # inherited from a rank of hpcinit, or set before srun
+        return  # torch's variables were inherited from a rank of hpcinit, or set before srun
     if chosen is single:
         raise WorldError(
             f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but LOCAL_RANK is not set. Set it to "
             "this rank's index among the ranks that share the node's devices (0 if the rank sees only its own device)"
         )
     raise WorldError(
-        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but {chosen.NAME} started only 1 rank: if your "
-        f"own launcher set these variables, set {ENV_STARTED_BY}=env; if not, unset them, or set "
-        f"{ENV_STARTED_BY}={chosen.NAME}"
+        f"RANK is {env['RANK']} and WORLD_SIZE is {env['WORLD_SIZE']}, but {chosen.NAME} started only 1 rank. If your "
+        f"own launcher set RANK and WORLD_SIZE, set {ENV_STARTED_BY}=env. Otherwise, unset both, or set "
+        f"{ENV_STARTED_BY}={chosen.NAME} to ignore them"
     )
 
 
 def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
-    """Raise WorldError if Slurm's variables describe one of several ranks, but no job.
+    """Raise WorldError if Slurm's variables describe one of several ranks, but the job's variables are missing.
 
-    Without this check, each rank would train alone, and the job would succeed. Containers and wrappers that filter the
-    environment can remove the job's variables.
+    Containers and wrappers that filter the environment can remove the job's variables. Without this check, each rank
+    would train alone, and the job would succeed.
     """
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     tasks = env.get("SLURM_NTASKS", "")
@@ -221,7 +219,7 @@ def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
     if tasks.isdigit() and int(tasks) > 1:
         values = ", ".join(f"{name} is {env[name]}" for name in names)
         raise WorldError(
-            f"{values}, but SLURM_JOB_ID is not set, so the nodes are unknown: start the ranks with srun and keep its "
-            "variables, or set RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=HOST "
-            f"MASTER_PORT=PORT, or {ENV_STARTED_BY}=single for a single process"
+            f"{values}, but SLURM_JOB_ID is not set, so hpcinit cannot know the nodes. Start the ranks with srun and "
+            "keep its variables. Or set RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
+            f"MASTER_ADDR=HOST MASTER_PORT=PORT. For a single process, set {ENV_STARTED_BY}=single"
         )

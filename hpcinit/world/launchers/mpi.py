@@ -19,12 +19,12 @@ from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 
 
 class Rank0Unnamed:
-    """The common part of the launchers that don't name rank 0's host.
+    """The base class for launchers that don't name rank 0's host.
 
     Rank 0's host is certain only if all ranks are on one node, or if the user sets MASTER_ADDR.
 
-    DO: what the user should do if a variable is missing.
-    LOST: the error message if there is no address. {size} and {here} are filled in.
+    DO: the advice in errors about a missing variable.
+    LOST: the error message if no address of rank 0 is found, with placeholders {size} and {here}.
     """
 
     NAME: str
@@ -45,7 +45,7 @@ class Rank0Unnamed:
         """Return the world that the launcher's variables describe.
 
         names: the variable for each value.
-        job: the name of this start.
+        job: the unique name of this launch.
         own: this node's name.
         guess: an address that may be rank 0's.
         node_rank: the variable with the node's number, or '' if the launcher fills one node after the other.
@@ -59,7 +59,7 @@ class Rank0Unnamed:
         job_list = env.get("SLURM_JOB_NODELIST")
         guess = (own if rank == 0 else "") or (nodelist.first(job_list) if job_list else "") or guess
         given, one_node = env.get("MASTER_ADDR"), here == size
-        # hpcinit.run exports the guess too, so the same value again is still a guess.
+        # hpcinit.run may have exported its guess as MASTER_ADDR, so an equal value is still a guess.
         known = one_node or bool(given and given != guess)
         address = given or ("127.0.0.1" if one_node else guess)
         if not address:
@@ -100,7 +100,7 @@ class OpenMpi(Rank0Unnamed):
     DO = "mpirun sets it for every rank; start the ranks with mpirun"
     LOST = (
         "mpirun started {size} ranks, {here} of them on this node, but does not set rank 0's host: set it for all "
-        "of them (mpirun -x MASTER_ADDR=...), or start them with srun"
+        "ranks (mpirun -x MASTER_ADDR=...), or start the ranks with srun"
     )
 
     def present(self, env: Mapping[str, str]) -> bool:
@@ -117,8 +117,8 @@ class OpenMpi(Rank0Unnamed):
             job=env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE", ""),
             own=env.get("PMIX_HOSTNAME", ""),
             guess=mpirun[1] if mpirun else "",
-            # Open MPI does not number the nodes (OMPI_COMM_WORLD_NODE_RANK is a rank within the node). By slot, its
-            # default, it fills them in order.
+            # Open MPI does not number the nodes (OMPI_COMM_WORLD_NODE_RANK is a rank within the node). With its default
+            # mapping (by slot), Open MPI fills the nodes in order.
             node_count=int(nodes) if nodes.isdigit() else 0,
         )
 
@@ -126,8 +126,8 @@ class OpenMpi(Rank0Unnamed):
 class Mpich(Rank0Unnamed):
     """Hydra, which is the launcher of MPICH, Intel MPI and MVAPICH, or another launcher that uses PMI.
 
-    PMI_RANK and PMI_SIZE are from PMI. MPI_LOCALRANKID and MPI_LOCALNRANKS are from Hydra (recorded from 4.0.2, Debian
-    12). Cray's launcher calls the two local values PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
+    PMI defines PMI_RANK and PMI_SIZE. Hydra sets MPI_LOCALRANKID and MPI_LOCALNRANKS (recorded with 4.0.2, Debian 12).
+    Cray's launcher calls the two local values PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
     """
 
     NAME = "mpich"
@@ -141,14 +141,14 @@ class Mpich(Rank0Unnamed):
     DO = "mpiexec sets it for every rank; start the ranks with mpiexec"
     LOST = (
         "mpiexec started {size} ranks, {here} of them on this node, but does not set rank 0's host: set it for all "
-        "of them (mpiexec -genv MASTER_ADDR ...), or start them with srun"
+        "ranks (mpiexec -genv MASTER_ADDR ...), or start the ranks with srun"
     )
 
     def present(self, env: Mapping[str, str]) -> bool:
         """Return whether mpiexec started this process.
 
-        In a Slurm step, srun may have set PMI_RANK and PMIX_RANK. So in a Slurm job the local rank must be set too,
-        because srun (--mpi=...) never sets that.
+        In a Slurm job, PMI_RANK and PMIX_RANK are no proof, because srun (--mpi=...) may have set them. The local rank
+        must be set, too, which srun never does.
         """
         if "SLURM_JOB_ID" in env or "SLURM_JOBID" in env:
             local_rank = self.VARIABLES["local_rank"] in env or self.OF_CRAY["local_rank"] in env
@@ -158,9 +158,8 @@ class Mpich(Rank0Unnamed):
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
         if "PMI_RANK" not in env and "PMIX_RANK" in env:
             raise WorldError(
-                f"PMIX_RANK is {env['PMIX_RANK']!r}, but the number of ranks is unknown, because PMIx does not put it "
-                "into the environment: start the ranks with srun, with Open MPI's mpirun or with torchrun "
-                "(or set HPCINIT_STARTED_BY=single, for one process)"
+                f"PMIX_RANK is {env['PMIX_RANK']!r}, but no variable contains the number of ranks: start the ranks "
+                "with srun, Open MPI's mpirun or torchrun. For a single process, set HPCINIT_STARTED_BY=single"
             )
         crays = {name: key for name, key in self.OF_CRAY.items() if self.VARIABLES[name] not in env and key in env}
         mpiexec = control_port(process.pid) if process.pid else ""
@@ -175,10 +174,10 @@ class Mpich(Rank0Unnamed):
 
 
 def control_port(pid: int, proc: Path = PROC) -> str:
-    """Return the host and port, such as 'n1:35417', at which the mpiexec that started process `pid` listens.
+    """Return the host and port, such as 'n1:35417', of the mpiexec that started process `pid`.
 
-    This identifies the mpiexec on every node, because Hydra (4.0.2) gives its ranks no job id. Return '' if no such
-    mpiexec is visible (another launcher, a container). The parent of each rank is the proxy that started it:
+    The result serves as a job id, because Hydra (4.0.2) gives its ranks none. Return '' if no such mpiexec is visible
+    (another launcher, a container). Each rank's parent is a proxy, which has the address as an option:
 
         /usr/bin/hydra_pmi_proxy --control-port n1:35417 --rmk user --launcher ssh ... --proxy-id 1
     """
@@ -193,8 +192,7 @@ class Horovod(Rank0Unnamed):
     """horovodrun with its own (Gloo) launcher, or an MPI job if HPCINIT_STARTED_BY names Horovod.
 
     Variables: horovod/runner/gloo_run.py, create_slot_env_vars and create_run_env_vars (0.28.1). `horovodrun --mpi`
-    replaces itself with mpirun and sets none of these variables, so the environment does not show that the job is
-    Horovod's.
+    replaces itself with mpirun and sets none of them, so such a job looks like any other MPI job.
     """
 
     NAME = "horovod"
@@ -207,7 +205,7 @@ class Horovod(Rank0Unnamed):
     DO = "horovodrun sets it for every rank; start the ranks with horovodrun"
     LOST = (
         "horovodrun started {size} ranks, {here} of them on this node, but HOROVOD_GLOO_RENDEZVOUS_ADDR is not set: "
-        "set MASTER_ADDR to rank 0's host for all of them"
+        "set MASTER_ADDR to rank 0's host for all ranks"
     )
 
     def present(self, env: Mapping[str, str]) -> bool:
@@ -219,7 +217,7 @@ class Horovod(Rank0Unnamed):
             return replace(below.read(env, process), launcher=self.NAME)
         driver = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")  # the host of horovodrun, which may not be rank 0's host
         port = env.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-        # CROSS_SIZE is the number of nodes that have this local rank: only for local rank 0 it is all nodes.
+        # CROSS_SIZE is the number of nodes that have this local rank. For local rank 0, these are all nodes.
         counts = env.get("HOROVOD_LOCAL_RANK") == "0" and "HOROVOD_CROSS_SIZE" in env
         return self._world(
             env,
@@ -227,7 +225,8 @@ class Horovod(Rank0Unnamed):
             job=f"{driver}:{port}" if driver and port else "",
             own=env.get("HOROVOD_HOSTNAME", ""),
             guess=driver,
-            # The index among the ranks with this local rank: the node's number if all nodes have as many ranks.
+            # The index among the ranks with this local rank. If all nodes have equally many ranks, it is the node's
+            # number.
             node_rank="HOROVOD_CROSS_RANK",
             node_count=number(env, "HOROVOD_CROSS_SIZE", self.DO) if counts else 0,
         )
@@ -246,6 +245,6 @@ def check_horovod(world: World) -> None:
         return
     if (hvd.rank(), hvd.size()) != (world.rank, world.world_size):
         raise WorldError(
-            f"Horovod is initialized as rank {hvd.rank()} of {hvd.size()}, and {world.launcher} started this process "
-            f"as rank {world.rank} of {world.world_size}: start the ranks with only one of the two"
+            f"Horovod is initialized as rank {hvd.rank()} of {hvd.size()}, but {world.launcher} started this process "
+            f"as rank {world.rank} of {world.world_size}: start the ranks with only one of the two launchers"
         )

@@ -1,10 +1,11 @@
 """Reads the world of ranks that srun started, one Slurm task per rank.
 
-The local engine and launch=fork set the same variables. In all recorded launches (tests/data), these variables were
-right: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of SLURM_GTIDS, SLURM_STEP_NUM_TASKS.
+The local engine and launch=fork set the same variables.
 
-Other values were sometimes wrong: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE, ntasks // nodes, and the
-first host of any list (see place_of_rank).
+- Right in all recorded launches (tests/data): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, the length of SLURM_GTIDS, and
+  SLURM_STEP_NUM_TASKS.
+- Sometimes wrong: SLURM_NTASKS (srun --preserve-env), SLURM_NTASKS_PER_NODE, ntasks // nodes, and the first host of any
+  list (see place_of_rank).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ VARIABLES: Mapping[str, str] = {
 }
 USE_SRUN = "start the ranks with srun, because sbatch and salloc alone start none"
 
-# Which Slurm step created this process, as the kernel sees it: an environment can be inherited, parents cannot. A batch
-# script that was submitted from inside a step of the same shape has exactly the environment of a real rank 0
-# (tests/data/worlds: nested_same_shape). Only the slurmstepd above it differs.
+# The kernel shows which Slurm step created this process. The environment does not: a batch script that was submitted
+# from inside a step of the same shape has exactly the environment of a real rank 0 (tests/data/worlds:
+# nested_same_shape). Only the slurmstepd process above the script differs.
 
 # Slurm's cgroups, version 1 and 2: /slurm/uid_1000/job_43/step_0/task_1, .../slurmstepd.scope/job_43/step_batch/user.
 _CGROUP = re.compile(r"/job_(\d+)/step_(\w+)")
@@ -46,8 +47,8 @@ class Process:
     """This process, as Slurm started it.
 
     pid: its process id, or 0 if unknown.
-    step: the Slurm step of the slurmstepd process above this process, such as '43.0' or '43.batch'. '' if no slurmstepd
-        is visible: there may be none, or a container or hidepid may hide it.
+    step: the Slurm step of the slurmstepd above this process, such as '43.0' or '43.batch', or '' if none is visible. A
+        container or hidepid may hide it.
     """
 
     pid: int = 0
@@ -93,8 +94,8 @@ def place_of_rank(env: Mapping[str, str], node_rank: int, ranks_here: Sequence[i
 
     Raise WorldError if the nodelist is not set, or if it has no node with the number `node_rank`.
     """
-    # SLURM_JOB_NODELIST stays the job's list in a step on a part of the allocation; the step's own is
-    # SLURM_STEP_NODELIST (Slurm, env.c: env_array_for_step).
+    # SLURM_STEP_NODELIST is the step's list. SLURM_JOB_NODELIST stays the job's list, even in a step on a part of the
+    # allocation (Slurm, env.c: env_array_for_step).
     text = env.get("SLURM_STEP_NODELIST")
     if not text:
         raise WorldError(f"SLURM_STEP_NODELIST is not set, expected the step's host names: {USE_SRUN}")
@@ -139,7 +140,7 @@ def _of_hostfile(env: Mapping[str, str], hosts: Sequence[str], own: str, ranks_h
     except (KeyError, OSError, UnicodeDecodeError, NodelistError):
         return ""
     if set(names) != set(hosts) or max(ranks_here) >= len(names):
-        return ""  # srun -w HOSTS overrides the file, and the file may have changed since
+        return ""  # srun -w HOSTS overrides the file, or the file has changed since
     return names[0] if all(names[rank] == own for rank in ranks_here) else ""
 
 
@@ -152,7 +153,7 @@ def _repeated(word: str) -> list[str]:
 def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) -> Placement:
     """Return the placement for a step whose order of hosts is unknown.
 
-    Rank 0's host is right if rank 0 is on this node or if there are at most two hosts, and otherwise a guess.
+    Rank 0's host is certain if rank 0 is on this node, or if there are at most two hosts. If not, guess it.
     """
     others = [host for host in hosts if host != own]
     master = own if 0 in ranks_here else (others or hosts)[0]
@@ -160,7 +161,7 @@ def _without_order(hosts: tuple[str, ...], own: str, ranks_here: Sequence[int]) 
 
 
 def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
-    """Return the hosts after exchanging `own` with the host at index `to`, which is this node's index."""
+    """Return the hosts after swapping `own` with the host at index `to`."""
     swapped = list(hosts)
     at = swapped.index(own)
     swapped[at], swapped[to] = swapped[to], swapped[at]
@@ -169,17 +170,16 @@ def _moved(hosts: tuple[str, ...], own: str, to: int) -> tuple[str, ...]:
 
 # Is this process really a task of the step that its environment describes?
 #
-# A batch script has SLURM_PROCID=0 and looks like rank 0 of all its tasks, and a job that was submitted from inside
-# a step inherits the step's variables. Measured on Slurm 22.05.8,
-# 24.11.5 (tests/data/slurm, tests/data/worlds) and 26.05.5:
+# A batch script has SLURM_PROCID=0, so it looks like rank 0. A job that was submitted from inside a step inherits the
+# step's variables. Measured on Slurm 22.05.8, 24.11.5 (tests/data/slurm, tests/data/worlds) and 26.05.5:
 #
 #     evidence                                            detects
 #     no SLURM_STEP_ID                                    sbatch and salloc from a login node
 #     SLURM_STEP_ID 4294967290                            salloc's interactive shell
 #     another slurmstepd above this process               all of them, if /proc can be read
 #
-# If /proc shows no slurmstepd, as in some containers, a nested job counts as a step. Its ranks then wait until the
-# start-up timeout, and rank 0 names the missing ones.
+# If /proc shows no slurmstepd, as in some containers, a nested job counts as a step. Its ranks then wait for the others
+# until the start-up timeout, and rank 0 prints which ranks are missing.
 
 # slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, SLURM_EXTERN_CONT. Slurm 26.05 writes them as signed numbers.
 NO_RANKS = {
@@ -196,13 +196,13 @@ NO_RANKS = {
 
 
 def doubt_about_step(env: Mapping[str, str], process: Process) -> str:
-    """Return a reason to doubt that this process is a task of a Slurm step, as a clause of a message, or ''."""
+    """Return why this process is probably not a task of a Slurm step, as a clause of a message, or ''."""
     step = env.get("SLURM_STEP_ID")
     if step is None:
         return "SLURM_STEP_ID is not set"
     if step in NO_RANKS:
         return f"SLURM_STEP_ID is {step}: {NO_RANKS[step]}"
-    # slurmstepd sets SLURM_TASK_PID. hpcinit's local engine does not, and may itself run inside a step.
+    # Slurm always sets SLURM_TASK_PID. hpcinit's local engine does not, and the engine may run inside a step.
     return _doubt_from_process(env, process) if process.step and "SLURM_TASK_PID" in env else ""
 
 
@@ -263,11 +263,10 @@ def read(env: Mapping[str, str], process: Process = UNKNOWN) -> World:
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Return the unique name of this attempt in Slurm: 'JOB.STEP.RESTART'.
+    """Return the unique name of this attempt: 'JOB.STEP.RESTART', or 'JOB.STEPe1.RESTART' after a warm restart.
 
-    In a heterogeneous job, each component counts its own steps. So for a step without the first component, the name is
-    'JOB+COMPONENT.STEP.RESTART'. A requeued job keeps its id, so the name includes the restart count. After a warm
-    restart, the name is 'JOB.STEPe1.RESTART'.
+    A requeued job keeps its id, so the name includes the restart count. In a heterogeneous job, each component counts
+    its own steps, so a step without the first component is named 'JOB+COMPONENT.STEP.RESTART'.
     """
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID", "0")
     step = set(nodelist.expand(env["SLURM_STEP_NODELIST"])) if env.get("SLURM_STEP_NODELIST") else set()
@@ -284,7 +283,7 @@ def starts_this_very_process(env: Mapping[str, str], process: Process) -> bool:
 
 
 def _ranks_here(env: Mapping[str, str], rank: int, local_rank: int) -> list[int]:
-    """Return this node's ranks, from SLURM_GTIDS "4,5,6". Nodes are often uneven: srun -N4 -n8 gives 5, 1, 1, 1."""
+    """Return this node's ranks, from SLURM_GTIDS ('4,5,6'). Nodes may differ: srun -N4 -n8 gives 5, 1, 1, 1 ranks."""
     text = env.get("SLURM_GTIDS", "")
     words = text.split(",")
     found = words[local_rank] if 0 <= local_rank < len(words) else "absent"
@@ -304,8 +303,8 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
     tasks = _tasks_of_job(env)
     if tasks != "1 task":
         raise WorldError(
-            f"this process has no rank, but the job has {tasks}: {USE_SRUN}, or set HPCINIT_STARTED_BY=single for a "
-            f"single process ({doubt})"
+            f"this process has no rank ({doubt}), but the job has {tasks}: {USE_SRUN}. For a single process, set "
+            "HPCINIT_STARTED_BY=single"
         )
     job = f"{env.get('SLURM_JOB_ID') or env.get('SLURM_JOBID')}.batch.{env.get('SLURM_RESTART_COUNT', '0')}"
     host = env.get("SLURMD_NODENAME", "")
@@ -315,7 +314,7 @@ def _without_step(env: Mapping[str, str], doubt: str) -> World:
 def _tasks_of_job(env: Mapping[str, str]) -> str:
     """Return the size of the job as text: '8 tasks', or '2 nodes' if only nodes were requested.
 
-    In a heterogeneous job, count the tasks of all components.
+    For a heterogeneous job, return the sum of all components.
     """
     counts = [env.get(f"SLURM_NTASKS_HET_GROUP_{i}", "1") for i in range(len(components(env)))]
     if counts and all(count.isdigit() for count in counts):
@@ -327,18 +326,18 @@ def _tasks_of_job(env: Mapping[str, str]) -> str:
 # With launch=fork, the one Slurm task of a node forks its ranks.
 
 ONE_TASK = "start one task per node: srun --ntasks-per-node=1, as the run folder's job.sh does"
-# Variables that belong to the fork server only: MPI's process managers do not know its ranks, and the CPU and GPU
-# bindings are the server's. SLURM_UMASK stays: it distinguishes a task from a batch script.
+# Variables that forked ranks do not inherit: MPI's process managers do not know these ranks, and the CPU and GPU
+# bindings are those of the fork server. SLURM_UMASK stays, because it distinguishes a task from a batch script.
 NOT_THEIRS = ("PMI_", "PMI2_", "PMIX_", "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURMD_TRES_BIND", "SLURM_TRES_BIND")
 
 
 @dataclass(frozen=True)
 class ForkNode:
-    """The task that runs on this node, and the node's ranks.
+    """The task of launch=fork on this node, and the node's ranks.
 
     rank: the number of the node, 0 to nodes - 1, from SLURM_NODEID.
     host: Slurm's name of the node.
-    hosts: if the step has spare nodes, the nodes with ranks, in the order of the ranks; else (). A spare node has
+    hosts: the nodes with ranks, in the order of the ranks, if the step has spare nodes; else (). A spare node has
         ranks_per_node 0.
     """
 
@@ -364,7 +363,7 @@ def fork_node(env: Mapping[str, str], nodes: int, ranks_per_node: int, spares: i
     tasks = number(env, "SLURM_STEP_NUM_TASKS", ONE_TASK)
     if not nodes <= tasks <= nodes + spares or env.get("SLURM_LOCALID") != "0":
         raise RequestError(
-            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS) and this process is task {env.get('SLURM_LOCALID')} "
+            f"the step has {tasks} tasks (SLURM_STEP_NUM_TASKS), and this process is task {env.get('SLURM_LOCALID')} "
             f"on its node (SLURM_LOCALID), but the run has {nodes} node{'s' * (nodes != 1)} x {ranks_per_node} ranks: "
             f"{ONE_TASK}"
         )
@@ -378,8 +377,8 @@ def fork_environment(
 ) -> dict[str, str]:
     """Return the whole environment for a forked rank: its parent's, plus the variables that srun would have set.
 
-    Ranks are numbered node by node, whatever the order of tasks is. tests/test_fork.py compares two recordings: one
-    Slurm task per rank, and forked ranks.
+    Ranks are numbered node by node, even if Slurm numbers tasks in another order. tests/test_fork.py compares the
+    environments of srun's tasks and of forked ranks.
     """
     per_node, world = str(here.ranks_per_node), str(here.nodes * here.ranks_per_node)
     counts = per_node if here.nodes == 1 else f"{per_node}(x{here.nodes})"

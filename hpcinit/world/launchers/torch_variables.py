@@ -12,14 +12,14 @@ from hpcinit.world import ENV_WORLD, World, number, ports
 from hpcinit.world.launchers import slurm_step
 from hpcinit.world.launchers.slurm_step import UNKNOWN, Process
 
-ENV_AGENT = "HPCINIT_AGENT"  # set for ranks that hpcinit.elastic has started: World.job of the agents
+ENV_AGENT = "HPCINIT_AGENT"  # World.job of the agents; set for ranks that an agent of launch=torchrun has started
 
 
 class Torchrun:
     """torchrun (`python -m torch.distributed.run`), or a launcher that is based on it, such as accelerate.
 
-    Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun, the agents are tasks of a
-    Slurm step, one per node, and set HPCINIT_AGENT. In this case, the variables of the Slurm step name the hosts.
+    Variables: https://docs.pytorch.org/docs/stable/elastic/run.html. With launch=torchrun, a Slurm step runs one agent
+    per node, which sets HPCINIT_AGENT. The variables of this step then name the hosts.
     """
 
     NAME = "torchrun"
@@ -39,16 +39,13 @@ class Torchrun:
         return "TORCHELASTIC_RUN_ID" in env
 
     def by_our_agent(self, env: Mapping[str, str]) -> bool:
-        """Return whether an agent of launch=torchrun started this rank.
-
-        Return False for a rank of another torchrun that the program started inside such a rank.
-        """
+        """Return whether an agent of launch=torchrun started this rank, and not a torchrun inside of such a rank."""
         return self.present(env) and env.get(ENV_AGENT) == env["TORCHELASTIC_RUN_ID"]
 
     def read(self, env: Mapping[str, str], process: Process = UNKNOWN) -> World:
         """Return the world. torchrun's own variables count the hosts but do not name them."""
         if self.by_our_agent(env):
-            # The agents' step names the hosts and rank 0's host; each restart round has its own ports.
+            # The agents' Slurm step names the hosts and rank 0's host. Each restart round has its own ports.
             agents = slurm_step.read(env, process)
             job = elastic_restarts.round_folder(agents.job, number(env, "TORCHELASTIC_RESTART_COUNT", self.DO))
             candidates = ports.candidate_ports(job)
@@ -74,10 +71,10 @@ class Torchrun:
         return {**found, "ranks_here": tuple(range(first, first + found["local_world_size"]))}
 
     def _job(self, env: Mapping[str, str], address: str) -> str:
-        """Return 'RUN.RESTART'.
+        """Return 'RUN.RESTART'. RUN is torchrun's run id.
 
-        RUN is torchrun's run id. Without --rdzv-id, all runs have the id 'none', so RUN contains the store's address
-        and port. The agents agree on both and pass them to all workers. Two torchruns on a node have different ports.
+        Without --rdzv-id, every run has the id 'none'. RUN then also contains the store's address and port, so that two
+        runs on the same nodes have different names.
         """
         run = env.get("TORCHELASTIC_RUN_ID", "")
         if run in {"", "none"}:
@@ -88,8 +85,8 @@ class Torchrun:
 class TorchVariables:
     """A program or launcher that sets torch's variables and no others, such as Ray, DeepSpeed or Kubernetes.
 
-    It is chosen if all of torch's variables are set and no other launcher is visible. Inside a Slurm step, the
-    variables may be stale. Set HPCINIT_STARTED_BY=env, or call init(started_by='env'), to confirm that they are valid.
+    It is detected if all of torch's variables are set and no other launcher is present. Inside a Slurm step, the
+    variables may be stale, so set HPCINIT_STARTED_BY=env, or call init(started_by='env'), to use them.
     """
 
     NAME = "env"
