@@ -86,14 +86,14 @@ class Run:
         return progress.read(self.path)
 
     def status(self) -> dict[str, Any]:
-        """Return the document of `hpcinit status --json`: state, times, progress, restarts, hang."""
+        """Return what `hpcinit status --json` prints, as a dict: state, times, progress, restarts, hang."""
         return _documents("status", str(self.path))[0]
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended and return its final state.
 
-        Raise TimeoutError after `timeout_s` seconds; the run continues. A run that Slurm no longer knows counts as
-        ended after a minute, with the state UNKNOWN. Raise RequestError if `timeout_s` is not a number.
+        Raise TimeoutError after `timeout_s` seconds; the run continues. Raise RequestError if `timeout_s` is not
+        a number. If Slurm has had no record of the run for a minute, the run counts as ended, with the state UNKNOWN.
         """
         python_arguments.check_timeout(timeout_s)
         end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -118,11 +118,11 @@ class Run:
         return logs.of_rank(self.path, rank).read_text(errors="replace") if known else ""
 
     def why(self) -> dict[str, Any]:
-        """Return the document of `hpcinit why --json`: verdict, kind, rank, host, advice, ..."""
+        """Return what `hpcinit why --json` prints, as a dict: verdict, kind, rank, host, advice, ..."""
         return _documents("why", str(self.path))[0]
 
     def report(self) -> dict[str, Any]:
-        """Return the document of `hpcinit report --json`: where the charged time went, and how each start-up went."""
+        """Return what `hpcinit report --json` prints, as a dict: how the charged time was used, and each start-up."""
         return _documents("report", str(self.path))[0]
 
     def cancel(self, save: bool = False) -> None:
@@ -136,8 +136,8 @@ class Run:
         """Wait until the run has ended. Return what the program passed to `run.result()`, or None.
 
         Raise Failure with the verdict of `why` if the run failed or was canceled. Raise TimeoutError after `timeout_s`
-        seconds. Raise RequestError if result.json cannot be read. If Slurm no longer knows the run, return the result
-        that the program wrote.
+        seconds. Raise RequestError if result.json cannot be read. If Slurm has no record of the run any more, return
+        the result that the program wrote.
         """
         ended = self.wait(timeout_s)
         found = results.read(self.path)

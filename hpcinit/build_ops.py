@@ -32,9 +32,7 @@ def main(argv: Sequence[str]) -> int:
     root = Path(given.into).absolute() if given.into else ops.shared_cache(os.environ)
     ops.build(names, root)
     folder = str(root) if names else ""
-    text = (
-        f"built {', '.join(names)} in {root}" if names else f"nothing to build: this config compiles no op on {device}"
-    )
+    text = f"built {', '.join(names)} in {root}" if names else f"nothing to build: this config needs no op on {device}"
     if given.json:
         print(json_output.line("build-ops", {"ops": list(names), "folder": folder}))
     elif folder or not given.quiet:

@@ -3,8 +3,8 @@
     python -m hpcinit.after STATUS KEY=VALUE...      after srun ended with STATUS
     python -m hpcinit.after restarted KEY=VALUE...   before the ranks of a job that Slurm or hpcinit requeued
 
-It prints its decision to stdout, as one line for the batch script (submit/lib/after.sh): WHAT STATUS NODES. The exit
-status cannot contain the decision, because a rank may end with any exit status. Messages go to stderr, which is the
+It prints its decision to stdout, as one line for the batch script (submit/lib/after.sh): WHAT STATUS NODES. It
+does not use its exit status for this, because a rank may end with any exit status. Messages go to stderr, which is the
 job's log.
 
 This module opens as few files as possible. On a slow shared file system, each file takes 50 ms, and after a preemption,
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Print what the batch script must do next.
 
     If this function itself fails, it prints END, so that nothing is restarted. The batch script then exits with srun's
-    status, or with 1 after 'restarted'.
+    status, or with 1 if the argument is 'restarted'.
 
     argv: srun's exit status or 'restarted', then KEY=VALUE arguments.
     """
@@ -134,7 +134,7 @@ def _exclude(job: Job, policy: Policy, found: Facts, why: str) -> str:
 
 
 def _set_aside(folder: Path, number: str) -> None:
-    """Move the old ranks' records into the subfolder `before-JOB`.
+    """Move the records of the ranks that have ended into the subfolder `before-JOB`.
 
     number: the job's SLURM_JOB_ID.
     """
@@ -181,7 +181,7 @@ def _requeued(job: Job, policy: Policy, why: str) -> bool:
             problem = done.error
         except Unreachable as error:
             problem = str(error)
-        say(f"scontrol requeue failed ({number} of {TRIES}): {problem}")
+        say(f"scontrol requeue failed (try {number} of {TRIES}): {problem}")
         if number < TRIES:
             time.sleep(PAUSE_S)
     return False

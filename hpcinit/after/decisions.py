@@ -1,4 +1,4 @@
-"""Decides what happens after the ranks have ended. The functions only compute: facts.py collects the facts."""
+"""Decides what happens after the ranks have ended, from facts that facts.py collects. No function has side effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Facts:
     stop: the reason in stopped.json, or ''.
     preempted: whether Slurm preempted the job.
     lost: nodes that are down or do not respond.
-    unusable: nodes on which the node check failed, or that the fork servers have lost.
+    unusable: nodes on which the node check failed, or that the fork servers could no longer reach.
     hung: for each hang report, the node at fault, or '' if it is unknown.
     node_failed: whether Slurm printed that a node failed.
     """

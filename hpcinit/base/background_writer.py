@@ -1,7 +1,7 @@
 """Writes reports in the background, so that a failed write can neither end nor delay the training run.
 
-If a disk is full, a quota is used up or a file server does not answer, only the report is lost, with one warning.
-During training, a thread writes the reports. If several versions of a report are waiting, it writes the latest.
+If a disk is full, a quota is exceeded or a file server does not answer, only the report is lost. hpcinit prints one
+warning. During training, a thread writes the reports. If several versions of a report wait, it writes the latest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prints notes and warnings of a command to stderr, and implements the options -q and -v.
 
-With -q, a command prints its answer in the shortest form. Of the messages, it prints only errors, and how the job
+With -q, a command prints its answer in the shortest form. Besides the answer, it prints only errors, and how the job
 differs from the request. The level is set once per process, because a process runs only one command.
 """
 

@@ -127,7 +127,7 @@ class SubmitError(Failure):
     """The submission failed.
 
     problem: what went wrong.
-    outcome: whether there is a job. The message ends with it.
+    outcome: the end of the message, which states whether there is a job.
     """
 
     kind = failure_kinds.SUBMISSION

@@ -165,8 +165,8 @@ class Process:
     namespace: the pid namespace, or '' if it is unknown.
     started: when the process started, in clock ticks since the boot, or '' if it is unknown.
 
-    The process id alone is not enough: the kernel reuses ids, and the same id can exist in another boot or another pid
-    namespace (container).
+    The process id alone is not enough: the kernel reuses ids. After a reboot, or in another pid namespace (container),
+    another process can have the same id.
     """
 
     host: str
@@ -176,7 +176,7 @@ class Process:
     started: str = ""
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended, or None if this host or pid namespace cannot see it.
+        """Return whether the process has ended, or None if that cannot be found out, as on another host.
 
         If the kernel hides other users' processes (hidepid), call this only for a process of this user.
         """

@@ -128,7 +128,7 @@ class Supervisor:
     # --- hooks for subclasses
 
     def on_exit(self, child: Child) -> bool:
-        """Handle the exit of a child. It is called once per child. Return True to end supervise()."""
+        """Handle the exit of a child. supervise() calls this once per child. Return True to end supervise()."""
         return False
 
     def on_signal(self, number: int) -> bool:
@@ -169,7 +169,7 @@ class Supervisor:
         self._kill_at = time.monotonic() + seconds
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM now, and plan a SIGKILL for the children that are still running after `grace_s` seconds.
+        """Send SIGTERM now, and schedule a SIGKILL for the children that are still running after `grace_s` seconds.
 
         supervise() or stop() sends the SIGKILL.
         """
@@ -205,7 +205,7 @@ class Supervisor:
         return False
 
     def deadline(self) -> float | None:
-        """Return the time.monotonic() of supervise()'s next action, or None if none is planned."""
+        """Return the time.monotonic() of supervise()'s next action, or None if none is scheduled."""
         return self._leave_at if self._kill_at is None else self._kill_at
 
     def left(self) -> list[Child]:

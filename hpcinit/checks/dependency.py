@@ -80,9 +80,9 @@ def syntax_problems(text: str | None) -> Iterator[str]:
             near = f"; did you mean afterok:{part}?" if part and not names else f"; {types}"
             yield f"dependency has {part!r}, {EXPECTED}{near}"
         elif not names or not all(name.strip() for name in names):
-            yield f"dependency has {part!r} without a job, expected as in {kind}:4242 or {kind}:train-0001"
+            yield f"dependency has {part!r} without a job, expected for example {kind}:4242 or {kind}:train-0001"
         elif kind != "after" and (delayed := [name for name in names if re.search(r"\+\d+$", name)]):
-            yield f"dependency has {part!r}: only the type after has a delay; use {kind}:{delayed[0].partition('+')[0]}"
+            yield f"dependency has {part!r}: only 'after' accepts a delay; use {kind}:{delayed[0].partition('+')[0]}"
 
 
 def written(config: Config) -> Iterator[str]:

@@ -52,8 +52,8 @@ def _runs_dir(place: Path) -> Iterator[str]:
     """Yield a message if `place` cannot be used as runs_dir.
 
     `place` must be a folder, or hpcinit must be able to create it. Its disk must have LEAST_MB free. No other user may
-    be able to replace run folders in it. This check creates nothing. hpcinit reports missing permissions and a used-up
-    quota later, when it creates the run folder.
+    be able to replace run folders in it. This check creates nothing. hpcinit reports missing permissions and an
+    exceeded quota later, when it creates the run folder.
     """
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
@@ -124,7 +124,7 @@ def python(config: Config) -> str:
     """Return the Python that the ranks use.
 
     With a container image, it is container.python. Otherwise it is the first of these that is set: cluster.python, the
-    Python of the virtual environment, that of the conda environment. If none is set, it is the Python of this process.
+    virtual environment's Python, the conda environment's Python. If none is set, it is the Python of this process.
     """
     cluster = config.cluster
     if config.container.image:

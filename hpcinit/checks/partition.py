@@ -113,7 +113,7 @@ def warnings(config: Config) -> Iterator[str]:
 
 
 def _no_plugin(config: Config) -> bool:
-    """Return whether the request contains nothing that could add a plugin of NCCL."""
+    """Return whether the request has no setting that could add an NCCL plugin."""
     cluster = config.cluster
     return not (
         cluster.modules

@@ -110,9 +110,9 @@ def may_not_compile(config: Config) -> Iterator[str]:
 
 
 def _syntax(config: Config) -> tuple[str, str, bool]:
-    """Return the script's name, its syntax error or '', and whether the error is that of the ranks' Python.
+    """Return the script's name, its syntax error or '', and whether the ranks' version of Python checked it.
 
-    If the ranks' Python cannot be started here, the error is that of this Python, which may have another version.
+    If the ranks' Python cannot be started here, this Python checks the script, although its version may differ.
     """
     path = source(config)
     if path is None:
@@ -125,7 +125,7 @@ def _syntax(config: Config) -> tuple[str, str, bool]:
 
 
 def _python(config: Config) -> str:
-    """Return the Python that runs the program: `python` in `-- python train.py`, otherwise the environment's."""
+    """Return the Python that runs the program: `python` in `-- python train.py`, or else the environment's Python."""
     command = config.job.command
     if not command:
         return environment.python(config)

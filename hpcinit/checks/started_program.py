@@ -117,7 +117,9 @@ def _nested_launcher(config: Config) -> Iterator[str]:
         return
     agents = "" if starter in OF_SLURM + OF_MPI else "; to use torchrun's agents: launch=torchrun"
     what = (
-        "would wait forever for nodes that the job uses" if starter in OF_SLURM else "would be a separate training run"
+        "would wait forever for nodes that the job already uses"
+        if starter in OF_SLURM
+        else "would be a separate training run"
     )
     yield (
         f"{given}: it starts its own ranks, but hpcinit already starts one process per rank "

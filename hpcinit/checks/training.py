@@ -120,7 +120,7 @@ def _deepspeed_version(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_of_ranks(config: Config) -> str:
-    """Return the DeepSpeed version in the ranks' environment, or '' if this machine cannot see it.
+    """Return the DeepSpeed version in the ranks' environment, or '' if it is not visible from this machine.
 
     Only files are read.
     """

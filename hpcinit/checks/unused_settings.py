@@ -1,7 +1,7 @@
 """Warns about settings that have no effect, because the program does not use hpcinit.
 
-The program is a Python script, or a shell script that runs Python scripts. If hpcinit does not know every command of a
-shell script, there is no warning: any other command might run a program that uses hpcinit.
+The program is a Python script, or a shell script that runs Python scripts. If hpcinit does not recognize a command of a
+shell script, there is no warning, because this command might run a program that uses hpcinit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def warnings(config: Config) -> Iterator[str]:
 def _python_files(config: Config, workdir: Path) -> tuple[str, list[Path]]:
     """Return the name of the job's shell script, and the Python files that it runs.
 
-    Return no files if the job runs another program, or if the script contains something that is not certain.
+    Return no files if the job runs another program, or if it is unclear which files the script runs.
     """
     script = started_program.shell_script(config.job.command, list(config.job.args), workdir)
     if script is None:
@@ -81,7 +81,7 @@ def _python_files(config: Config, workdir: Path) -> tuple[str, list[Path]]:
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield each command of a shell script with its arguments, without redirections.
 
-    A line that is not clear is yielded as one argument.
+    A line that cannot be split reliably is yielded as one argument.
     """
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=OPERATORS)
@@ -107,7 +107,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _python_file(command: Sequence[str]) -> str | None:
-    """Return the Python file that a command runs, or '' if it runs no program. Return None if that is not certain."""
+    """Return the Python file that a command runs, or '' if it runs no program. Return None if that is unclear."""
     words = list(command)
     while words and (words[0] in BEFORE or ASSIGNMENT.match(words[0])):
         words.pop(0)

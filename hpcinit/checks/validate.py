@@ -99,7 +99,7 @@ def sbatch_test_only(script: Path, env: Mapping[str, str], options: Sequence[str
 
 
 def start_expectation(start: str, nodes: str, now: datetime) -> str:
-    """Return a sentence about when Slurm expects to start the job, or '' if Slurm does not know.
+    """Return a sentence about when Slurm expects to start the job, or '' if `start` is not a time.
 
     start: Slurm's time, such as '2026-11-21T14:05:00', in this machine's time zone.
     nodes: the nodes on which Slurm would start the job.

@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "render": Command(
         "hpcinit.submit.compare",
-        "print a run's batch script, or the difference of two runs",
+        "print a run's batch script, or the differences between two runs",
         SUBMIT,
         """
   hpcinit render train-0001                  the script, rendered again
@@ -92,7 +92,7 @@ COMMANDS = {
         """
   hpcinit status                    a line for each run in ./runs
   hpcinit status train-0001         one run, by its name, job id or path
-  hpcinit status sweep-0001 --sort loss --top 1    the best run of a sweep; --reverse: the largest value
+  hpcinit status sweep-0001 --sort loss --top 1    the run of a sweep with the smallest loss; --reverse: the largest
   hpcinit status --json             one JSON object per line, for programs""",
     ),
     "watch": Command(
@@ -154,7 +154,7 @@ COMMANDS = {
     ),
     "exec": Command(
         "hpcinit.submit.exec_command",
-        "run a command beside the ranks of a run",
+        "run a command on a node of a running job",
         FIND_OUT,
         """
   hpcinit exec train-0001 -- nvidia-smi          on the node of rank 0
@@ -163,7 +163,7 @@ COMMANDS = {
     ),
     "shell": Command(
         "hpcinit.submit.shell_command",
-        "open a shell beside the ranks of a run",
+        "open a shell on a node of a running job",
         FIND_OUT,
         """
   hpcinit shell train-0001           on the node of rank 0

@@ -112,7 +112,7 @@ def split(overrides: Sequence[str], composer: Composer) -> list[list[str]]:
 
 
 def parse(parser: OverridesParser, overrides: Sequence[str], unusable: tuple[type[Exception], ...]) -> list[Override]:
-    """Return the overrides as Hydra parses them. Raise ConfigError with all that Hydra can't parse."""
+    """Return the overrides as Hydra parses them. Raise ConfigError with those that Hydra can't parse."""
     parsed, wrong = [], []
     for override in overrides:
         try:

@@ -54,9 +54,9 @@ def user_folders() -> list[Path]:
 
 @cache
 def _problems(place: Path, named: bool) -> tuple[str, ...]:
-    """Return why the YAML files in `place` can't be trusted.
+    """Return why the YAML files in `place` can't be trusted, or () if they can.
 
-    They must be trusted, because a job runs cluster.setup from these files as shell code of this user.
+    This matters because a job runs cluster.setup from these files as shell commands of this user.
 
     named: whether HPCINIT_CONF names the folder. Then its owner and group are trusted too, because a site's folder
     often belongs to a software account.

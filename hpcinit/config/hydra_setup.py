@@ -4,7 +4,7 @@ Hydra 1.3 needs OmegaConf 2.3, and Hydra 1.4 needs OmegaConf 2.4.
 
 Hydra looks for configs first in the user's folders, then in the package's own. Two more configs are not files:
 `hpcinit_schema` is the schema, and `hpcinit_default_cluster` chooses the cluster if the request does not. Hydra gets
-them from the class Made, because its own ConfigStore would copy the schema several times.
+them from the class Made, because Hydra's ConfigStore would copy the schema several times.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LAST = ("cluster",)  # shown last, because a site's file sets these keys
 
 @cache
 def declared() -> dict[str, Field[Any]]:
-    """Return every single key with its field, as in {'comm.backend': Field}. Tables of keys are omitted."""
+    """Return all keys with their fields, as in {'comm.backend': Field}. Tables of keys are omitted."""
     return dict(_declared("", Config))
 
 
@@ -33,12 +33,12 @@ def _declared(prefix: str, group: Any) -> Iterator[tuple[str, Field[Any]]]:
 
 
 def table(item: Field[Any]) -> Any:
-    """Return the dataclass of a field that is a table of keys, or None if the field is a single key."""
+    """Return the dataclass of a field that is a table of keys, or None if the field is not such a table."""
     return item.default_factory if is_dataclass(item.default_factory) else None
 
 
 def choices(key: str) -> tuple[str | None, ...]:
-    """Return the values that are allowed for `key`, or () if any value is allowed. None means null."""
+    """Return the values that are allowed for `key`, or () if any value is allowed. None in the tuple means null."""
     item = declared().get(key)
     known = tuple(item.metadata["choices"]) if item else ()
     return (*known, None) if known and None not in known and _optional(key) else known

@@ -71,7 +71,7 @@ def _share(config: Config) -> tuple[int, int]:
 
 
 def cpus_per_rank(config: Config) -> int | None:
-    """Return cpus_per_rank if it is set, otherwise the rank's part of the cores that the job requests.
+    """Return cpus_per_rank if it is set, otherwise the rank's share of the cores that the job requests.
 
     Return None if cluster.cpus_per_node is not set either.
     """

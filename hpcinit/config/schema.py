@@ -64,10 +64,10 @@ class SiteContainer:
 
 @dataclass
 class Cluster:
-    """The settings of a cluster. Their values are in conf/cluster/NAME.yaml. No Python code depends on one cluster."""
+    """The settings of a cluster, from conf/cluster/NAME.yaml. No Python code depends on a particular cluster."""
 
     name: str = key("name of the cluster in messages", MISSING, filled="a name")
-    untested: bool = key("this file was never used at its site; each submission warns about it", False)
+    untested: bool = key("this file was never tested at its site; each submission prints a warning", False)
     engine: str = key("slurm, or local: run on this machine without Slurm", "slurm", choices=("slurm", "local"))
     clusters: Optional[str] = key(
         "another cluster of the same slurmdbd, for sbatch --clusters; null: the one in SLURM_CONF",
@@ -114,7 +114,9 @@ class Cluster:
     )
     setup: list[Any] = key("shell lines to run after modules and environment, before the ranks start", [])
     container: SiteContainer = field(default_factory=SiteContainer)
-    scratch: Optional[str] = key("large shared folder, possibly purged; set as SCRATCH in the job", filled=VALUE)
+    scratch: Optional[str] = key(
+        "large shared folder that the site may purge; the job's SCRATCH is set to it", filled=VALUE
+    )
     cache: Optional[str] = key(
         "shared folder for downloads; HF_HOME and TORCH_HOME are set to folders in it", filled=VALUE
     )
@@ -245,7 +247,7 @@ class Comm:
         "how long ranks wait for each other during run.save and run.load", CHECKPOINT_S, above=0
     )
     device_id: str = key(
-        "bind the process group to its device, so that NCCL starts at once: never, auto or always",
+        "bind the process group to its device, so that NCCL starts immediately: never, auto or always",
         spec.Comm.device_id,
         choices=spec.DEVICE_ID,
     )
@@ -279,7 +281,7 @@ class Launch:
         "torchrun: how often its agents restart the ranks before the step fails", spec.Launch.max_restarts, least=0
     )
     kill_on_bad_exit: bool = key(
-        "end the step when one rank fails; srun's own default waits forever",
+        "end the step when one rank fails; srun's own default is to wait forever",
         spec.Launch.kill_on_bad_exit,
         owns="kill-on-bad-exit",
     )
@@ -309,7 +311,7 @@ class Stop:
         least=0,
     )
     every_steps: Optional[int] = key(
-        "steps between two checks whether a rank has a reason to stop; null: the checks cost under 1 % of the time",
+        "steps between checks for a reason to stop on any rank; null: such that they cost under 1 % of the time",
         least=1,
     )
     signal: Optional[str] = key(
@@ -325,7 +327,7 @@ class Restart:
     """Settings of automatic restarts. A restart uses the same run folder and resumes from the last checkpoint."""
 
     max_restarts: Optional[int] = key(
-        "maximum restarts of a job; 0: never; null: the site's Slurm decides about requeueing", least=0
+        "maximum restarts of a job; 0: never; null: the site's default for requeueing applies", least=0
     )
     on: list[str] = key(
         "restart after: preempted, node_fail, hang, time_limit (if saved in time), failure (other than exit status 2)",
@@ -436,7 +438,7 @@ class Config:
     )
     gpus: Optional[int] = key("GPUs to request on all nodes together; sets gpus_per_node", least=1, owns="gpus")
     cpus_per_rank: Optional[int] = key(
-        "cores per rank; null: an equal part of the cores that the job gets on a node", least=1, sbatch="cpus-per-task"
+        "cores per rank; null: an equal share of the job's cores on a node", least=1, sbatch="cpus-per-task"
     )
     hetjob: list[dict[str, Any]] = key(
         "further components of a heterogeneous job, as in [{partition: cpu, nodes: 1}], with their own nodes, "
@@ -479,21 +481,22 @@ class Config:
     )
     deterministic: bool = key("use only deterministic algorithms: slower, and an error where torch has none", False)
     tracker: Optional[str] = key(
-        "wandb or mlflow: rank 0 of every attempt continues the same run of the tracker; null: neither",
+        "wandb or mlflow: in every attempt, rank 0 continues the same tracker run; null: neither",
         choices=spec.TRACKERS,
     )
     activation_checkpointing: str = key(
         "full: recompute each layer in the backward pass; or none", "none", choices=spec.CHECKPOINTING
     )
     compile: bool = key("compile the model with torch.compile", False)
-    gradient_clip: float = key("maximum norm of the gradients, with every wrapper; 0: no clipping", 0.0, least=0)
+    gradient_clip: float = key("maximum norm of the gradients, whatever the wrapper; 0: no clipping", 0.0, least=0)
     runs_dir: str = key(
         "folder for run folders; must be shared with the nodes", "runs", filled="a folder", owns="output error"
     )
     again: bool = key("submit although the same request is already in the queue", False)
     wait: bool = key("wait until the job ends, and exit with its exit status", False)
     check_paths: bool = key(
-        "check that cluster.venv, cluster.python and container.image exist; false: for paths that only nodes have", True
+        "check that cluster.venv, cluster.python and container.image exist; false: if they exist only on the nodes",
+        True,
     )
     validate: bool = key(
         "check the request with sbatch --test-only before submitting, and print the estimated start", True

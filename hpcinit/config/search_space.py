@@ -43,7 +43,8 @@ def run(overrides: Sequence[str], composer: Composer, prepare: Prepare, search: 
     prepare: called with each request before it is submitted.
     search: submits the trials.
 
-    Raise ConfigError if a request is invalid, before its batch is submitted. Raise Failure if the sweeper fails.
+    Before a batch is submitted, raise ConfigError if one of its requests is invalid. Raise Failure if the sweeper
+    fails.
     """
     with hydra_setup.initialized(composer.name):
         loader = GlobalHydra.instance().config_loader()

@@ -84,7 +84,7 @@ def instead(option: str, command: str) -> str:
     command: 'sbatch' or 'srun'.
     """
     if (option, command) == ("wait", "sbatch"):  # srun's --wait has another meaning
-        return "use wait=true, which waits for the job's end"
+        return "use wait=true, which waits until the job ends"
     if option not in TABLE and option not in PRINTS:  # sbatch accepts the start of a name: `arr` would make an array
         option = next((name for name in TABLE if name.startswith(option)), option)
     found = TABLE.get(option, PRINTS.get(option, ""))

@@ -1,4 +1,4 @@
-"""Keeps values exactly as the user typed them: 1.10 and 010, which YAML would read as 1.1 and 8.
+"""Keeps values exactly as the user typed them. YAML would change 1.10 to 1.1, and 010 to 8.
 
 A program's arguments and environment variables are text, so they get the typed text instead of Hydra's value. On the
 command line, Hydra's own parser provides the text. For YAML files, hydra_setup.ReadFiles does.
@@ -49,9 +49,9 @@ class Typed(Override):
 
 
 def _elements(line: str) -> list[str]:
-    """Return the text of each element of key=1,2, key=choice(1,2) or key=[1,2], and of each value of key={A: 1}.
+    """Return the text of each element of a sweep (key=1,2 or key=choice(1,2)), a list (key=[1,2]) or a table.
 
-    Return [] for any other override.
+    For a table, such as key={A: 1}, return the text of its values. Return [] for any other override.
     """
     parser: Any = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(line))))
     value = parser.override().value()
@@ -158,7 +158,7 @@ class Texts:
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
         """Return the environment variables, the program's arguments and the script's lines as the user typed them.
 
-        The result maps the path of each value in the config to the value. Lists and the like are returned unchanged,
+        The result maps the path of each value in the config to the value. Lists, for example, are returned unchanged,
         because checks/values.py reports them.
 
         only: the paths to return; None: all.

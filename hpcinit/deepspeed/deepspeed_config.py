@@ -69,7 +69,7 @@ def _ignored(chosen: Options) -> list[str]:
         (
             chosen.offload_optimizer == "nvme" and stage in {1, 2},
             "offload_optimizer",
-            "would use the CPU below stage 3",
+            "would offload to cpu instead (nvme needs stage 3)",
         ),
         (chosen.hpz > 1 and stage < 3, "hpz", "supports that only in stage 3"),
         (chosen.overlap_comm is not None and stage < 1, "overlap_comm", "supports that only in stages 1 to 3"),
@@ -335,9 +335,9 @@ def _without_auto(theirs: Mapping[str, Any], at: str, notes: list[str]) -> dict[
 
 
 def _one_precision(merged: dict[str, Any], theirs: Mapping[str, Any], notes: list[str]) -> None:
-    """Remove hpcinit's bf16 if the user enables fp16, or its fp16 if the user enables bf16. Add a note to `notes`.
+    """Remove hpcinit's bf16 if the user enables fp16, or hpcinit's fp16 if the user enables bf16.
 
-    DeepSpeed accepts only one of them.
+    DeepSpeed accepts only one of them. Add a note to `notes`.
     """
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
         wanted = theirs.get(name)

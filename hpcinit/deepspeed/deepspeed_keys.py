@@ -27,10 +27,12 @@ class DeepSpeed:
     hpz: int = key("ranks in ZeRO++'s secondary partition of the parameters (hpZ); 1: none", 1)
     overlap_comm: Optional[bool] = key("reduce gradients during the backward pass; null: DeepSpeed's default")
     gradient_clipping: float = key("maximum norm of the gradients; 0: no clipping", "${gradient_clip}")
-    autotp: bool = key("DeepSpeed splits the model over parallel.tp", True)
+    autotp: bool = key("DeepSpeed splits the model over parallel.tp ranks", True)
     mpu: bool = key("the program passes an mpu object with its process groups to DeepSpeed", False)
     deepcompile: bool = key("use DeepCompile; stages 1 to 3", False)
-    universal_checkpoint: bool = key("engine.load_checkpoint reads universal checkpoints; run.load detects them", False)
+    universal_checkpoint: bool = key(
+        "engine.load_checkpoint reads universal checkpoints; run.load detects them automatically", False
+    )
     optimizer: str = key(
         "none (the program creates it), adamw, torch_adamw (nothing is compiled) or muon", "none", choices=OPTIMIZERS
     )

@@ -74,7 +74,7 @@ def too_old(deepspeed: str) -> str:
 
 
 def tp_to_divide(config: Mapping[str, Any], deepspeed: str) -> int:
-    """Return into how many parts deepspeed.tp_model_init() must split the model before initialize() is called.
+    """Return the number of parts into which deepspeed.tp_model_init() must split the model before initialize().
 
     Return 1 if the model is not split, or if initialize() splits it in this version of DeepSpeed.
     """
@@ -148,7 +148,7 @@ def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dic
 
 
 def unread(given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each key in the user's ds_config that DeepSpeed ignores. It suggests similar keys."""
+    """Return a sentence, with similar keys, for each key in the user's ds_config that DeepSpeed ignores."""
     return [
         f"ds_config.{name}: DeepSpeed has no such key and would silently ignore it{_near(name)}"
         for name in given

@@ -1,4 +1,4 @@
-"""Writes what `hpcinit discover` found to conf/cluster/NAME.yaml, with the source of each value in a comment."""
+"""Writes the results of `hpcinit discover` to conf/cluster/NAME.yaml. A comment shows the source of each value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 def site_facts(site: Site, partition: str | None) -> list[Entry]:
-    """Return the entries for what Slurm reports. `hpcinit discover` rewrites them each time it runs.
+    """Return the entries for the values that Slurm reports. `hpcinit discover` rewrites them each time it runs.
 
     partition: the partition whose nodes define the top-level keys. If it is None or does not exist, Site.main() chooses
         another one.
@@ -61,7 +61,9 @@ def site_choices(site: Site, name: str) -> list[Entry]:
     limit = main.default_time_min or min(DEFAULT_TIME_MIN, main.time_min or DEFAULT_TIME_MIN)
     why = "DefaultTime" if main.default_time_min else "Slurm has no DefaultTime"
     types = sorted({gpu for kind, _ in main.kinds for gpu in kind.gpu_types})
-    default = "Slurm's default" if main.default else "Slurm has no default for you; this one has the most GPUs"
+    default = (
+        "Slurm's default" if main.default else "Slurm has no default partition for you; this one has the most GPUs"
+    )
     return [
         Entry("name", name, f"name: {scalar(name)}\n"),
         _entry("partition", main.name, live_site.PARTITIONS, default),
@@ -74,7 +76,7 @@ def site_choices(site: Site, name: str) -> list[Entry]:
             "mem_gb",
             None,
             live_site.PARTITIONS,
-            f"null: a job gets {main.default_memory or 'no limit'} ({main.name})",
+            f"null: a job gets {main.default_memory or 'no memory limit'} on partition {main.name}",
         ),
         _entry("exclusive", main.exclusive, live_site.PARTITIONS, f"OverSubscribe ({main.name})"),
     ]
@@ -212,7 +214,7 @@ NOT_REPORTED = """\
 #   modules: [gcc, cuda]
 #   conda: /project/me/envs/train    or venv: /project/me/venv
 # See your site's documentation for: setup, env, interface, host_template, python, gpu_mem_gb.
-# conf/cluster/example.yaml of hpcinit explains every key.
+# hpcinit's conf/cluster/example.yaml explains every key.
 
 """
 
@@ -295,14 +297,14 @@ def _line(entry: Entry, own: Mapping[str, Any]) -> str:
     if own[entry.key] == entry.value:
         return f"# {entry.key}: your value is the same\n"
     if isinstance(entry.value, dict):
-        return f"# {entry.key}: your value is used; see Slurm's with `hpcinit discover --diff`\n"
+        return f"# {entry.key}: your value is used; see Slurm's value with `hpcinit discover --diff`\n"
     return f"# {entry.key}: your value is used; Slurm reports {scalar(entry.value)}\n"
 
 
 def document_difference(document: Document, facts: Sequence[Entry]) -> list[str]:
     """Return the differences between the file and Slurm, one line for each value.
 
-    A line '-KEY: VALUE' shows what the file has, and a line '+KEY: VALUE' shows what Slurm has.
+    A line '-KEY: VALUE' shows the value in the file, and a line '+KEY: VALUE' shows the value that Slurm reports.
     """
     was, own = document.all, document.own
     lines = []

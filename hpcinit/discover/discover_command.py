@@ -60,14 +60,14 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--print", action="store_true", help="print a new description and write nothing")
     what.add_argument(
-        "--diff", action="store_true", help="show what differs from the file; exit status 1 if anything does"
+        "--diff", action="store_true", help="show the differences from the file; exit status 1 if there are any"
     )
     parser.add_argument("--force", action="store_true", help="change an existing file without asking")
-    return console.add_verbosity_options(parser, "print everything found, for programs, and write nothing", what)
+    return console.add_verbosity_options(parser, "print all results as JSON for programs, and write nothing", what)
 
 
 def _default(name: str, wanted: bool, new: bool) -> None:
-    """With --default, make the cluster the user's default. Otherwise, show how to do that after a first discovery."""
+    """With --default, make the cluster the user's default. Otherwise, after a first discovery, show how to do that."""
     chosen, source = folders.default_cluster()
     if not wanted:
         if new and not chosen and not console.quiet():

@@ -1,4 +1,4 @@
-"""Queries a running Slurm and parses the output. The original output of each command is kept."""
+"""Queries Slurm and parses the output. The original output of each command is kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASSOCIATIONS = (
 class SiteAnswers:
     """The output of Slurm's commands.
 
-    texts: the output of each command. sacctmgr's is missing if Slurm has no accounting.
+    texts: the output of each command. sacctmgr's output is missing if Slurm has no accounting.
     silent: sacctmgr's error, or ''.
     """
 
@@ -38,7 +38,7 @@ class SiteAnswers:
 
 
 def query_site(user: str, env: Mapping[str, str]) -> SiteAnswers:
-    """Run four to six Slurm commands and return their output. Raise Failure if one fails, except for sacctmgr."""
+    """Run four to six Slurm commands and return their output. Raise Failure if any except sacctmgr fails."""
     texts = {command: _run(command.split(), env) for command in (CONFIG, PARTITIONS, NODES, SRUN)}
     config = scontrol.config(texts[CONFIG])
     if not accounting(config):
@@ -252,7 +252,7 @@ def _partition(
 
 
 def _default_memory(*sources: Mapping[str, str]) -> str:
-    """Return the memory of a job that requests none, such as 'DefMemPerCPU=2000 MB', or '' if there is no default.
+    """Return how much memory a job gets by default, such as 'DefMemPerCPU=2000 MB', or '' if there is no default.
 
     sources: the partition's settings, then those of slurm.conf.
     """

@@ -1,4 +1,4 @@
-"""Measures how much another machine's clock differs from this machine's, from the times of a query and its answer."""
+"""Measures how far another machine's clock is ahead or behind, using the times of a query and of its answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClockSkew(NamedTuple):
 
 
 def clock_skew(before: float, after: float, earliest: float, latest: float | None = None) -> ClockSkew:
-    """Return the skew of another clock, which showed a time between `earliest` and `latest` during a query.
+    """Return the skew of another machine's clock that showed a time between `earliest` and `latest` during a query.
 
     before, after: this machine's clock before and after the query.
     latest: if None, it is the same as `earliest`.

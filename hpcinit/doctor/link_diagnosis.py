@@ -124,7 +124,10 @@ def _device_speeds(reports: Sequence[Report]) -> Iterator[Check]:
             f"{host[rank]}: the device of rank {rank} is slow: a matrix product takes {min(times[rank]) * 1e3:.1f} ms, "
         )
         detail += f"but {min(min(values) for values in times.values()) * 1e3:.1f} ms on the fastest device"
-        advice = "check heat and power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE; or exclude the node: --remember"
+        advice = (
+            "check the temperature and the power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE; "
+            "or exclude the node: --remember"
+        )
         yield Check("devices' speed", FAIL, detail, advice, (host[rank],))
     if times and not late:
         yield Check("devices' speed", OK, f"no device takes more than {DEVICE.factor:g} times as long as the fastest")
@@ -160,7 +163,7 @@ def _clocks(links: Sequence[Link], host: Mapping[int, str]) -> Iterator[Check]:
 
 
 def _all_reduce(reports: Sequence[Report], on_cpu: bool) -> Iterator[Check]:
-    """Yield a check for each node with a slow all-reduce, and one with the bandwidth of the largest all-reduce."""
+    """Yield a check for each node with a slow all-reduce, and a check with the bandwidth of the largest all-reduce."""
     own = {report.host: (report.on_node.seconds,) for report in reports if report.on_node}
     for name in () if on_cpu else slow_links(own, RULES[False][1]):
         detail = f"{name}: an all-reduce on the node is slow: {own[name][0] * 1e3:.2f} ms, "

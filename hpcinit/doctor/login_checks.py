@@ -58,7 +58,7 @@ def _runs_dir(config: Config) -> Iterator[Check]:
     kind = safe_files.file_system(_existing(path))
     if found.status == OK and config.engine.other_machines and kind in OF_ONE_MACHINE:
         advice = "set runs_dir=... to a folder on a file system that all nodes share"
-        found = Check("runs_dir", WARNING, f"{found.detail}; on {kind}, which other machines cannot see", advice)
+        found = Check("runs_dir", WARNING, f"{found.detail}; it is on {kind}, which other machines cannot see", advice)
     yield found
     if found.status == FAIL:
         return
@@ -124,7 +124,7 @@ COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 # States of sinfo's %T, without the suffixes *, ~, #, ..., of nodes that can run jobs.
 USABLE = {"idle", "allocated", "mixed", "completing", "reserved", "planned", "powering_up", "powered_down"}
 CONTROLLER = "Slurm's controller"
-ASK_SITE = "wait, or ask the site; if SLURM_CONF is set, it must be this cluster's"
+ASK_SITE = "wait, or ask the site; if SLURM_CONF is set, it must be the path of this cluster's slurm.conf"
 
 
 def slurm_checks(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
@@ -226,7 +226,7 @@ def _query(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def login_checks(config: Config, document: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Check]:
-    """Yield all checks of the login node, starting with those to fix first."""
+    """Yield all checks of the login node, in the order in which problems should be fixed."""
     yield from version_checks(config)
     with slurm_client.on_cluster(config.cluster.clusters):
         yield from slurm_checks(config, env)
@@ -311,5 +311,5 @@ def _shell_check(config: Config, env: Mapping[str, str]) -> Iterator[Check]:
     """Yield a warning if this shell runs inside a job."""
     inside = env.get("SLURM_JOB_ID")
     if inside and config.engine.uses_slurm:
-        advice = "nothing to do if you meant that; otherwise submit from a login shell"
+        advice = "nothing to do if this is intended; otherwise submit from a login shell"
         yield Check("this shell", WARNING, f"it runs inside job {inside}", advice)

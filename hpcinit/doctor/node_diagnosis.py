@@ -83,7 +83,7 @@ def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
 def _copies(reports: Sequence[Report]) -> Iterator[Check]:
     """Yield a check for each device whose copies are much slower than the median device's.
 
-    A single device is not judged.
+    With only one device, there is nothing to compare.
     """
     measured = [(report, report.copies) for report in reports if report.copies]
     usual = True
@@ -143,7 +143,7 @@ def _presence(reports: Sequence[Report], nodes: int, ranks_per_node: int) -> Ite
         ranks = [report.rank for report in stuck if report.stage == stage]
         yield Check("ranks", FAIL, f"{rank_names(ranks)} stopped at stage {stage!r}", "see the check 'job' below")
     if not missing and not stuck:
-        yield Check("ranks", OK, f"{total} on {nodes} node{'s' * (nodes != 1)} connected and measured")
+        yield Check("ranks", OK, f"{total} on {nodes} node{'s' * (nodes != 1)} connected and finished all measurements")
 
 
 def _devices(reports: Sequence[Report]) -> Iterator[Check]:
@@ -217,13 +217,18 @@ def _names(reports: Sequence[Report]) -> Iterator[Check]:
         if failed:
             healthy = False
             detail = f"{report.host} cannot resolve {', '.join(name.host for name in failed)}: {failed[0].error}"
-            advice = "ask the site to add them to DNS or /etc/hosts there, or set cluster.host_template=..."
+            advice = (
+                "ask the site to add these names to DNS or to that node's /etc/hosts, or set cluster.host_template=..."
+            )
             yield Check("names", FAIL, detail, advice)
         own = next((name for name in report.node.names if name.host == report.host), None)
         if several and own and own.addresses and all(_loopback(address) for address in own.addresses):
             healthy = False
             detail = f"{report.host} resolves its own name to {', '.join(own.addresses)}"
-            advice = "ask the site to remove the name from that line of /etc/hosts: other nodes cannot connect to it"
+            advice = (
+                "ask the site to remove the name from the loopback line of that node's /etc/hosts: "
+                "other nodes cannot connect to a loopback address"
+            )
             yield Check("names", WARNING, detail, advice)
         for name in report.node.names:
             short = name.back.partition(".")[0]
@@ -233,7 +238,7 @@ def _names(reports: Sequence[Report]) -> Iterator[Check]:
                 advice = "two nodes have the same address, or the reverse DNS zone is wrong: report it to the site"
                 yield Check("names", WARNING, detail, advice)
     if lookers and healthy:
-        yield Check("names", OK, f"each of {len(lookers)} nodes resolves the others")
+        yield Check("names", OK, f"each of {len(lookers)} nodes resolves the names of the others")
 
 
 def _loopback(address: str) -> bool:

@@ -141,7 +141,7 @@ def resumed(alone: Undisturbed, record: Record) -> Resumed:
 def _all_losses_equal(known: Mapping[int, float], own: Mapping[int, float]) -> bool:
     """Return whether a resumed attempt has enough losses to compare, and all of them are exactly equal.
 
-    Then different weights or inputs do not matter, as in federated learning.
+    If so, different weights or inputs do not matter, as in federated learning.
 
     known: the losses of the undisturbed run.
     """
@@ -163,8 +163,8 @@ def other_variables(
 ) -> dict[str, tuple[float, float]]:
     """Return the program's variables that a resume did not restore, each with its wrong and its right value.
 
-    Variables that differ between the undisturbed runs are skipped. A variable must be wrong in two steps, because a
-    program may set it late.
+    Variables that differ between the undisturbed runs are skipped. A variable is returned only if it is wrong in two
+    steps, because a program may set it late.
 
     steps: the resumed steps, starting with step `number`.
     """

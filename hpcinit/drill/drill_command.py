@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="end each run after N steps; default: when the program ends"
+        "--steps", type=int, metavar="N", help="end each run after N steps; default: at the end of the program"
     )
     parser.add_argument(
         "--grace",
@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "--without", action="append", default=[], metavar="NAME", help="do not copy files and folders of this name"
     )
     parser.add_argument(
-        "--fewer-ranks", type=int, metavar="N", help="also restart with ranks_per_node=N, and compare only the step"
+        "--fewer-ranks",
+        type=int,
+        metavar="N",
+        help="also restart with ranks_per_node=N, but check only at which step the program resumes",
     )
     return console.add_verbosity_options(parser)
 
@@ -144,7 +147,7 @@ def _run(drill: Drill, attempt: Attempt, as_json: bool) -> int:
     if not as_json:
         line.end()
         print(_undisturbed_line(first), flush=True)
-        print(f"the rest takes about {_minutes(drill.estimate_s(first, plan))}", flush=True)
+        print(f"the rest of the drill takes about {_minutes(drill.estimate_s(first, plan))}", flush=True)
     line.show("second undisturbed run")
     again = drill.start(drill.place.before, 0)
     second = drill.undisturbed(again, frozen := Frozen(again, plan.killed, plan.cut))
@@ -187,7 +190,7 @@ def _undisturbed_line(first: Record) -> str:
 def _part_lines(part: Part, shown: set[str]) -> list[str]:
     """Return the lines that show a part and its findings. Print the advice for each cause only once.
 
-    shown: the causes whose advice was already printed. Those of this part are added.
+    shown: the causes whose advice was already printed. The causes of this part are added.
     """
     lines = [f"{part.title}: {part.text}".ljust(100) + (" FAILS" if part.findings else " ok")]
     for finding in part.findings:
@@ -208,7 +211,7 @@ def _not_compared(alone: Undisturbed, place: Place) -> list[str]:
             "drill.pattern='...'"
         )
     if not place.reads_visible:
-        found.append(f"which files were read: the file system of {place.root.parent} keeps no access times")
+        found.append(f"which files were read: the file system of {place.root.parent} records no access times")
     return found
 
 

@@ -119,12 +119,12 @@ class Faults:
 
 
 class Frozen:
-    """Copies the files of an undisturbed attempt. A copy contains what a kill at this moment would leave.
+    """Copies the files of an undisturbed attempt. A copy contains the files that a kill at that moment would leave.
 
     The ranks are stopped during a copy.
 
     at: make the first copy after this many steps.
-    cut: saves to copy while they are incomplete, until this has worked for one of them.
+    cut: saves to copy while they are incomplete. After this has worked for one of them, the others are skipped.
     """
 
     def __init__(self, attempt: Attempt, at: int, cut: Sequence[Save]) -> None:

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a resume, and its probable cause.
+"""Finds the problems of a resume, and their probable causes.
 
 There is a finding if losses or weights differ, or if the attempt starts at a wrong step. The other values that the
 ranks recorded (learning rates, optimizer state, inputs, random states) show the cause.
@@ -35,7 +35,7 @@ SMALL_FILE = 1024  # a file that names the latest checkpoint has at most this ma
 MOST_NAMES, MOST_VARIABLES = 3, 2
 POINTER = re.compile(r"(?i)latest|last|newest|current|resume|pointer")  # the name of a file that names a checkpoint
 IN_TMPDIR = re.compile(r"/attempt-\d+/tmp/")  # a file in the TMPDIR of an attempt
-WRONG_START = "the program counts epochs from the wrong start"
+WRONG_START = "the program resumes with a wrong epoch number"
 NO_STEP = "read a batch that no step of the undisturbed run read"
 # What torch, pickle, safetensors and json print about an incomplete file.
 DAMAGED = re.compile(
@@ -53,8 +53,8 @@ CRASH, UNKNOWN, SAVES_NOTHING = "resume_fails", "unknown", "saves_nothing"
 ADVICE = {
     LOADS_NOTHING: "before the first step, look for the checkpoint in the folder to which the program saves it",
     WRONG_FILE: "load the newest complete checkpoint: compare step numbers as numbers, not as text",
-    WEIGHTS: "load the model's state_dict() into the model that is trained, after it was created",
-    OPTIMIZER: "save optimizer.state_dict(), and load it after the model",
+    WEIGHTS: "load the saved state_dict() into the same model that you train, after you create it",
+    OPTIMIZER: "save optimizer.state_dict(), and load it after you load the model",
     SCHEDULER: "save scheduler.state_dict() and load it, or compute the learning rate from the step number",
     ACCUMULATION: "save only after a step of the optimizer: a checkpoint contains no accumulated gradients",
     AVERAGES: "save the averaged weights (EMA), and load them",
@@ -62,8 +62,8 @@ ADVICE = {
     DATA: "set the sampler's epoch and position, or save the loader's state: docs/long-runs",
     EPOCH: "save the epoch (or compute it from the step), and call sampler.set_epoch() with it",
     TORN: "write into a temporary file and rename it, and skip a checkpoint that is incomplete",
-    LATEST: "write the name of the latest checkpoint after its data is complete",
-    IGNORES_SIGNAL: "save and exit when SIGTERM arrives: run.should_stop(), or a handler whose flag the loop reads",
+    LATEST: "write the name of the latest checkpoint only after its data is complete",
+    IGNORES_SIGNAL: "save and exit when SIGTERM arrives: check run.should_stop(), or a flag that your handler sets",
     SHARDED: "let each rank save its own part of a sharded state, or use torch.distributed.checkpoint",
     NODE_LOCAL: "save to a folder that all nodes share; the next attempt runs on other nodes",
     CRASH: "start the program in the folder of an interrupted run to see the whole error",
@@ -88,7 +88,7 @@ class Finding:
 def interruption_findings(alone: Undisturbed, cut: Interruption, stops: bool = False) -> Iterator[Finding]:
     """Yield a finding if the interrupted attempt ignored SIGTERM.
 
-    stops: whether the program has obeyed an earlier SIGTERM. Then this attempt may just be in its last epoch.
+    stops: whether the program has obeyed an earlier SIGTERM. If so, this attempt may just be in its last epoch.
     """
     if cut.signal in ("caught", "ignored"):
         after = cut.done - cut.at
@@ -169,7 +169,7 @@ def _place_findings(alone: Undisturbed, cut: Interruption, record: Record, found
     here = max((save.largest for save in cut.saves), default=0)
     if elsewhere and max(elsewhere.values()) > here:
         places = ", ".join(list(elsewhere)[:MOST_NAMES])
-        yield Finding(NODE_LOCAL, f"the program saves to {places}, which the next attempt does not share")
+        yield Finding(NODE_LOCAL, f"the program saves to {places}, which the next attempt cannot read")
     elif not alone.saves:
         yield Finding(SAVES_NOTHING, "the program wrote no checkpoint")
 
@@ -205,19 +205,19 @@ def _start_findings(alone: Undisturbed, cut: Interruption, record: Record, found
                 EPOCH, f"the weights are those after step {weights}, but the program counts from the start again"
             )
     elif found.from_step == 0:
-        seen = f"it read {_names(read)}, but" if read else "the program loaded nothing:"
+        seen = f"it read {_names(read)}, but" if read else "the program loaded nothing, although"
         left = _names(list(latest.files))
         yield Finding(LOADS_NOTHING, f"started again at step 0; {seen} {left} of step {latest.steps} existed")
     elif weights == 0:
-        yield Finding(WEIGHTS, f"the program counts from step {found.from_step}, but its weights are new")
+        yield Finding(WEIGHTS, f"the program counts from step {found.from_step}, but its weights are newly initialized")
     else:
         from_step = min(found.from_step, found.from_step if weights is None else weights)
         newer = _newer(cut.saves, read, from_step)
         if newer:
-            from_file = f"read {_names(read)}" if read else "continued"
+            from_file = f"read {_names(read)} of" if read else "continued from"
             yield Finding(
                 WRONG_FILE,
-                f"{from_file} of step {from_step}, but {_names(list(newer.files))} of step {newer.steps} is newer",
+                f"{from_file} step {from_step}, but {_names(list(newer.files))} of step {newer.steps} is newer",
             )
 
 
@@ -300,7 +300,7 @@ def _state_findings(alone: Undisturbed, record: Record, found: Resumed) -> Itera
 
 
 def _one_rank_saved(alone: Undisturbed) -> bool:
-    """Return whether the ranks' weights differ, so that rank 0 might have saved only its part of the model."""
+    """Return whether the ranks have different weights. If so, rank 0 may have saved only its part of the model."""
     first = [steps[0].weights for steps in alone.first.steps if steps]
     return len(first) > 1 and not all(close(one, first[0]) for one in first)
 
@@ -316,7 +316,7 @@ def _optimizer_findings(
             which = f"the optimizer's state of rank {rank}" if rank else "the optimizer's state"
             yield Finding(
                 SHARDED if rank else OPTIMIZER,
-                f"{which} {had} at the first step, so the loss jumps, then returns slowly",
+                f"{which} {had} at the first step, so the loss jumps and then recovers slowly",
             )
         elif rate:
             yield Finding(SCHEDULER, f"the learning rate at step {rate[0]} is {rate[1]:.4g} instead of {rate[2]:.4g}")
@@ -401,7 +401,7 @@ def _data_findings(
         of_epoch = "" if other is None else f"epoch {own_epochs[other]:g} instead of {epochs[other]:g}"
         depends = f"the random state is not that of step {from_step}, and the data order depends on it"
         other_batch = f"step {number + 1} read step {first}'s batch, from another epoch"
-        by_generator = f"step {number + 1} read other data, whose order depends on a generator of this epoch"
+        by_generator = f"step {number + 1} read other data, whose order depends on a generator created in each epoch"
         # The first row with a true condition counts.
         rows = (
             (of_epoch, EPOCH, f"{WRONG_START}: {of_epoch}"),
@@ -450,7 +450,7 @@ def _starts_with_other_data(alone: Undisturbed, both: Sequence[tuple[Step, Step]
 def _other_random(alone: Undisturbed, rank: int, own: Step, number: int) -> list[str]:
     """Return the names of the random generators whose state is wrong.
 
-    Generators that are not seeded, or not used by the training, are skipped.
+    Generators that the program does not seed or does not use are skipped.
 
     own: what the rank recorded at its first step.
     number: the same step in the undisturbed runs.
@@ -520,7 +520,10 @@ def _unfinished_save_finding(cut: Interruption, seen: Finding) -> Finding:
         for path in [*(cut.state / name for name in cut.unfinished), *pointers]:
             if file_size(path) <= SMALL_FILE and _refers(path, missing):
                 name = str(path.relative_to(cut.state))
-                return Finding(LATEST, f"{_names([name])} named {_names(missing)} before it was complete; {seen.text}")
+                return Finding(
+                    LATEST,
+                    f"{_names([name])} referred to {_names(missing)} before the data was complete; {seen.text}",
+                )
     return Finding(TORN, f"{_names(missing) or 'the save'} was incomplete; {seen.text}")
 
 

@@ -162,7 +162,7 @@ class Drill:
         """Choose the step at which each fault happens. first: the results of the first undisturbed run."""
         total, unchecked = first.done, list[str]()
         if len(first.steps) > 1 and not self.fewer:
-            unchecked.append("a restart on fewer ranks: --fewer-ranks N")
+            unchecked.append("a restart on fewer ranks (add --fewer-ranks N)")
         saves = [save for save in self.saves if save.steps < total]
         at = {faults.PREEMPTED: _between(saves, total, 0.3), faults.TIME_LIMIT: _between(saves, total, 0.7)}
         if len(first.steps) > 1:
@@ -285,7 +285,7 @@ class Drill:
             part.text = part.text or _text(cut, found)
         if len(cuts) > 1:
             states = ", ".join(_from(from_step) for from_step in dict.fromkeys(part.from_step))
-            part.text = f"{len(cuts)} unfinished states, {states}"
+            part.text = f"{len(cuts)} copies of the unfinished save: {states}"
         return part
 
 
@@ -344,8 +344,8 @@ def _between(saves: Sequence[Save], total: int, share: float) -> int:
 def _all_killed(saves: Sequence[Save], total: int) -> int:
     """Return the number of steps after which to kill all ranks, if possible after two saves.
 
-    Prefer a newer save whose number has more digits, as in 5 and 10. A program that compares the numbers as text then
-    loads the older save.
+    Prefer a newer save whose number has more digits, such as 10 after 5. A program that compares the numbers as text
+    then loads the older save.
     """
     pairs = [(a.steps, b.steps) for a, b in itertools.pairwise(saves)]
     longer = [b for a, b in pairs if len(str(b)) > len(str(a))]

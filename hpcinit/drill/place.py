@@ -1,4 +1,4 @@
-"""The folders of a drill, and which files the program writes and reads in them.
+"""Manages the folders of a drill, and finds which files the program writes and reads in them.
 
     ROOT/now/work           the program's working folder, at first a copy of the current folder.
     ROOT/now/runs/NAME      the run folder.
@@ -77,7 +77,10 @@ class Place:
             shutil.copy2(run / name, kept / name)
 
     def restore(self, state: Path | None = None) -> None:
-        """Restore the folders from `state`, which copy_state() returned; None: as they were before the first start."""
+        """Restore the folders from `state`, which copy_state() returned.
+
+        If it is None, restore the folders as they were before the first start.
+        """
         shutil.rmtree(self.now)
         _copy(state or self.before, self.now)
 

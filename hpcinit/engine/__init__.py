@@ -24,7 +24,7 @@ def from_environment(env: Mapping[str, str]) -> Engine:
 
 
 def from_record(submission: Mapping[str, Any]) -> Engine:
-    """Return the engine that a submission.json names. Raise RequestError if there is no such engine."""
+    """Return the engine that is named in a submission.json. Raise RequestError if there is no such engine."""
     try:
         return ENGINES[submission["engine"]]
     except (KeyError, TypeError):

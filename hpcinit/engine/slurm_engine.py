@@ -116,8 +116,8 @@ def state_of(known: Known) -> State:
 def _ended(known: Known) -> State | None:
     """Return the job's state if Slurm reports that the job has ended, otherwise None.
 
-    The exit status is from the run folder, because Slurm's record may lack it. So is the state of a
-    requeued job that Slurm calls PREEMPTED, because Slurm 24.11 may never update this state.
+    The exit status is from the run folder, because Slurm's record may lack it. If Slurm reports a
+    requeued job as PREEMPTED, the state is also from the run folder, because Slurm 24.11 may never update it.
     """
     now, record = known.slurm, known.record
     if now is None or not now.over or not record.over:
@@ -301,7 +301,7 @@ def _chain(record: JobRecord, answer: SlurmReply) -> State:
 
 
 def of_array(job_id: str) -> list[State]:
-    """Return the states of an array's tasks that Slurm still knows. If the job is not an array, return its state.
+    """Return the state of each task of an array that Slurm still knows. If the job is not an array, return its state.
 
     job_id: the id without a task number, such as '4242'.
     """

@@ -85,7 +85,7 @@ def _nccl() -> str:
 
 
 def device_of(device: torch.device) -> dict[str, str]:
-    """Return what identifies a device: 'device', and name, memory_gb, uuid and pci if torch knows them."""
+    """Return what identifies a device: its 'device', and its name, memory_gb, uuid and pci if torch reports them."""
     found = {"device": str(device)}
     if device.type != "cpu":
         properties = torch.get_device_module(device).get_device_properties(device)
@@ -215,7 +215,7 @@ def _measure_link(pair: Pair, device: torch.device, size: int) -> Link:
 
 
 def _send_back(pair: Pair, device: torch.device, size: int) -> None:
-    """Reply to _measure_link(): to a small message with this rank's time, to a large one with the same data."""
+    """Reply to a small message of _measure_link() with this rank's time, and to a large one with the same data."""
     small, large = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(size // 4, device=device)
     for _ in range(TRIPS):
         dist.recv(small, pair.a)

@@ -43,7 +43,7 @@ class ProgramPath:
 
     @classmethod
     def current(cls) -> ProgramPath:
-        """Return the folders of this process."""
+        """Return the folders from which this process imports modules."""
         environment = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
         found = [Path(path).absolute() for path in sys.path]
         standard = found.index(environment[0]) if environment[0] in found else len(found)
@@ -154,7 +154,7 @@ def write_result(folder: Path, value: Any) -> None:
 def _write(folder: Path, done: JobReturn) -> None:
     """Write the JobReturn for the launcher, and its return value for `hpcinit` and api.Run.result().
 
-    Errors are ignored, because they would fail a training run that has finished.
+    Errors are ignored, because they would make a finished training run fail.
     """
     if done.status == JobStatus.COMPLETED:
         with suppress(RequestError):  # the pickle has the value

@@ -9,8 +9,8 @@ hpcinit. Each line of stdin is a program as JSON, and each line of stdout is the
 
 A channel is like a stream of a GPU: its calls run one after another, at the same time as the calls of other channels.
 A call starts when the calls in `after` have finished on its rank. 'allreduce' waits for all ranks of the group. 'send'
-and 'recv' wait for each other, because gloo sends a message only after the receiver has called. A rank that has
-finished keeps running, because gloo reports an error if a peer has exited.
+and 'recv' wait for each other, because gloo sends a message only after the receiver has called. A rank
+whose calls have all finished does not exit, because gloo reports an error if a peer has exited.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _have_slept(before: Seen, now: Seen) -> bool:
 
 
 def _threads(ranks: Sequence[int]) -> Seen:
-    """Return the state of each thread of the ranks, and how often it has gone to sleep."""
+    """Return the state of each thread of the ranks, and how often each thread has gone to sleep."""
     found: Seen = {}
     for pid in ranks:
         for thread in Path(f"/proc/{pid}/task").iterdir():

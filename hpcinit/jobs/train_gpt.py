@@ -4,7 +4,7 @@
     hpcinit submit nodes=2 ranks_per_node=2 job=train_gpt wait=true parallel=fsdp
 
 `train` contains everything that a program with several ranks needs: the session, run.wrap, different batches for each
-share of the data, and numbers that are averaged before rank 0 prints them.
+data parallel rank, and numbers that are averaged before rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT: computes logits (batch, length, vocabulary) of each next token from token numbers (batch, length).
+    """A small GPT that predicts each next token.
+
+    The input is token numbers (batch, length), and the output is logits (batch, length, vocabulary).
 
     positions: the positions of the tokens in the text, with shape (length,); default: 0, 1, ...
     """
@@ -129,7 +131,7 @@ def same_on_all_ranks(value: Tensor) -> bool:
 
 
 def checksum(model: nn.Module) -> Tensor:
-    """Return a checksum over the bits of all parameters, so that even a rounding error changes it."""
+    """Return a checksum of the bits of all parameters. Even a rounding error changes the checksum."""
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return torch.stack([p.detach().float().view(torch.int32).sum() for p in whole]).sum()
 
@@ -155,7 +157,7 @@ def evaluate(run: hpcinit.Runtime, model: Callable[..., Tensor], text: Tensor, c
 
 
 class Place:
-    """The position of a data parallel rank in the data, which is saved in each checkpoint."""
+    """A data parallel rank's position in the data. Each checkpoint contains it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -186,7 +188,7 @@ def train(run: hpcinit.Runtime, options: argparse.Namespace) -> None:
     losses: list[float] = loaded.extra if loaded else []
     tokens = run.batch.data_parallel * run.batch.accumulation * options.micro_batch * options.context
     if run.rank == 0:
-        print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} of them per step", flush=True)
+        print(f"{size:,} parameters, {len(text):,} characters of text, {tokens:,} characters per step", flush=True)
 
     started, first = time.monotonic(), len(losses)
     for step in range(first + 1, options.steps + 1):

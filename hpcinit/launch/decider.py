@@ -62,7 +62,7 @@ def refusal(before: Sequence[Restart], failed: Restart, limit: int | None) -> st
 class Decider:
     """Decides for all nodes when ranks end and restart. It uses no sockets and starts no processes.
 
-    Call the object with each message of a server. The call yields the orders for all servers.
+    Call the object with each message from a server. The call yields the orders for all servers.
 
     hosts: the names of the nodes.
     limit_s: how many seconds the servers have to end their ranks after a failure.

@@ -141,7 +141,7 @@ class ForkSupervisor(Supervisor):
                     say(f"{self._here.host}: rank {child.number}: {job_log.SUCCEEDED}")
 
     def _report_exit(self, child: Child) -> None:
-        """If a rank failed, print how. End the other ranks if kill_on_bad_exit is set."""
+        """If a rank failed, print its exit code or signal. End the other ranks if kill_on_bad_exit is set."""
         bad = child.code != 0
         if bad:
             self._say_succeeded()
@@ -185,7 +185,7 @@ def _shell_status(code: int) -> int:
 
 
 def end_as(code: int) -> int:
-    """Return the exit status `code` of a rank. If it is negative, end this process by the same signal as the rank.
+    """Return `code`, a rank's exit status. If it is negative, end this process by the signal that ended the rank.
 
     Slurm then reports this signal.
     """

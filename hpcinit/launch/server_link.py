@@ -52,7 +52,7 @@ class Connection:
         self.report_silence_after(SILENT_S)
 
     def report_silence_after(self, seconds: int) -> None:
-        """Set after how many seconds without an answer the peer counts as lost."""
+        """Set the number of seconds without an answer after which the peer counts as lost."""
         seconds -= self._earlier_s
         probes = (seconds - IDLE_S) // PROBE_S
         options = {"KEEPIDLE": IDLE_S, "KEEPINTVL": PROBE_S, "KEEPCNT": probes, "USER_TIMEOUT": 1000 * seconds}
@@ -97,7 +97,9 @@ class Connection:
 
 
 class Link:
-    """The connections of this server. The first server has one to each other server. The others have one to the first.
+    """The connections of this server.
+
+    The first server has a connection to each other server. Each other server has only a connection to the first one.
 
     decide: on the first server, a function that takes a node's number and its message, and returns orders for all
         servers. On other servers, None.
@@ -133,7 +135,7 @@ class Link:
         return orders
 
     def report_silence_after(self, seconds: int) -> None:
-        """Set after how many seconds without an answer a server counts as lost."""
+        """Set the number of seconds without an answer after which a server counts as lost."""
         for connection in self._connections.values():
             connection.report_silence_after(seconds)
 

@@ -1,6 +1,6 @@
 """Detects whether Slurm sends a signal not only to this process, but also to its ranks.
 
-If it does, this process must not forward the signal: a program that requeues its job at USR1 would requeue it twice.
+If it does, this process must not forward the signal: a program that requeues its job on USR1 would requeue it twice.
 Slurm signals the ranks too if it tracks processes by control group or by parent (proctrack/cgroup, linuxproc). With
 proctrack/pgid or cluster=local, the ranks get no signal, because they have their own sessions. So a helper process in
 its own session shows whether Slurm signals the ranks.

@@ -57,8 +57,8 @@ class Running:
 def start(spec: Spec, env: Mapping[str, str]) -> Running | None:
     """Start the check of this node in the background. Return None if it does not run.
 
-    Only the first task on each node runs it, in a Slurm job step, unless it is disabled. Call this before this process
-    has imported torch or started a thread, because the check is a fork of this process.
+    The check runs only in a Slurm job step, in the first task of each node, unless it is disabled. Call this before
+    this process has imported torch or started a thread, because the check is a fork of this process.
     """
     wanted = spec.check_node
     if wanted.action == OFF or not all(env.get(name) for name in NEEDED) or env.get("SLURM_LOCALID") != "0":
@@ -159,7 +159,7 @@ def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
     """Record in the run folder which interface NCCL uses on this node, and return the records of other nodes.
 
     The first node reads all records. The other nodes read only the first node's record. Each node writes before it
-    reads, so the later one of two nodes finds the other's record.
+    reads, so at least one of two nodes finds the other's record.
     """
     from hpcinit.records.node_facts import Nccl  # noqa: PLC0415
 

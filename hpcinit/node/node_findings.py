@@ -202,7 +202,7 @@ def nccl_findings(found: Sequence[Nccl], nodes: int) -> Iterator[Check]:
     found: NCCL's choice on each node.
     nodes: the number of nodes in the job.
 
-    Each check's detail names the node. `hosts` contains it only if the node is certainly at fault. If at least half of
+    Each check's detail names the node. `hosts` contains the node only if it is certainly at fault. If at least half of
     the nodes have a problem, the job's settings probably cause it.
     """
     alone = [check for one in found for check in nccl_alone(one, nodes)]
@@ -275,10 +275,10 @@ def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
             continue
         own, other = _address_in(one, network_of(usual)), _address_in(usual, network_of(one))
         if own or other or ip_address(one.address).version != ip_address(usual.address).version:
-            also = f"; it also has {own} there" if own else ""
+            also = f"; this node also has {own} in that network" if own else ""
             detail = (
                 f"{one.host}: NCCL uses {one.interface} ({one.address}), but on {usual.host} it uses "
-                f"{usual.interface} ({usual.address}), another network{also}"
+                f"{usual.interface} ({usual.address}), which is in another network{also}"
             )
             yield Check("NCCL's interface", FAIL, detail, advice, (one.host,) if certain else ())
 

@@ -1,7 +1,7 @@
 """Collects facts about this node from /proc, /sys, the resolver, nvidia-smi and NCCL. Linux only.
 
-Unknown values are empty. `hpcinit doctor` collects all facts. The check before a start (node_check.py) does not resolve
-the names of other nodes.
+Unknown values are empty. `hpcinit doctor` collects all facts. The check that runs before the ranks start
+(node_check.py) does not resolve the names of other nodes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _place(what: str, path: str) -> Place:
 
 
 def _interfaces() -> Iterator[Interface]:
-    """Yield the node's network interfaces, except loopback, bridges, and those of containers."""
+    """Yield the node's network interfaces, except loopback, bridges and container interfaces."""
     for name in sorted(name for _, name in socket.if_nameindex()):
         if name == "lo" or name.startswith(("docker", "veth", "virbr", "br-")):
             continue
@@ -121,7 +121,10 @@ def _interfaces() -> Iterator[Interface]:
 
 
 def _ports(place: Path = Path("/sys/class/infiniband")) -> Iterator[Interface]:
-    """Yield the node's InfiniBand ports. Their files contain a state '4: ACTIVE' and a rate '200 Gb/sec (4X HDR)'."""
+    """Yield the node's InfiniBand ports.
+
+    The files of a port contain its state, such as '4: ACTIVE', and its rate, such as '200 Gb/sec (4X HDR)'.
+    """
     for port in sorted(place.glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb/sec", read_or_empty(port / "rate"))
         up = read_or_empty(port / "state").startswith("4:")

@@ -36,7 +36,7 @@ _XID = re.compile(r"^\[ *(\d+\.\d+)\] .*?NVRM: Xid \(PCI:([0-9a-fA-F:]+)\): (\d+
 
 
 def query() -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that nvidia-smi lists, and its error message or ''.
+    """Return the GPUs that nvidia-smi lists, and its error message, or '' if there is none.
 
     CUDA_VISIBLE_DEVICES has no effect on the list. nvidia-smi creates no CUDA context. In a container, it may list
     processes of other containers, or none. If nvidia-smi does not exist, return no GPUs and no message.

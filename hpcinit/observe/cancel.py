@@ -70,7 +70,8 @@ def _check(run: overview.Run, save: bool) -> None:
     now = run.now
     if save and now and now.name == "PENDING":
         raise RequestError(
-            f"{run.path.name} has not started, so there is nothing to save: hpcinit cancel {run.path.name}"
+            f"{run.path.name} has not started, so there is nothing to save. To cancel it: "
+            f"hpcinit cancel {run.path.name}"
         )
     if not save:
         run.engine.check_cancelable(run.path, [now for _, now in run.parts])
@@ -108,7 +109,7 @@ def _canceled(jobs: Sequence[str]) -> str:
 
 
 def _number(job: str) -> tuple[int, ...]:
-    """Return the numbers in a job id, by which ids are sorted: job 9 before job 10."""
+    """Return the numbers in a job id, as a sort key that puts job 9 before job 10."""
     return tuple(int(part) for part in job.split("_") if part.isdigit())
 
 

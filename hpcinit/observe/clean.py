@@ -55,12 +55,16 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--older-than", type=float, default=0.0, metavar="DAYS", help="only runs that ended more than DAYS days ago"
     )
-    parser.add_argument("--state", default="", help="only runs in this state; several: FAILED,CANCELLED")
+    parser.add_argument("--state", default="", help="only runs in this state, or in one of several: FAILED,CANCELLED")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--outside", action="store_true", help="list and remove what hpcinit wrote outside of run folders, not runs"
+        "--outside",
+        action="store_true",
+        help="instead of runs, list and remove what hpcinit wrote outside of run folders",
     )
-    which.add_argument("--all", action="store_true", help="finished runs, then what --outside removes")
+    which.add_argument(
+        "--all", action="store_true", help="list and remove finished runs, and then what --outside removes"
+    )
     parser.add_argument("--yes", "-y", action="store_true", help="remove without a confirmation")
     return console.add_verbosity_options(parser, "one JSON object per line, for each finished run")
 
@@ -98,7 +102,8 @@ def _runs(options: argparse.Namespace) -> None:
         removed = _remove(found)
     else:
         removed = set()
-        console.note("nothing was removed. To remove these runs without confirmation: hpcinit clean --yes")
+        command = "hpcinit clean --all --yes" if options.all else "hpcinit clean --yes"
+        console.note(f"nothing was removed. To remove these runs without confirmation: {command}")
     for one in found if options.json else ():
         states = Counter(now.name for _, now in one.run.parts)
         fields = {"run": str(one.run.path), "states": states, "age_s": one.age_s, "bytes": one.size}
@@ -159,7 +164,7 @@ def _problems(run: overview.Run) -> Iterator[str]:
 
 
 def _inner_runs(run: overview.Run) -> Iterator[Path]:
-    """Yield the runs inside this run's folder. A program may have submitted them from its code snapshot."""
+    """Yield the runs inside this run's folder. A program that runs in a code snapshot may submit runs there."""
     own = {str(run.path), *(str(run.path / str(task.number)) for task in run.tasks)}
     for place, _, files in os.walk(run.path):
         if run_folder.SUBMISSION in files and place not in own:
@@ -260,20 +265,29 @@ def _remove(found: Sequence[Finished]) -> set[Path]:
     except OSError as error:
         console.warning(f"nothing was removed, because {error.filename} cannot be written: {error.strerror}")
         return removed
+    renamed: dict[Path, Path] = {}
+    # Rename all before removing any: removing takes minutes, in which someone may start one of the runs again.
     for run in overview.read([one.run.path for one in found]):
         if problem := _problem(run):
             console.warning(f"not removed: {problem}")
             continue
         path = run.path.absolute()
-        hidden = outside.hidden(path)
-        try:
-            path.rename(hidden)
-            shutil.rmtree(hidden)
-            removed.add(run.path)
-        except OSError as error:
-            left = hidden if hidden.exists() else path
-            console.warning(f"cannot remove {left}: {error.strerror} ({error.filename}); remove it with rm -r")
+        with _reported(path):
+            renamed[run.path] = path.rename(outside.hidden(path))
+    for path, aside in renamed.items():
+        with _reported(aside):
+            shutil.rmtree(aside)
+            removed.add(path)
     return removed
+
+
+@contextlib.contextmanager
+def _reported(folder: Path) -> Iterator[None]:
+    """Print a warning if removing `folder` fails."""
+    try:
+        yield
+    except OSError as error:
+        console.warning(f"cannot remove {folder}: {error.strerror} ({error.filename}); remove it with rm -r")
 
 
 def _age(seconds: float) -> str:

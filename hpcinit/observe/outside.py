@@ -25,12 +25,12 @@ from hpcinit.records import node_records, safeguards, scratch
 from hpcinit.slurm import tokens
 from hpcinit.slurm.slurm_client import Unreachable
 
-REMOVED = re.compile(r"\..+\.removed-\d+")  # see hidden()
+REMOVED = re.compile(r"\..+\.hpcinit-removed-\d+")  # see hidden()
 
 
 def hidden(folder: Path) -> Path:
     """Return the name to give a folder before removing it, so that a half-removed folder doesn't look complete."""
-    return folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+    return folder.with_name(f".{folder.name}.hpcinit-removed-{os.getpid()}")
 
 
 def _unused() -> str:
@@ -73,7 +73,12 @@ def remove(place: Place) -> str:
     if why := place.why_kept():
         return why
     aside = place.path.rename(hidden(place.path))
-    if why := place.why_kept():
+    try:
+        why = place.why_kept()
+    except BaseException:  # Ctrl-C while Slurm is queried: a job that needs the folder must find it
+        aside.rename(place.path)
+        raise
+    if why:
         aside.rename(place.path)
         return why
     shutil.rmtree(aside)

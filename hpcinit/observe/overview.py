@@ -1,4 +1,4 @@
-"""Reads several runs and sweeps with their states, using one query of Slurm."""
+"""Reads several runs and sweeps with their states. A single Slurm query covers all of them."""
 
 from __future__ import annotations
 

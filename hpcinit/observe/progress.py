@@ -162,7 +162,7 @@ def notes(path: Path, now: State, document: Mapping[str, Any]) -> str:
 def ineffective_options(path: Path, now: State) -> ProgramUse:
     """Return which options of the run had no effect.
 
-    Return no options unless the run succeeded: a failed run might have ended before it used its options.
+    If the run did not succeed, return no options, because it may have ended before it used them.
     """
     from hpcinit.records import program_use  # noqa: PLC0415 - imports the spec, which a waiting run does not need
 

@@ -50,9 +50,9 @@ def submitted(path: Path) -> float | None:
 
 
 def distinguish(submissions: Sequence[Submission]) -> list[str]:
-    """Return, for each run, what the user typed differently than for the other runs of the same program.
+    """Return, for each run, the options and arguments that are not the same in all runs of the same program.
 
-    For the only run of a program, return everything that the user typed.
+    If there is only one run of a program, return everything that the user typed.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for number, one in enumerate(submissions):

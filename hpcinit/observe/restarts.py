@@ -34,7 +34,7 @@ def left(found: Sequence[Restart]) -> int | None:
 
 
 def document(path: Path) -> Mapping[str, Any]:
-    """Return the restarts for JSON output: the number of requeues, how many are left, and two lists.
+    """Return the restarts for JSON output: the number of requeues, how many are left, and these two lists.
 
     attempts: the requeues.
     inside: the restarts inside a job.

@@ -52,7 +52,7 @@ def sweep_of(run: Path) -> Path | None:
 def _place(run: Path) -> tuple[Path, str]:
     """Return the folder that records which run replaced `run`, and the key in the record.
 
-    A sweep's folder has the records of all its tasks. The key is the task's number, or '' if `run` is no task.
+    A sweep's folder has the records of all its tasks. The key is the task's number, or '' if `run` is not a task.
     """
     return (sweep, run.name) if (sweep := sweep_of(run)) else (run, "")
 

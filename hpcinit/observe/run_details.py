@@ -1,4 +1,4 @@
-"""Collects what `status` and `watch` show of a run: the fields of its JSON document, and texts for people."""
+"""Collects what `status` and `watch` show about a run: the fields of its JSON document, and texts for people."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def job_of(run: Run) -> str:
 def details(path: Path, now: State, table: bool = False) -> str:
     """Return the details of a job: why it is waiting, its times, its progress, and how it ended.
 
-    table: whether to omit the times and the step, which the table shows in columns.
+    table: whether the details are for a table. They then omit the times and the step, which have their own columns.
     """
     started = now.name not in ("PENDING", find_runs.NOT_SUBMITTED)
     again = now.restart is not None

@@ -3,7 +3,7 @@
 `hpcinit stacks` and `hpcinit exec` send this file to the nodes as text. It needs only Python and /proc, because hpcinit
 and the run's environment may exist only inside a container.
 
-A thread in each rank (runtime/lifecycle/stack_signal.py) writes the rank's stacks on request. If C code keeps the GIL,
+A thread in each rank (runtime/lifecycle/stack_signal.py) writes the rank's stacks on request. If C code holds the GIL,
 this thread can't run. This program then sends the thread a signal, and a handler in C writes the stacks. It sends no
 signal to a process without the handler, because the signal would end the process.
 """
@@ -122,7 +122,7 @@ def beside(asked: dict[str, Any]) -> int:
             env = {name: value for name, value in _environ(rank.pid).items() if not OF_A_RANK.match(name)}
             env.update({name: own[name] for name in own if name == "TERM" or name.startswith("SLURM")})
         env["HPCINIT_RANK_PID"] = str(rank.pid)
-        note = f"on {host}, beside rank {rank.rank} (process {rank.pid}, in $HPCINIT_RANK_PID)"
+        note = f"on {host}, beside rank {rank.rank} (process {rank.pid}, the value of $HPCINIT_RANK_PID)"
     else:
         which = "no rank" if asked["rank"] is None else f"no process of rank {asked['rank']}"
         note = f"{which} on {host}: the command runs with this shell's environment, not the run's"
@@ -144,9 +144,9 @@ def beside(asked: dict[str, Any]) -> int:
 
 
 def encoded(document: dict[str, Any]) -> list[str]:
-    """Return the document as short lines, which stacks.decoded() joins again.
+    """Return the document as short lines. Each line starts with a prefix.
 
-    It finds them even among the output of other nodes.
+    stacks.decoded() finds these lines, even among the output of other nodes, and joins them.
     """
     data = base64.b64encode(zlib.compress(json.dumps(document).encode())).decode(errors="replace")
     parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
@@ -283,7 +283,7 @@ def _sampled(one: Process, samples: int, apart_s: float) -> dict[str, Any]:
 class OwnStacks:
     """The stacks that a rank writes itself.
 
-    gil_is_kept: whether C code keeps the GIL, or None if it is unknown.
+    gil_is_kept: whether C code holds the GIL, or None if it is unknown.
     """
 
     def __init__(self, one: Process) -> None:
@@ -332,9 +332,9 @@ def _link(file: Path) -> str:
 
 
 def _signal_thread(one: Process) -> bool:
-    """Signal the rank's thread that waits for this, so that it writes the stacks. Return whether that succeeded.
+    """Send a signal to the rank's thread that writes the stacks. Return whether that succeeded.
 
-    In another thread, the signal could interrupt a system call.
+    In another thread, the signal could interrupt a system call of the program.
     """
     import ctypes  # noqa: PLC0415 - some builds of Python lack it
 

@@ -200,8 +200,8 @@ def groups_now(run: Path) -> list[Group]:
 def blocked_ranks(groups: Iterable[Group]) -> dict[int, tuple[str, str]]:
     """Return (state, line of the program) for each rank that can't run Python code.
 
-    The state is as in hang_report.StuckRank. If C code holds the GIL, the line is the one that called it. Otherwise, it
-    is ''.
+    The state is as in hang_report.StuckRank. If C code holds the GIL, the line is where the program called this code.
+    Otherwise, the line is ''.
     """
     bad = [group for group in groups if group.first.state in HEARTBEAT_STATES]
     return {

@@ -66,10 +66,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="*", help="run folder, its name, a job id, or all (the default)")
     find_runs.add_runs_dir(parser)
     parser.add_argument(
-        "--sort", metavar="NAME", help="sort runs and tasks by loss, or another metric, result, step or submitted"
+        "--sort", metavar="NAME", help="sort runs and tasks by a metric, such as loss, or by result, step or submitted"
     )
     parser.add_argument("--reverse", action="store_true", help="with --sort: the largest value first")
-    parser.add_argument("--top", type=int, metavar="N", help="only the first N; with --sort, --top 1 is the best run")
+    parser.add_argument(
+        "--top", type=int, metavar="N", help="only the first N; with --sort, --top 1 shows the best run"
+    )
     parser.add_argument("--csv", action="store_true", help="one line per run or task, for spreadsheets and pandas")
     return console.add_verbosity_options(parser, "one JSON object per line, for programs")
 

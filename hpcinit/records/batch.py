@@ -45,8 +45,8 @@ class Batch:
 def solve(micro: int | None, accumulation: int | None, total: int | None, data_parallel: int) -> Batch:
     """Compute the missing batch size from the other two, and return the Batch.
 
-    If only one size is given, accumulation becomes 1. If only accumulation is given, micro becomes 1. If the sizes
-    don't divide evenly, raise RequestError with the nearest values that work.
+    If only micro or only the global batch is given, accumulation becomes 1. If only accumulation is given, micro
+    becomes 1. If the sizes don't divide evenly, raise RequestError with the nearest values that work.
     """
     for key, value in (("micro", micro), ("accumulation", accumulation), ("global", total)):
         if value is not None:

@@ -128,7 +128,7 @@ KINDS = (
     # The last patterns are of NCCL, MPI, gloo and Horovod: the size of a message is not what the receiver expects.
     Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
      r"|op\.preamble\.length <= op\.nbytes|Culprit rank (?P<ranks>\d+); Error type: \w*MISMATCH"  # torchfrtrace
-     r"|[Mm]essage truncated ?[:;,]|MPI_ERR_TRUNCATE|distributed collective mismatch|Mismatched MPI operations"
+     r"|[Mm]essage truncated ?[:;,]|MPI_ERR_TRUNCATE|collective mismatch|Mismatched MPI operations"
      r"|Mismatched data types|Mismatched \w+ tensor shapes|Mismatched \w+ root ranks",
      DIFFERENT_CALLS),
     # from torch's TCPStore, on the rank that waits for all others: '3/4 clients joined'
@@ -163,7 +163,7 @@ KINDS = (
      "a DataLoader worker crashed, often in a library that decodes data: run the program with num_workers=0 and "
      "python -X faulthandler, which shows where"),
     Message(failure_kinds.PROGRAM, r"DataLoader worker .* exited unexpectedly with exit code",
-     "the code of the data set ended a DataLoader worker: run with num_workers=0 to see the traceback"),
+     "the code of the data set made a DataLoader worker exit: run with num_workers=0 to see the traceback"),
     Message(failure_kinds.CUDA_MEMORY, r"\bOutOfMemoryError\b", _CUDA),
     Message(failure_kinds.HOST_MEMORY, r"DataLoader worker .* exited unexpectedly",
      "a DataLoader worker exited, because memory ran out (raise mem_gb, or use fewer workers), or because the code of "
@@ -189,7 +189,7 @@ KINDS = (
     # https://docs.nvidia.com/deploy/xid-errors: 13, 31 and 43 are errors of the program, the others of the device.
     Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43), ", _KERNEL),
     Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|uncorrectable|"
-     r"amdgpu: GPU reset|HW Exception by GPU|ERROR_DEVICE_LOST|"
+     r"amdgpu: GPU reset|HSA_STATUS_ERROR_EXCEPTION|HW Exception by GPU|ERROR_DEVICE_LOST|"
      r"system not yet initialized",
      _HARDWARE),
     Message(failure_kinds.PROGRAM, r"device-side assert\b|illegal memory access|misaligned address"
@@ -203,6 +203,8 @@ KINDS = (
      "run once with CUDA_LAUNCH_BLOCKING=1; if only ranks on one node fail, look for Xid errors in its dmesg"),
     Message(failure_kinds.PORT, r"[Aa]ddress already in use|EADDRINUSE",
      "another process uses the port: at the next start, hpcinit chooses another port"),
+    # Megatron-LM's rerun state machine
+    Message(failure_kinds.NOT_A_NUMBER, r"Unexpected result (?:nan|inf) on rank (?P<ranks>\d+)", _DIVERGED),
     Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      _DIVERGED),
     Message(failure_kinds.NOT_A_NUMBER, r"Loss is inf|loss: inf\b|[Nn]on-?finite|\bNaNs\b", _DIVERGED),
@@ -236,7 +238,7 @@ KINDS = (
     # The driver of Ray, or a pool of processes, reports that a process ended.
     Message(failure_kinds.UNKNOWN, r"ProcessRaisedException:?\s*$|ActorDiedError|RayActorError|WorkerCrashedError"
      r"|BrokenProcessPool",
-     "the message does not show why the process ended: its own log does, and dmesg on its node"),
+     "the message does not show why the process ended: look for the reason in its own log, and in dmesg on its node"),
     # NCCL's own result codes: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html
     Message(failure_kinds.PROGRAM, r"ncclInvalidUsage|ncclInvalidArgument|invalid usage|NCCL error.*invalid argument",
      "the program uses NCCL in an invalid way; the line after 'Last error' shows how"),
@@ -244,8 +246,8 @@ KINDS = (
      "no network interface of the node matches NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: "
      "ip -br address on that node lists them"),
     Message(failure_kinds.NETWORK, r"ncclSystemError|ncclRemoteError|No route to host|Network is unreachable"
-     r"|NET/.* error|NET/.* status=\d+|NET/.* fatal|socketStartConnect|retry counter exceeded"
-     r"|Call to (?:connect|ibv_\w+)\b.* failed",
+     r"|NET/.* error|NET/OFI Unable|NET/.* status=\d+|NET/.* fatal|async event : port error|socketStartConnect"
+     r"|retry counter exceeded|Call to (?:connect|ibv_\w+)\b.* failed",
      NETWORK),
     Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal: (?:1$|.*SIGHUP)", SIGNALS["Hangup"]),
     Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal", SIGNALS["Terminated"]),
@@ -315,8 +317,8 @@ def secondary_name(record: ErrorRecord) -> str:
 def message(error: str) -> tuple[Message, tuple[int, ...]] | None:
     """Return the row of KINDS that matches an error message, and the ranks at fault that the message names.
 
-    Return None if no row matches. Most patterns do not see quoted text, because it may be a value, as in KeyError:
-    'nan'. A pattern that contains a quote sees the whole message.
+    Return None if no row matches. Before the search, quoted text is removed, because it may be a value, as in KeyError:
+    'nan'. Patterns that contain a quote are searched for in the whole message.
     """
     plain = unquoted(error)
     for row in KINDS:
@@ -339,8 +341,8 @@ def kind(error: str) -> tuple[str, str]:
 def of_record(record: ErrorRecord) -> tuple[str, str]:
     """Return (kind, advice) for an error record.
 
-    The other program's message decides, even if hpcinit's error only quotes it. If no pattern matches it, return the
-    recorded kind, or 'program' if that is unknown.
+    If the message of another program matches a pattern, return the kind and advice for that pattern, even if hpcinit's
+    error only quotes the message. Otherwise, return the recorded kind, or 'program' if that is unknown.
     """
     found = kind(record.foreign)
     if found[0] == failure_kinds.PROGRAM and record.kind in ADVICE:

@@ -89,5 +89,5 @@ def created_outside(root: Path) -> list[str]:
 
 
 def steps(folder: Path, rank: int) -> list[Step]:
-    """Return the recorded optimizer steps of a rank. The list is empty if no torch optimizer made a step."""
+    """Return the recorded optimizer steps of a rank. The list is empty if no torch optimizer took a step."""
     return [from_known_fields(Step, one) for one in read_lines(folder / f"rank-{rank}.jsonl")[0]]

@@ -88,7 +88,7 @@ def round_folder(step: str, number: int) -> str:
     """Return World.job of the ranks after restart `number` inside the job, such as '43.0e2.1'.
 
     In this example, the job is 43, the step 0, the restart 2 and the requeue 1. Without a restart (0), return `step`.
-    Folders in the run folder have these names.
+    Some folders in the run folder are named like this.
     """
     head, _, restart = step.rpartition(".")
     return f"{head}e{number}.{restart}" if number else step

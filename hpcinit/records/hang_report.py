@@ -201,7 +201,7 @@ class StuckRank:
 
     state: ELSEWHERE if the rank wrote a stack, ENDED if its program has ended or has not started, or else the state of
         its process as in RankHeartbeat.state.
-    at: the line of the program. If the rank wrote no stack, the line that called C code that holds the GIL, or ''.
+    at: the line of the program, or '' if unknown. If C code holds the GIL, this is the line that called the C code.
     loader, worker: the same as in Place.
     """
 
@@ -241,8 +241,8 @@ class HangReport:
 
     output_silent_s: seconds since any rank printed something.
     cpu: pairs of a CPU use, in percent of one core, and the ranks that use that much.
-    certain: whether this is certainly a hang. It is if some ranks wait in a collective for others, and no rank has left
-        its function for at least half of output_silent_s.
+    certain: whether this is certainly a hang. This is so if some ranks wait in a collective for others, and each
+        running rank has stayed in the same function for at least half of output_silent_s.
     """
 
     rank: int | None = None
@@ -448,8 +448,8 @@ def _elsewhere(rank: int, host: str, pid: int, where: Place) -> StuckRank:
 def _to_blame(stuck: Sequence[StuckRank], waiting: Collection[object]) -> list[StuckRank]:
     """Return the stuck ranks for which other ranks may be waiting.
 
-    These are the ranks that are still in their program. If there are none, but other ranks wait in a collective, these
-    are the ranks whose program has ended.
+    These are the ranks that are still in their program. If there are none, but other ranks wait in a collective,
+    return the ranks whose program has ended.
     """
     inside = [one for one in stuck if one.state != ENDED]
     return inside or (list(stuck) if waiting else [])
@@ -494,7 +494,7 @@ def _folders(run: Path, name: str, job_id: str, restart: object) -> Iterator[Pat
 def _last(heartbeats: Sequence[RankHeartbeat]) -> tuple[float | None, tuple[tuple[int, tuple[int, ...]], ...]]:
     """Return how many seconds ago any rank took a step, and which ranks reported which step as their last.
 
-    A rank whose heartbeat thread doesn't run is not listed, because its last step may be a later one.
+    A rank whose heartbeat thread doesn't run is not listed, because it may have finished later steps.
     """
     reported = [heartbeat for heartbeat in heartbeats if heartbeat.silent_s is not None]
     steps: dict[int, list[int]] = {}

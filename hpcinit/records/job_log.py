@@ -85,7 +85,7 @@ class End:
     """A report that some tasks have ended.
 
     how: how they ended in the wording of srun, such as 'Exited with exit code 7' or 'Killed'.
-    after_abort: whether Slurm aborted the step first, and so ended the tasks.
+    after_abort: whether the tasks ended only because Slurm had aborted the step.
     """
 
     host: str
@@ -95,7 +95,7 @@ class End:
 
     @property
     def succeeded(self) -> bool:
-        """Return whether these tasks succeeded. hpcinit reports this, because srun reports only failures."""
+        """Return whether these tasks succeeded. Such a report is from hpcinit, because srun reports only failures."""
         return self.how == SUCCEEDED
 
     @property
@@ -216,8 +216,8 @@ def read(text: str, ranks_per_task: int = 1) -> JobLog:
 def _not_started(lines: Iterable[str], ends: Sequence[End], first: Sequence[End]) -> Iterator[End]:
     """Yield the reports on tasks that slurmstepd could not start.
 
-    If slurmstepd names their nodes, yield all reports on these nodes. Otherwise, yield the reports in `first` with the
-    same exit status as its first one.
+    If slurmstepd names their nodes, yield all reports on these nodes. Otherwise, yield the reports in `first` that
+    have the same exit status as the first report in it.
 
     first: what srun reported before Slurm ended the step, or only its first report.
     """

@@ -81,7 +81,7 @@ class Layout:
     def over(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """Replace the degree that is -1, so that the product of all degrees is world_size, and return the new layout.
 
-        If no value gives this product, raise RequestError. Its message has the wrong equation and the nearest valid
+        If no value gives this product, raise RequestError. Its message shows why, as an equation, and the nearest valid
         layout.
 
         Args:

@@ -2,9 +2,9 @@
 
 P is the number of parameters divided by tp and pp. N is the number of ranks that shard these parameters.
 
-tests/records/test_memory.py measures states and gradients on real ranks. These sizes were not measured: memory on NVMe,
-temporaries, the copies that autocast makes, and the parameters that ZeRO 3 gathers. They follow from these sources
-(docs/reference/memory.md):
+tests/records/test_memory.py measures states and gradients on real ranks. Some sizes are computed but not
+measured: memory on NVMe, temporaries, the copies that autocast makes, and the parameters that ZeRO 3 gathers. Their
+formulas follow from these sources (docs/reference/memory.md):
 
 ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (Rajbhandari et al. 2019, arXiv:1910.02054):
     Section 3.1: mixed precision with Adam needs 2P + 2P + KP bytes. K is 12 (master copy, momentum, variance: 4 each).

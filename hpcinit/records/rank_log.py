@@ -40,7 +40,7 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
 
 
 class _Log(io.FileIO):
-    """A log file that drops text while the disk is full. Afterwards, a line in it reports how much is lost."""
+    """A log file that drops text while the disk is full. Afterwards, it gets a line that reports how much was lost."""
 
     _lost, _why = 0, ""
 

@@ -37,9 +37,9 @@ def attempt(env: Mapping[str, str]) -> str:
 
 
 def record_unusable(folder: Path, node: str, env: Mapping[str, str]) -> None:
-    """Record that this attempt of the job cannot use a node, so that hpcinit.after excludes it at the next restart.
+    """Record that this attempt of the job cannot use a node.
 
-    Raise OSError if the record cannot be written.
+    hpcinit.after then excludes the node at the next restart. Raise OSError if the record cannot be written.
 
     folder: the run folder.
     """
@@ -54,7 +54,7 @@ def read(path: Path) -> list[Restart]:
 
 
 def append(path: Path, restart: Restart) -> None:
-    """Add the restart to the record of the run in `path`. Raise OSError, with the record unchanged, if that fails."""
+    """Add the restart to the record of the run in `path`. If that fails, raise OSError; the record stays unchanged."""
     file = path / run_folder.RESTARTS
     before = safe_files.read_text(file) if file.exists() else ""
     safe_files.write_atomically(file, f"{before}{json.dumps(asdict(restart))}\n")

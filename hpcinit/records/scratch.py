@@ -58,7 +58,7 @@ def base(env: Mapping[str, str], room: int = 0) -> Path | None:
 
 
 def parents(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the places in which base() looks, in this order. An unset variable gives ''."""
+    """Return the folders in which base() looks, in this order. If a variable is not set, its folder is ''."""
     return (env.get(ENV_LOCAL_DISK, ""), env.get("TMPDIR", ""), "/tmp", "/var/tmp")
 
 
@@ -116,7 +116,7 @@ def kept(parent: Path) -> Path:
 def _hold(folder: Path) -> int:
     """Create `folder` if needed, lock a file in it, and return the descriptor of the lock.
 
-    Raise OSError if the folder cannot be created, or if it is removed again each time.
+    Raise OSError if the folder cannot be created, or if other processes remove it again at each try.
     """
     for _ in range(TRIES):
         # Both errors occur if the last other process removes the folder at the same time.

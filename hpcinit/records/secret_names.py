@@ -1,4 +1,4 @@
-"""Detects secrets in variables and arguments: by the form of the value, or by the name. The user can overrule both."""
+"""Detects secrets in variables and arguments: by the form of the value, or by the name. The user can override both."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def named(name: str, patterns: Sequence[str] = ()) -> bool:
 def reason(name: str, value: str, patterns: Sequence[str] = ()) -> str:
     """Return why `value` under this name is a secret, such as 'a URL with a password', or '' if it is not a secret.
 
-    patterns: the user's list, as in named(). If it has an exception for the name, only the name counts, not the value.
+    patterns: the user's list, as in named(). If a pattern such as -MY_* matches the name, the value is not examined.
     """
     plain = _plain(name)
     if any(p.startswith("-") and fnmatchcase(plain, _plain(p)) for p in patterns):

@@ -43,7 +43,7 @@ _TEXTS = {
 
 
 def sentence(token: str) -> str:
-    """Return the text for a reason in stopped.json. A reason that only another version knows is returned unchanged."""
+    """Return the text for a reason in stopped.json. Unknown reasons, for example of a later version, stay unchanged."""
     known = {reason.token: str(reason) for reason in Reason}
     return {**known, NOT_RECORDED: "the reason was not recorded"}.get(token, token)
 

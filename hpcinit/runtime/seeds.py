@@ -32,8 +32,8 @@ def of(seed: int, by: str, rank: int, data_rank: int) -> int:
         'data': every data_rank (Layout.data_rank) gets a different seed. Seeds are equal within a tensor, pipeline or
             context parallel group.
 
-    Different seeds also differ in their low 32 bits, because torch's CPU generator uses only those. They are
-    hashed, so seed 1 on rank 1 does not equal seed 2 on rank 0.
+    Different seeds also differ in their low 32 bits, because torch's CPU generator uses only these bits. The run's
+    seed is hashed, so rank 1 of a run with seed 1 does not get the seed of rank 0 of a run with seed 2.
 
     Raise RequestError for another `by`, or for a seed outside of 0 to 2**63 - 1.
     """
@@ -86,7 +86,7 @@ def loader_options(seed: int, data_rank: int, epoch: int = 0) -> dict[str, torch
 
     No worker_init_fn is needed: in each worker torch seeds Python, NumPy's global generator and its own generator
     (torch/utils/data/_utils/worker.py). torch does not seed a `numpy.random.Generator`. Create it in the worker with
-    `default_rng(torch.initial_seed())`. Otherwise, it is either the same in all workers or not reproducible.
+    `default_rng(torch.initial_seed())`. Otherwise, its numbers are the same in all workers, or are not reproducible.
 
     epoch: the number of the epoch. One loader draws different numbers in each epoch. To get the same numbers after a
         restart, create a loader per epoch, or save `generator.get_state()` in the checkpoint.
@@ -112,11 +112,11 @@ def make_deterministic(environ: MutableMapping[str, str] = os.environ) -> tuple[
 
     The same program on the same machines then computes the same numbers. A different number of ranks, a different GPU
     or a different version of a library can still change the numbers. Extensions (flash-attn, DeepSpeed, Transformer
-    Engine) are not covered. From now on, operations without a deterministic form raise a RuntimeError.
+    Engine) are not covered. Operations that have no deterministic implementation raise a RuntimeError from now on.
 
-    Call this before anything runs on a GPU, because cuBLAS and NCCL read their variables only once. If the user has set
-    a variable, it is not changed. If its value is not deterministic, a note names the variable. PYTHONHASHSEED, which
-    determines the order of sets of strings, only works if it is set before Python starts.
+    Call this before anything runs on a GPU, because cuBLAS and NCCL read their variables only once. A variable that the
+    user has set is not changed. If such a value may not be deterministic, a note names the variable. PYTHONHASHSEED
+    determines the order of sets of strings, but only has an effect if it is set before Python starts.
     """
     torch.use_deterministic_algorithms(True)  # also makes Inductor deterministic, and fills new memory before its use
     torch.backends.cudnn.deterministic = True

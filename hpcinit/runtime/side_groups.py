@@ -52,11 +52,11 @@ def side_group(
         address: host name or IP address of the node of rank 0.
         port: a free port on that node, 1 to 65535.
         backend: torch's name of the backend, such as nccl or gloo.
-        timeout: time limit until all processes have connected, and of each of the group's collectives.
-        peers: what the other processes call: hpcinit, for this function; vllm, for vLLM's
-            `stateless_init_torch_distributed_process_group` with the same address and port as here; torch, for
-            `_new_process_group_helper` with the store prefix and the group name `name`, as OpenRLHF, TRL and others
-            do. With vllm and torch, a missing process causes an error after `timeout` that does not name its rank.
+        timeout: time limit for all processes to connect, and for each of the group's collectives.
+        peers: which function the other processes call. hpcinit: this function. vllm: vLLM's
+            `stateless_init_torch_distributed_process_group`, with the same address and port as here. torch:
+            `_new_process_group_helper`, with `name` as the store prefix and as the group name. OpenRLHF, TRL and
+            others do that. With vllm and torch, if a process is missing after `timeout`, the error does not name it.
 
     Raises RequestError if an argument is invalid. Raises BringUpError if some processes did not connect or passed
     different arguments. Its message names these processes.

@@ -43,8 +43,8 @@ def begin_startup(world: World, run: Path | None, first_line: bool = False) -> N
 
     Do nothing without a run folder, or if called a second time.
 
-    first_line: whether hpcinit started before the program. If so, its start is the time at which the interpreter was
-        ready.
+    first_line: whether hpcinit started before the program. If so, the start of hpcinit is recorded as the time at
+        which the interpreter was ready.
     """
     mine = state.timeline
     if run is None or mine.opened:  # init() after a shutdown() is not another start
@@ -135,7 +135,7 @@ def barrier_and_close(world: World, timeout: timedelta) -> None:
     """Wait until all ranks have connected to the rendezvous, and then disconnect this process.
 
     Programs that do not call init() need this: if rank 0 ends before slower ranks have started, they find no server.
-    Raise BringUpError that names the ranks that did not connect.
+    Raise a BringUpError that names the ranks that did not connect.
     """
     if state.rendezvous is not None:
         state.rendezvous.wait_for_all(time.monotonic() + timeout.total_seconds(), join.report_interval_s(world))

@@ -1,4 +1,4 @@
-"""Opens torch's store after the rendezvous. Rank 0 binds the store's port before it sends the number to other ranks."""
+"""Opens torch's store after the rendezvous. Rank 0 binds a port before it sends the port's number to the others."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hpcinit.world.launchers.torch_variables import torchrun
 def check_own_group(env: Mapping[str, str], world: World) -> None:
     """Print and record a warning if this process is rank 0 of a group whose size does not match the job. Never raise.
 
-    A group of the right size also gets a warning if several ranks of a node each run a launcher.
+    Also warn about a group of the right size if several ranks of a node each run a launcher.
     """
     folder = env.get(run_folder.ENV_FOLDER)
     if not folder or world.rank != 0 or env.get(launchers.ENV_STARTED_BY):  # the user has chosen this group

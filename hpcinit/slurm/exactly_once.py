@@ -93,7 +93,7 @@ def unexpected(error: BaseException, token: str, printed: Sequence[str] = ()) ->
 
 
 def _check_first(token: str, printed: Sequence[str]) -> str:
-    """Return the text for an error message: the job may exist, and how to check.
+    """Return a text for error messages: that the job may exist, and how to check that.
 
     printed: the job ids that sbatch printed.
     """
@@ -165,7 +165,7 @@ class _Submission:
             jobs = self._find(self.printed)
             if jobs:
                 return self._only(jobs)
-            raise self._gave_up("Slurm refused another call of sbatch") from None
+            raise self._gave_up("Slurm refused the job when sbatch was called again") from None
         return None
 
     def _failed(self, message: str) -> None:
@@ -204,8 +204,8 @@ class _Submission:
     def _kept(self, job_id: str) -> str | None:
         """Wait until the controller has saved the job `job_id` to disk. Return the id of the job to keep.
 
-        If the controller accepted the request twice, this may be another job's id. If the controller has lost the
-        job, return None.
+        If the controller accepted the request twice, the id may be that of the other job. If the controller has lost
+        the job, return None.
         """
         try:
             self._rest(SAVED_S, f"job {job_id} is in the queue; waiting until the controller has saved it")
@@ -213,14 +213,14 @@ class _Submission:
             while (jobs := self._find([job_id])) is None:
                 self._failed(self.error or "squeue got no reply")
                 self._pause(
-                    f"job {job_id} was submitted; waiting for the controller, to check whether it has it", number
+                    f"job {job_id} was submitted; waiting for the controller, to check whether the job exists", number
                 )
                 number += 1
         except (KeyboardInterrupt, SubmitError):  # Ctrl-C, or patience_s is over; the last query found it
             return job_id
         if jobs:
             return self._only(jobs)
-        self._failed(f"the controller lost job {job_id}: it was killed before it saved the job")
+        self._failed(f"the controller was killed before it saved job {job_id}, so the job is lost")
         return None
 
     def _only(self, jobs: Sequence[Job]) -> str:
@@ -247,8 +247,8 @@ class _Submission:
     def _rest(self, seconds: float, message: str) -> None:
         """Wait `seconds`, unless the user presses Ctrl-C or the time `patience_s` is over.
 
-        Raise MaybeSubmitted then, if an earlier sbatch may have made a job. Otherwise, raise KeyboardInterrupt or
-        SubmitError.
+        In these two cases, raise MaybeSubmitted if an earlier sbatch may have made a job. Otherwise, raise
+        KeyboardInterrupt or SubmitError.
         """
         until = time.monotonic() + seconds
         while (clock := time.monotonic()) < until:

@@ -5,8 +5,8 @@
     n[1-2]-ib               -> n1-ib n2-ib. (scontrol can do this since Slurm 23.11.)
 
 For valid text, the hosts are those of `scontrol show hostnames`, in the same order and with duplicates. The tests
-compare them with its recorded output. scontrol silently repairs malformed text and exits with 0. hpcinit refuses such
-text, because a repaired name is often a host that does not exist:
+compare them with recorded output of scontrol. scontrol silently repairs malformed text and exits with 0. hpcinit
+refuses such text, because the repaired text often names a host that does not exist:
 
     text             scontrol 22.05      hpcinit
     n[               n]                  error
@@ -131,7 +131,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _names(prefix: str, ranges: list[_Range], suffix: str) -> list[str]:
-    """Return every host of one bracket."""
+    """Return every host that one pair of brackets names."""
     names: list[str] = []
     for digits, low, high in ranges:
         template = f"{prefix}%0{len(digits)}d{suffix}"

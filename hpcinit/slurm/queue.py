@@ -330,7 +330,7 @@ def _accounted(ids: Iterable[str], at_most: timedelta | None = None) -> list[Job
 
 
 def _with_user_name(reason: Sequence[str]) -> str:
-    """Replace the user's number in sacct's text after the state: return 'by ada' for ['by', '1000'].
+    """Return what sacct prints after the state, with the name of the user: 'by ada' for ['by', '1000'].
 
     If the user is unknown, return 'by user 1000'.
     """

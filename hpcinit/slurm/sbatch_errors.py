@@ -96,7 +96,7 @@ def explain(message: str, script: str, key: Callable[[str], str]) -> str:
 
 
 def _lines(script: str, options: Sequence[str], key: Callable[[str], str]) -> Iterator[tuple[str, str]]:
-    """Yield (line, key) of each #SBATCH line that sets one of these options."""
+    """Yield (line, key) for each #SBATCH line that sets one of these options."""
     for option in dict.fromkeys(options):
         pattern = re.compile(rf"#SBATCH --{re.escape(option)}(=.*)?")
         for line in script.splitlines():

@@ -1,8 +1,8 @@
 """Parses the output of `scontrol show`. tests/data/discover contains recorded output of Slurm 22.05 and 24.11.
 
-hpcinit does not use --oneliner, because a value such as Reason=disk 3: bad=yes [root@...] would have no visible end
-there. In the default form, it ends at the end of the line. hpcinit does not use --json, because some versions and
-builds do not have it.
+hpcinit does not use --oneliner, because its output does not show where a value such as `Reason=disk 3: bad=yes
+[root@...]` ends. In the default output, such a value ends at the end of the line. hpcinit does not use --json, because
+some versions and builds do not have it.
 """
 
 from __future__ import annotations

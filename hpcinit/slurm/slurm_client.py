@@ -115,7 +115,7 @@ def addressed(command: Sequence[str]) -> tuple[str, ...]:
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return `env` without the variables that change what Slurm's commands print.
 
-    Default: this process's environment.
+    Without `env`, use this process's environment.
     """
     given = os.environ if env is None else env
     return {key: value for key, value in given.items() if not key.startswith(PREFERENCES)}

@@ -37,7 +37,7 @@ def block(max_array_size: int | None) -> int:
 def shape(config: Config, folder: Path, workdir: Path) -> object:
     """Return the script without the values of environment variables, and the names of these variables.
 
-    Two tasks can share an array if their shapes are equal.
+    Two tasks can share an array if this function returns the same result for both.
     """
     env = _env(config)
     return script.render_at(config, TaskPath(folder, own_env={name: {} for name in env}), workdir), tuple(env)
@@ -75,7 +75,7 @@ def render(
 
 
 def _differing(configs: Sequence[Config], numbers: Sequence[int], base: int) -> dict[str, dict[int, str]]:
-    """Return the environment variables that differ between tasks. For each, map a task's index to its value."""
+    """Return the environment variables that differ between tasks, each with its value for every task's index."""
     envs = {number - base: _env(config) for number, config in zip(numbers, configs, strict=True)}
     names = [name for name in _env(configs[0]) if len({env[name] for env in envs.values()}) > 1]
     return {name: {index: env[name] for index, env in envs.items()} for name in names}

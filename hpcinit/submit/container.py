@@ -1,4 +1,4 @@
-"""Starts the ranks in a container, either with options of srun (pyxis) or with a command in front (apptainer)."""
+"""Starts the ranks in a container, with srun's options (pyxis) or with a command in front of Python (apptainer)."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _options(config: Config) -> Mapping[str, Any]:
 def _mounts(config: Config, run: RunPath, workdir: Path) -> Sequence[str]:
     """Return the paths to mount in the container.
 
-    The working folder and the run folder are first, at the same paths as outside. The mounts in the site's and the
-    user's config are next.
+    The first ones are the working folder and the run folder, at the same paths as outside. The next ones are the mounts
+    in the site's and the user's config.
     """
     own = [joined(":", [place, place]) for place in dict.fromkeys((str(workdir), run.in_shell()))]
     return [*own, *config.cluster.container.mounts, *config.container.mounts]

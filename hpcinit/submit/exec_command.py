@@ -119,7 +119,7 @@ def run(options: argparse.Namespace, command: Sequence[str], announced: bool = F
         raise Failure(f"{error}: run this on the machine where the job was submitted") from None
     if errors and (not terminal or status != 0):
         said = "; ".join(errors)
-        what = "the command ended with an error of Slurm" if terminal else "the command did not start"
+        what = "the command ended with a Slurm error" if terminal else "the command did not start"
         raise Failure(f"{what} on {host}: {said}. The run continues: hpcinit status {job.path.name}")
     return status
 

@@ -34,7 +34,7 @@ PURGED_S = 60.0  # a job that Slurm has not known for this long counts as ended
 class Watcher(slurm.SlurmInfoWatcher):
     """Queries the states of all jobs at once, with squeue, sacct and scontrol.
 
-    submitit's own watcher only uses sacct. Without accounting, it never learns that a job without a result has ended.
+    submitit's own watcher only uses sacct. Without accounting, it never detects that a job without a result has ended.
     """
 
     def __init__(self, delay_s: int = DELAY_S) -> None:

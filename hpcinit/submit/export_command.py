@@ -132,7 +132,7 @@ def _header(config: Config) -> list[str]:
         f"# Exported by hpcinit {version} on {time.strftime('%Y-%m-%d')}. It runs without hpcinit: sbatch THIS_FILE",
     ]
     if missing := [text for text, lacking in lacks.items() if lacking]:
-        lines.append(f"# Not in this script, because it needs hpcinit: {', '.join(missing)}")
+        lines.append(f"# This script omits these settings, because they need hpcinit: {', '.join(missing)}")
     return [script.comment(line) for line in lines]
 
 

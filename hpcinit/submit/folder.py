@@ -99,8 +99,8 @@ def make_component(path: Path, number: int, spec: str) -> None:
 def _refuse_wrong_owner(path: Path, made: Path) -> None:
     """Raise SubmitError unless the new file or folder `made` in the run folder `path` belongs to this user alone.
 
-    Some file systems choose the owner or the mode themselves (NFS all_squash, inherited access lists). Otherwise, the
-    job would fail because of that, after its time in the queue.
+    Some file systems choose the owner or the mode themselves (NFS all_squash, inherited access lists). Without this
+    check, the job would only fail after its time in the queue.
     """
     if problem := safe_files.path_ownership_problems(made, "the file system chose this owner"):
         discard(path)
@@ -242,7 +242,7 @@ def _read(path: Path) -> tuple[str, Owner | None]:
 def _is_stale(path: Path, owner: Owner | None, run: Path) -> bool:
     """Return whether the process that wrote the claim has ended.
 
-    If this host cannot see the process, return whether the claim is too old. Its age is measured by the file server.
+    If this host cannot see the process, return whether the claim is too old, measured with the file server's clock.
     """
     if owner is not None and (ended := owner.has_ended()) is not None:
         return ended

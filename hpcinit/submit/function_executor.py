@@ -186,7 +186,7 @@ class FunctionExecutor(Executor):
                 self._requests([abs])  # an unknown cluster is refused here
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set submitit's parameters, or keys of hpcinit's config. Raise ConfigError that lists all wrong parameters."""
+        """Set submitit's parameters, or keys of hpcinit's config. Raise a ConfigError that lists all wrong ones."""
         if self._cluster is None:
             own = {name.removeprefix("slurm_"): value for name, value in kwargs.items()}
             shared = {name: own.pop(name) for name in self._equivalence_dict() if name in own}
@@ -229,7 +229,7 @@ class FunctionExecutor(Executor):
         total_gb = number * pickle.stat().st_size / 2**30
         if total_gb > self.max_pickle_size_gb:
             raise RequestError(
-                f"the pickled functions and arguments have {total_gb:.2g} GB in total, expected at most "
+                f"the pickled functions and arguments take {total_gb:.2g} GB in total, expected at most "
                 f"{self.max_pickle_size_gb:g} GB: pass the names of files instead of data, or set "
                 "executor.max_pickle_size_gb"
             )
@@ -297,7 +297,10 @@ def _problems(config: Any) -> Sequence[str]:
             bool(config.restart.max_restarts),
             "a checkpointable function requeues its own job, at most max_num_timeout times after the time limit",
         ),
-        "restart.warm=true": (config.restart.warm, "the caller gets an error of the function, and no rank fails"),
+        "restart.warm=true": (
+            config.restart.warm,
+            "if a function raises an error, the caller gets the error and no rank fails",
+        ),
         "launch=torchrun": (
             config.launch.kind == "torchrun",
             "submitit.JobEnvironment would read the rank of torchrun's agent; use launch=srun or launch=fork",

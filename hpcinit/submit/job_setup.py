@@ -91,7 +91,7 @@ def _interface(cluster: Cluster) -> Iterator[str]:
 def _variables(env: Mapping[str, str], own: Mapping[str, Mapping[int, str]]) -> Iterator[str]:
     """Yield shell lines that set the variables `env` of the config.
 
-    own: variables that differ between tasks of an array. Each maps the task's index to its value.
+    own: variables that differ between tasks of an array. For each variable: its value for every task's index.
     """
     yield from (f"export {name}={shell(value)}" for name, value in env.items() if name not in own)
     if own:

@@ -46,7 +46,7 @@ def cancel(runs: Sequence[Path], show: Print) -> None:
 
 
 def succeeded(run: Path, now: State) -> bool:
-    """Return whether the run succeeded. If Slurm has purged the job, a result shows that it succeeded."""
+    """Return whether the run succeeded. If Slurm has purged the job, the run succeeded if it has a result."""
     return now.name == "COMPLETED" or (now.name == "UNKNOWN" and results.read(run) is not None)
 
 

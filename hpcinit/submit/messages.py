@@ -90,7 +90,7 @@ def _summary(request: Request, done: Submitted) -> list[str]:
 
 
 def _next_commands(runs_dir: str, done: Submitted) -> str:
-    """Return commands to type next. If the run's folder is in ./runs, they contain only its name."""
+    """Return commands to type next. If the run's folder is in ./runs, the commands contain only its name."""
     run = done.path.name if runs_dir == "runs" else done.path
     return f"watch it:  hpcinit logs -f {run}    cancel it:  hpcinit cancel {run}    if it fails:  hpcinit why {run}"
 
@@ -139,8 +139,8 @@ def announce_sweep(requests: Sequence[Request], done: Sweep, as_json: bool) -> b
         at_once = requests[0].config.sweep.at_once or len(submitted)
         nodes = sum(sorted((config.nodes for config in submitted), reverse=True)[:at_once])
         tasks = (
-            f"{counted(len(done.ids), 'task')} on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, on up to "
-            f"{counted(nodes, 'node')} at once"
+            f"{counted(len(done.ids), 'task')} on {cluster} as job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, using "
+            f"up to {counted(nodes, 'node')} at once"
         )
         found = {resources.requested(request.config).described() for request in requests}
         same = [f"request of each task: {text}" for text in found if text and len(found) == 1]

@@ -66,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
     _go_where_it_was_submitted(run, document, options.fresh_code)
     if dropped and not any(override.startswith("dependency=") for override in options.overrides):
         of_run = find_runs.name_of(run)
-        console.message(f"the new run does not use dependency={dropped} of {of_run}; to wait for a job, type it again")
+        console.message(
+            f"the new run does not use dependency={dropped} of {of_run}; to wait for a job, add dependency=... again"
+        )
 
     def check(request: Request) -> None:
         if program:

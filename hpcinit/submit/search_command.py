@@ -31,8 +31,8 @@ TRIALS = "trials.jsonl"  # a line for each trial
 class Trials:
     """Runs the trials of a hyperparameter search, batch by batch.
 
-    submit: submits requests, waits for them and returns an exit status. It adds the run folders to the dict, by the
-        requests' numbers.
+    submit: a function that submits requests, waits for them and returns an exit status. It adds the run folder of each
+        request to the dict, by the request's number.
     """
 
     def __init__(self, submit: Callable[[Sequence[Request], dict[int, Path]], int], as_json: bool = False) -> None:

@@ -53,7 +53,7 @@ class ReadLimits:
             if time.process_time() > self.end:
                 raise ValueError(f"reading the dumps takes more than {self.most_s:g} s of CPU time")
             if _memory() > most:
-                raise ValueError(f"it takes more than {MOST_MEMORY >> 20} MB of memory")
+                raise ValueError(f"reading it takes more than {MOST_MEMORY >> 20} MB of memory")
 
         return check
 
@@ -105,7 +105,7 @@ def load(data: bytes, limits: ReadLimits | None = None) -> dict[str, Any]:
     major = re.match(r"\d{1,9}", str(found.get("version", "")))
     if major and int(major[0]) > KNOWN_FORMATS:
         raise ValueError(
-            f"its format is {found['version']}, but this hpcinit can read formats only up to {KNOWN_FORMATS}.x"
+            f"its format is {found['version']}, but this hpcinit reads only formats up to {KNOWN_FORMATS}.x"
         )
     return found
 
@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 def _nested(values: Sequence[Any], left: list[int]) -> tuple[Any, ...]:
     """Return nested lists as tuples. Raise ValueError if they are too large.
 
-    left: one number in a list: how many more lists and values are allowed. The function decreases it.
+    left: a list with one number: how many more lists and values are allowed. The function decreases this number.
     """
     left[0] -= len(values) + 1
     if left[0] < 0:

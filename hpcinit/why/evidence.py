@@ -78,7 +78,7 @@ class Evidence:
     every_end_is_logged: whether the job's log has a line for each rank whose exit status is not 0.
     has_clock: whether the times of the errors are real times. Otherwise, they only show the order.
     preempted: whether Slurm reports that it preempted the job since its last start.
-    lists_failed_ranks: whether the log lists only failed ranks, so that there may be more ranks.
+    lists_failed_ranks: whether the log lists only failed ranks, so the job may have more ranks.
     setup: a line of the batch script that failed before the ranks started, or None.
     watched: the messages of torch's NCCL watchdog.
     cut: the ranks whose tracebacks are cut off at the end of the log.
@@ -209,9 +209,9 @@ def clocks(differences: Iterable[tuple[str, float]]) -> dict[str, float]:
 
     Return {} if these differ by at most AGREE_S seconds between the hosts.
 
-    differences: pairs of a host and a time difference: a file's modification time, set by the server, minus the time
-        that the host wrote into the file. A delayed write can only increase it, so the smallest one of each host
-        counts.
+    differences: pairs of a host and a time difference. The difference is a file's modification time, which the server
+        sets, minus the time that the host wrote into the file. A delayed write only makes the difference larger, so
+        the smallest difference of each host counts.
     """
     found: dict[str, float] = {}
     for host, difference in differences:

@@ -9,7 +9,7 @@ hpcinit reads the following fields of a dump. Each field may be missing. torch 2
     entries[]    process_group (name, description), pg_id, collective_seq_id, p2p_seq_id, is_p2p, profiling_name
                  ('nccl:all_reduce', 'nccl:send 0->1' with ranks of the group), state ('scheduled', 'started',
                  'completed'), retired, record_id, input_sizes, output_sizes, *_dtypes, time_created_ns, timeout_ms.
-                 JSON has no 'entries' for a rank that has called nothing. A batch of sends and receives ends with
+                 JSON has no 'entries' for a rank that has made no call. A batch of sends and receives ends with
                  a further entry, whose is_p2p is false.
     pg_config    group name -> {desc, ranks: '[0, 1]'}, with the ranks in the group's order. It lists only groups that
                  the rank has used. gloo leaves it empty.
@@ -99,7 +99,7 @@ class Call:
         example, 'all_reduce' or 'send'.
     order: the number of the call among all calls of the rank. All parts of a batch have the same number.
     created_ns: when it was called, in nanoseconds since 1970, by the rank's own clock.
-    failed_ns: the end of the call's timeout, if torch gave up the unfinished call; else 0.
+    failed_ns: the end of the call's timeout, if torch gave up on the unfinished call; else 0.
     """
 
     kinds: tuple[str, ...]
@@ -122,7 +122,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the dump of one rank contains.
+    """The content of one rank's dump.
 
     last: for each group, the number of the newest collective that the rank has called.
     timed: whether a call in the dump has a recorded start on the device (TORCH_NCCL_ENABLE_TIMING).
@@ -274,8 +274,8 @@ def omit_finished_calls(documents: Iterable[Mapping[str, Any]]) -> bool:
 
     Such dumps do not show whether a rank has finished a call or never made it.
 
-    A full recorder also lacks old finished calls. But the numbers of its calls have no gaps, and all ranks have the
-    same number of calls.
+    A full recorder also lacks old finished calls. But the numbers of its calls have no gaps, and all full recorders
+    have the same number of calls.
     """
     dumps = [_entries(document) for document in documents if UNREADABLE not in document]
     if any(_state([(0, entry)]) == DONE for entries in dumps for entry in entries):
@@ -498,8 +498,8 @@ def _last_by_status(dump: Mapping[str, Any], ids: Mapping[str, Group], unused: I
     """Return the number of each group's newest collective, according to pg_status.
 
     pg_status also counts calls that the recorder has overwritten. Its keys are pg_ids, which number the rank's groups
-    in the order of their creation. An entry shows the pg_id of its group. For other groups, it follows from the group's
-    name, which is a number in the same order.
+    in the order of their creation. If a group has an entry, the entry shows its pg_id. The other pg_ids are assigned to
+    the other groups in the order of their names, which are numbers, too.
 
     unused: the groups without an entry.
     """

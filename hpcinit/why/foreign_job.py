@@ -75,8 +75,11 @@ _LAST_LINE = re.compile(
     r"|^sbatch: error: Batch job submission failed"
 )
 _STARTED = re.compile(f"{read_tracebacks.TRAINS.pattern}|{re.escape(read_tracebacks.HEADER)}|exitcode")
-_EXIT_0 = re.compile(r"(?i)\W*exit(?:ed)?(?: with)?(?: (?:code|status))?\W{0,3}0\s*\Z")
-_FINISHED = re.compile(r"(?i)\b(?:finished|completed|done|success\w*)\b")
+_EXIT_0 = re.compile(
+    r"(?i)(?:.*\b(?:rc|(?:exit|return)[ _]?(?:code|status)|status)|\W*exit(?:ed)?(?: with)?(?: (?:code|status))?)"
+    r"\W{0,3}0\s*(?:\S*\d:\d\d\S*)?\Z"
+)
+_FINISHED = re.compile(r"(?i)^(?!.*(?:sav(?:e|ed|ing)|load(?:ed|ing))\b).*\b(?:finished|completed|done|success\w*)\b")
 # Lines that report the end of the training. If an agent fails later, the training has not failed.
 _OVER = re.compile(
     r"(?i)worker group successfully finished|\b(?:training|fit(?:ting)?|run|job)\b\W{0,3}(?:is |was |has |has been )?"
@@ -178,7 +181,7 @@ def gather(
         for one in _first_of_each(errors)
     )
     first = next((one for one in errors if not causes.is_secondary_text(one.text, one.traceback)), None)
-    trained = max((at for at, line in enumerate(lines) if read_tracebacks.TRAINS.search(line.text)), default=-1)
+    trained = max((at for at, line in enumerate(lines) if read_tracebacks.trains(line.text)), default=-1)
     evidence = Evidence(
         state or ("FAILED" if records or slurm.ends else "UNKNOWN"),
         found=records,
@@ -205,12 +208,12 @@ def gather(
         last_words=frozenset(one.rank if one.rank >= 0 else None for one in _last_words(errors, lines)),
     )
     skipped = sum(log.skipped for log in logs) >> 20
-    unread = f"what else is in {skipped} MB of the logs: hpcinit only searched them for messages of failures"
+    unread = f"the other {skipped} MB of the logs: hpcinit only searched them for failure messages"
     return Foreign(evidence, (*_unknown(evidence, size), *([unread] if skipped else [])))
 
 
 def _with_rank(line: Line, processes: Mapping[str, int]) -> Line:
-    """Return a line with the rank of the process in its prefix.
+    """Return the line. If it has no rank, but a process ID in its prefix, set the rank of this process.
 
     processes: for each process ID, its rank.
     """
@@ -219,7 +222,7 @@ def _with_rank(line: Line, processes: Mapping[str, int]) -> Line:
 
 
 def _of_process(error: Error, processes: Mapping[str, int]) -> Error:
-    """Return an error with the rank of the process that its message names.
+    """Return the error. If it has no rank, but a process ID in its message, set the rank of this process.
 
     processes: for each process ID, its rank.
     """
@@ -255,7 +258,9 @@ def _exits_with_0(end: Sequence[Line]) -> bool:
 
     The exit status alone is no proof, because it may be that of `tee` or of another command of the batch script.
     """
-    traced = max((at for at, line in enumerate(end) if read_tracebacks.HEADER in line.text), default=-1)
+    before = ["", *(line.text for line in end)]
+    headers = (at for at, line in enumerate(end) if read_tracebacks.HEADER in line.text)
+    traced = max((at for at in headers if not read_tracebacks.is_ignored(before[at])), default=-1)
     after = [line.text for line in end[traced + 1 :]]
     return bool(after and _EXIT_0.match(after[-1])) and any(_FINISHED.search(text) for text in after)
 
@@ -271,9 +276,9 @@ def _unregistered(lines: Sequence[Line]) -> tuple[int, ...]:
 def _before_end(errors: list[Error], lines: Sequence[Line]) -> list[Error]:
     """Return the errors above the line in which Slurm reports that it ended or refused the job.
 
-    A step that Slurm refused before them is the first one.
+    If Slurm refused a step before these errors, the refusal is the first error.
 
-    lines: the lines of the log, or () for several logs. Then return all errors, because their order is unknown.
+    lines: the lines of the log, or () for several logs, whose order is unknown. For (), return all errors.
     """
     over = next((at for at, line in enumerate(lines) if _LAST_LINE.search(line.text)), len(lines))
     errors = [one for one in errors if not over <= one.number < len(lines)]
@@ -315,13 +320,16 @@ def _alarms(lines: Sequence[Line]) -> list[tuple[int, str]]:
 
     lines: the lines after the last training step.
     """
-    return [(line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text)]
+    return [
+        (line.rank, line.text.strip()) for line in lines if _ALARM.search(line.text) and "NCCL INFO" not in line.text
+    ]
 
 
 def _unread(lines: Sequence[Line], errors: Sequence[Error], first: Error | None, *, several: bool) -> list[str]:
     """Return lines before `first` that may show an earlier failure, but that no reader recognizes.
 
-    These are lines that look like an error, and the last line of each other process, if no similar line was printed.
+    These are lines that look like an error. The last line of every other process counts, too, unless a similar line was
+    printed.
 
     errors: the recognized errors.
     several: whether there are several logs, whose lines are not in the order of time.
@@ -441,7 +449,7 @@ def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
     if any(one.record.rank == LAUNCHER for one in evidence.found):
         yield "why the ranks ended: these logs contain only errors of the launcher; read the logs of the other nodes"
     if evidence.found and not evidence.log.ends:
-        yield "how each rank ended: the messages of srun or torchrun's table show it"
+        yield "how each rank ended: srun's messages or torchrun's table show it"
     if any(not end.ranks for end in evidence.log.ends):
         yield "which rank failed: DeepSpeed's launcher does not print it; deepspeed --enable_each_rank_log=FOLDER does"
     if evidence.lists_failed_ranks:
@@ -450,8 +458,8 @@ def _unknown(evidence: Evidence, size: int) -> Iterator[str]:
         yield "the nodes of the ranks: srun's messages or torchrun's table show them"
     if all(causes.is_secondary(one.record) for one in evidence.found) and not evidence.flight:
         yield (
-            "where each rank was: dumps of torch's flight recorder show it (TORCH_FR_BUFFER_SIZE=2000 "
-            "TORCH_NCCL_DUMP_ON_TIMEOUT=1), or hpcinit's stacks"
+            "where each rank was: hpcinit's stacks show it, or dumps of torch's flight recorder "
+            "(TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
         )
 
 
@@ -503,7 +511,7 @@ def _ours(place: Path) -> list[Path]:
 
 
 def of_slurm(job_id: str) -> ForeignJob | None:
-    """Return the job with this id from Slurm. Return None if Slurm does not know the job.
+    """Return the job with this id from Slurm. Return None if Slurm has no record of the job.
 
     Also return None if the job has not failed and has no log.
     """
@@ -562,6 +570,6 @@ def _output(*command: str) -> str:
 def _with_cause(error: Error) -> str:
     """Return the message of the error and of its direct cause.
 
-    For an error of a launcher, omit the cause. It may be a lost connection, so the error would count as secondary.
+    For an error of a launcher, omit the cause. If the cause is a lost connection, the error would count as secondary.
     """
     return error.text if error.rank == LAUNCHER else error.whole

@@ -52,7 +52,7 @@ ONLY_UNFINISHED = (
     "run again without TORCH_INCLUDE_ONLY_ACTIVE"
 )
 ADVICE = {
-    NOT_CALLED: "its own stack shows where its program is: hpcinit logs --rank {rank}, or while it runs "
+    NOT_CALLED: "that rank's stack shows where its program is: hpcinit logs --rank {rank}, or while the job runs "
     "hpcinit stacks RUN --rank {rank}",
     DEVICE_STUCK: "look for Xid and link errors on its node, and exclude the node: +cluster.sbatch.exclude=NODE",
     MISMATCH: "the ranks run different code or data at this point: compare what they do before this call",
@@ -182,7 +182,9 @@ class Search:
         if self.all_called:  # later calls may only wait for the first one
             more = len(self.all_called) - 1
             self.unknown.append(min(self.all_called)[1])
-            self.unknown += [f"{counted(more, 'later call')} wait, too: perhaps only for these ranks"] * bool(more)
+            self.unknown += [
+                f"{counted(more, 'later call')} did not finish either, perhaps only because of these ranks"
+            ] * bool(more)
         self._drop_guesses()
         self._look_at_unreadable()
         if not self.found and not self.unknown:
@@ -292,8 +294,8 @@ class Search:
     def _starts_are_recorded(self) -> bool:
         """Return whether the recorders record when a device starts a call.
 
-        If so, a call in the state 'scheduled' has not started. The proof is a call that one rank has started, but
-        another has not made.
+        They do if a call has started on one rank before another rank has made it. Then a call in the state 'scheduled'
+        has not started.
         """
         for operation in self.open:
             states = [self.state(rank, operation) for rank in self.concerned(operation) & self.ranks.keys()]
@@ -351,7 +353,7 @@ class Search:
                 continue
             elif waiting and all(self._lost_its_peer(other, operation) for other in waiting):
                 clause = _clause(
-                    "left no dump, and {what} of {others} failed before its timeout: "
+                    "left no dump, and {what} of {others} failed before the timeout: "
                     "the connection to {its} process broke",
                     what=self.called(operation),
                     others=_ranks(waiting),
@@ -384,8 +386,8 @@ class Search:
                 "the dumps do not show whose"
             )
         return (
-            f"{called}, and {_ranks(waiting)} {_have(waiting)} not finished it: a device or a link between them does "
-            "not advance; TORCH_NCCL_ENABLE_TIMING=1 records which one"
+            f"{called}, and {_ranks(waiting)} {_have(waiting)} not finished it: a device or a link between them is "
+            "stuck; TORCH_NCCL_ENABLE_TIMING=1 records which one"
         )
 
     def _stuck(
@@ -414,8 +416,8 @@ class Search:
     def _shows_starts(self, rank: int) -> bool:
         """Return whether the rank's recorder shows when a call starts on the device.
 
-        It does if it has recorded a start. If only other recorders have, assume that it does, unless it has recorded
-        the end of a call without a start.
+        It does if it has recorded a start. If only other recorders have recorded starts, assume that this one records
+        them, too, unless it has recorded the end of a call without a start.
         """
         own = self.ranks[rank]
         return own.timed or (self._any_timed() and not own.untimed)
@@ -516,7 +518,7 @@ class Search:
         return bool(calls and written and plausible and written + CLOCKS_NS < min(created for _, created in calls))
 
     def _lost_its_peer(self, rank: int, operation: Operation) -> bool:
-        """Return whether torch gave up the rank's call before its timeout, because a connection broke."""
+        """Return whether torch gave up on the rank's call before the timeout, because a connection broke."""
         one = self.ranks[rank]
         call = one.call(operation)
         return bool(call and call.failed_ns and call.created_ns <= one.written_ns < call.failed_ns)
@@ -533,10 +535,10 @@ class Search:
         return self.state(rank, operation) in (SCHEDULED, STARTED)
 
     def _drop_guesses(self) -> None:
-        """Drop a rank that is blamed only for a message that may not be missing.
+        """Drop a rank that is blamed only for a missing message, if the message may not really be missing.
 
-        If a recorder has overwritten calls, messages may be counted wrong. If all ranks that wait for the message have
-        a stuck device, that explains the wait.
+        If a recorder has overwritten calls, the count of the messages may be wrong. If all ranks that wait for the
+        message have a stuck device, the stuck devices explain the wait.
         """
         stuck = {one.rank for one in self.found.values() if one.kind == DEVICE_STUCK}
         for one in list(self.found.values()):
@@ -589,7 +591,7 @@ class Search:
             others = sorted(other for other in waits_for[rank] if rank in waits_for[other])
             others = others or sorted(waits_for[rank])
             clause = _clause(
-                "waits in {what} for {others}, and {others} {wait} for it elsewhere: they call in different orders",
+                "waits in {what} for {others}, and {others} {wait} for it in another call: their calls differ in order",
                 what=self.called(operation),
                 others=_ranks(others),
                 wait=_plural(others, "wait"),
@@ -634,14 +636,14 @@ class Search:
     ) -> Clause:
         what = self.called(operation)
         if done:
-            text = "{has} called {what}, which {others} finished: {its} GPU or link does not advance"
+            text = "{has} called {what}, which {others} finished: {its} GPU or link is stuck"
             return _clause(text, what=what, others=_ranks(done))
         if states[rank] == SCHEDULED:
             started = [other for other, state in states.items() if state == STARTED]
             peers = f", which {_ranks(started)} started" if started else ""
-            text = "{has} called {what}{peers}, and {its} device has not started it: {its} GPU does not advance"
+            text = "{has} called {what}{peers}, and {its} device has not started it: {its} GPU is stuck"
             return _clause(text, what=what, peers=peers)
-        text = "{has} called {what}, and {its} device does not finish it: {its} GPU or link does not advance"
+        text = "{has} called {what}, and {its} device does not finish it: {its} GPU or link is stuck"
         return _clause(text, what=what)
 
 

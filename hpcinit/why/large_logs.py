@@ -73,7 +73,7 @@ def decoded(data: bytes) -> str:
 
 
 def _windows(descriptor: int, size: int) -> list[tuple[int, int]]:
-    """Return where each part of the log that contains a message of a failure starts and ends."""
+    """Return where each part of the log that contains a failure message starts and ends."""
     found: list[tuple[int, int]] = []
     counts = dict.fromkeys(MESSAGES, 0)
     for start in range(0, size, CHUNK):

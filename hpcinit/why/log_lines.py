@@ -1,9 +1,9 @@
 """Reads log lines, removes the prefixes that launchers, containers and log frameworks add, and finds each line's rank.
 
 The rank is in a prefix ('3: ' of `srun -l`, '[rank3]:' of torch, '[default3]:' of torchrun, '[rank: 3]' of Lightning,
-'[1,3]<stderr>:' of mpirun) or in the name of the file. Two prefixes may contain another number: srun's prefix if the
-tasks are torchrun agents, and torchrun's prefix, which has the local rank. A line may have several prefixes, in any
-order. Other text also counts as a prefix if it precedes several lines of a traceback or of Slurm's messages.
+'[1,3]<stderr>:' of mpirun) or in the name of the file. In two prefixes, the number may not be the rank: srun's has the
+agent's number if the tasks are torchrun agents, and torchrun's has the local rank. A line may have several prefixes, in
+any order. Other text also counts as a prefix if it precedes several lines of a traceback or of Slurm's messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FOLDER = re.compile(r"attempt_\d+/(\d{1,6})/std(?:err|out)\.log$")  # torchrun 
 _TABLE = re.compile(r"\brank\s*: (\d+) \(local_rank: (\d+)\)")  # a line in torchrun's table of failures
 # Any other prefix, such as a host (pdsh), a pod or a logger, before a text that normally starts a line.
 _OTHER = re.compile(
-    r"^(?P<prefix>\S.{0,120}?)"
+    r"^(?P<prefix>\s{0,8}\S.{0,120}?)"
     r"(?:Traceback \(most recent call last\):|srun: |slurmstepd: |\[rank\d+\]: |Fatal Python error: |╭─)"
 )
 # _INNER: a label after another prefix. _STARTS: the start of a line without a label. _FIRST_WORD: a prefix that most
@@ -85,11 +85,13 @@ CLOCK_BEFORE = 80  # characters at the start of a line that may contain the time
 MOST_PREFIXES = 8
 MOST_LINE = 16384  # characters of a line
 # Keys of JSON objects: keys of texts from a log, and keys of a rank
-_JSON_TEXT = re.compile(r"(?i)^(?:log|message|msg|event|text|error)$|exc|traceback|stack")
+_JSON_TEXT = re.compile(r"(?i)^(?:log|message|msg|event|text|error|data)$|exc|traceback|stack")
+_BEFORE_JSON = re.compile(r'(?:\S{1,80}(?: {1,3}\|)? )?(?=\{")')  # possibly the name of a host or pod
 _JSON_RANK = re.compile(r"(?i)^(?:world_|global_)?rank$")
 # Composer prints the files of each rank after one has failed.
 _SECTION = re.compile(r"^-+([BE])\w+ global rank (\d{1,6}) STD(?:OUT|ERR)-+$")
-_AGENT = "torch/distributed/elastic/"  # in the agent's messages and tracebacks
+# In messages and tracebacks of launchers that start the ranks of a node
+_AGENT = re.compile(r'torch/distributed/(?:elastic/|run\.py|launcher/)|bin/(?:torchrun|accelerate|deepspeed)"')
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Labels:
 
 
 def labels(logs: Sequence[Log]) -> Labels:
-    agents = any(_AGENT in log.text or _TEE.search(log.text) for log in logs)
+    agents = any(_AGENT.search(log.text) or _TEE.search(log.text) for log in logs)
     return Labels(not agents, all(found[1] == found[2] for log in logs for found in _TABLE.finditer(log.text)))
 
 
@@ -198,7 +200,7 @@ def _labels(label: re.Pattern[str], printed: Sequence[str], most: int) -> bool:
 
     More than half of the lines must match, or one label must precede a message that normally starts a line.
 
-    most: the number of lines that may have a label.
+    most: how many of the lines can have a label.
     """
     found = [(match, line) for line in printed if (match := label.match(line))]
     return 2 * len(found) > most or any(_STARTS.match(line, match.end()) for match, line in found)
@@ -240,7 +242,7 @@ def ranks_of_processes(lines: Sequence[Line]) -> dict[str, int]:
     """Return the rank of each process ID, from lines that contain both, such as 'pid 70118, using GPU 0. Rank 0'."""
     found: dict[str, set[int]] = {}
     for line in lines:
-        pids = set(_PID.findall(f"{line.stream} {line.text}"))
+        pids = set(_PID.findall(line.text)) or set(_PID.findall(line.stream))
         if len(pids) == 1 and (rank := max(named(line.text), line.rank)) != NO_RANK:
             found.setdefault(pids.pop(), set()).add(rank)
     return {pid: ranks.pop() for pid, ranks in found.items() if len(ranks) == 1}
@@ -272,7 +274,7 @@ class _Prefixes:
                 is_known = not prefix.strip() or any(one.fullmatch(prefix) for one in (_SRUN, _LOCAL, *_PREFIXES))
                 if not is_known and (re.match(shape, before) or re.match(shape, after)):
                     shapes[shape] = None
-        self.pattern = re.compile("|".join(shapes)) if shapes else None
+        self.pattern = re.compile("|".join(sorted(shapes, key=len, reverse=True))) if shapes else None
 
     def split(self, line: str) -> tuple[str, str]:
         """Return the prefix of a line, or '', and the rest."""
@@ -286,15 +288,16 @@ def _shape(prefix: str) -> str:
 
 
 def _unpacked(line: str) -> Iterator[str]:
-    """Yield the line. If it is a JSON record of a logging library or container, yield the lines of its texts."""
-    document = None
-    if (rest := _TIME.sub("", line, count=1)).startswith('{"'):
+    """Yield the line or, if it is a JSON record of a logging library or container, the lines of the record's texts."""
+    document, before = None, ""
+    if found := _BEFORE_JSON.match(rest := _TIME.sub("", line, count=1)):
+        before = found[0]
         with contextlib.suppress(ValueError, RecursionError):
-            document = json.loads(rest)
+            document = json.loads(rest[found.end() :])
     fields = document if isinstance(document, dict) else {}
     texts = [text for name, text in fields.items() if isinstance(text, str) and _JSON_TEXT.search(name)]
     rank = next((value for name, value in fields.items() if _JSON_RANK.match(name)), None)
-    label = f"[rank{rank}]: " if isinstance(rank, int) and 0 <= rank < MOST_RANKS else ""
+    label = before + (f"[rank{rank}]: " if isinstance(rank, int) and 0 <= rank < MOST_RANKS else "")
     if not texts:
         yield line
     for text in texts:

@@ -35,7 +35,9 @@ class Limits:
 def main(argv: Sequence[str]) -> int:
     options = console.parse_arguments(parser(), list(argv))
     if odd := [one for one in options.overrides if "=" not in one]:
-        raise RequestError(f"{odd[0]!r} is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3")
+        raise RequestError(
+            f"{odd[0]!r} is not an override, expected KEY=VALUE, such as cluster=x or excluded_nodes.limit=3"
+        )
     if options.why and not options.add:
         raise RequestError(f"--why {options.why!r} needs --add: --add NODE --why TEXT")
     limits = _limits(options)
@@ -59,15 +61,18 @@ def _limits(options: argparse.Namespace) -> Limits:
 
 
 def parser() -> argparse.ArgumentParser:
-    about = "Show the nodes that failed, and which of them submissions exclude."
+    about = "Show which nodes failed, and which of them are excluded from submissions."
     parser = argparse.ArgumentParser(prog="hpcinit nodes", description=about)
     parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of a submission, such as cluster=x: use its limits"
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="use the limits of a submission with these overrides, such as cluster=x",
     )
     parser.add_argument("--cluster", metavar="NAME", help="only this cluster (default: all clusters)")
     change = parser.add_mutually_exclusive_group()
     change.add_argument(
-        "--add", metavar="NODE", help="exclude a node, or several (n[3-5]), from submissions for a time"
+        "--add", metavar="NODE", help="temporarily exclude a node, or several (n[3-5]), from submissions"
     )
     change.add_argument("--forget", metavar="NODE", help="clear the failure history of this node")
     parser.add_argument("--why", default="", metavar="TEXT", help="the reason for --add")
@@ -111,7 +116,7 @@ def _forget(hosts: Sequence[str], cluster: str, tables: dict[str, Path], as_json
 
 
 def _print_change(nodes: Sequence[tuple[str, str]], excluded: bool, line: str, as_json: bool) -> None:
-    """Print that nodes are excluded now, or no longer.
+    """Print that nodes are now excluded, or no longer excluded.
 
     nodes: pairs (cluster, host).
     """

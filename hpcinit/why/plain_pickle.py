@@ -1,7 +1,7 @@
 """Reads a pickle of plain values that another user may have written. Calls no function, and limits time and memory.
 
 Python's unpickler cannot be interrupted, and 300 bytes can make it hash tuples for years. It also keeps every value, so
-a dump of 200 MB takes 2 GB of memory. The Reader in this module knows only the opcodes of plain values, and executes
+a dump of 200 MB takes 2 GB of memory. The Reader in this module supports only the opcodes of plain values, and executes
 each of them in constant time. It creates only the last items of a long list of dicts. It skips the other items with a
 regular expression, because a Python loop over all opcodes of 200 MB takes 10 s.
 """

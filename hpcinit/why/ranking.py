@@ -1,7 +1,7 @@
 """Ranks the findings to decide which one is the first cause of the failure.
 
-A finding that another one explains does not count. The verdict is the first of the remaining findings with the
-highest grade.
+A finding that another one explains does not count. Of the remaining findings, the
+verdict is the first one with the highest grade.
 
 | grade      | what shows the failure                                                      | explained by          |
 |------------|-----------------------------------------------------------------------------|-----------------------|
@@ -107,6 +107,7 @@ OWN_KINDS = (
 )  # fmt: skip
 OWN_ERRORS = re.compile(
     r"(?:[\w.]+\.)?(?:Type|Name|Attribute|Index|Syntax|Import|ModuleNotFound|ZeroDivision|UnboundLocal)Error\b"
+    r"|.*device-side assert"
 )
 # Messages about other processes, and errors that a process raises when other processes are gone
 OF_OTHERS = re.compile(
@@ -125,7 +126,7 @@ class Finding:
     ranks: the ranks at fault, or () if unknown.
     abort: whether the failure is a SIGABRT, which torch and gloo send to their own process after another failure.
     shown: False if only a missing line suggests the failure. Such a finding does not explain another one.
-    inferred: whether nothing shows the rank or the cause directly, so that hpcinit concluded it.
+    inferred: whether hpcinit concluded the rank or the cause, because nothing shows it directly.
     message: the whole message of the error, or ''.
     together: the ranks that failed with another error at the same time, as text, or ''.
     """
@@ -177,7 +178,7 @@ def first(findings: Sequence[Finding]) -> Finding:
 
 
 def _with_rank(failure: Finding, hang: Finding) -> Finding:
-    """Return a failure of an unknown rank with a rank: the one for which the others waited, according to `hang`."""
+    """Return the failure, whose rank is unknown, with the rank for which the others waited according to `hang`."""
     (rank,), known = hang.ranks, failure.verdict
     lines = (*known.evidence, hang.verdict.headline)
     verdict = replace(known, rank=rank, host=known.host or hang.verdict.host, evidence=lines)
@@ -214,7 +215,7 @@ def doubt(found: Finding, findings: Sequence[Finding], evidence: Evidence) -> st
 
 def _one_cause(found: Finding, _: Sequence[Finding], __: Evidence) -> str:
     several = causes.has_several_causes(found.message)
-    return "what the rank printed before this message, which can have several causes" if several else ""
+    return "what the rank printed before this message, because the message can have several causes" if several else ""
 
 
 def _first(found: Finding, rivals: Sequence[Finding], evidence: Evidence) -> str:
@@ -223,16 +224,24 @@ def _first(found: Finding, rivals: Sequence[Finding], evidence: Evidence) -> str
     others = [one for one in rivals if not (one.abort or one is found or one.verdict.error == found.verdict.error)]
     if evidence.has_clock or not others:
         return ""
-    return f"the times of the failures; another one is: {brief(others[0].verdict.headline)}"
+    return f"the times of the failures; another failure is: {brief(others[0].verdict.headline)}"
+
+
+def is_own(message: str, kind: str) -> bool:
+    """Return whether a process causes this error itself, whatever happens to the other processes."""
+    return kind in OWN_KINDS or bool(OWN_ERRORS.match(causes.unquoted(message)))
+
+
+def is_of_others(message: str, kind: str) -> bool:
+    """Return whether the failure of another process may have caused this error."""
+    of_others = kind in (failure_kinds.NETWORK, failure_kinds.UNKNOWN) or OF_OTHERS.search(causes.unquoted(message))
+    return bool(of_others) and not is_own(message, kind)
 
 
 def _own(found: Finding, _: Sequence[Finding], evidence: Evidence) -> str:
-    message = causes.unquoted(found.message)
-    own = found.verdict.kind in OWN_KINDS or OWN_ERRORS.match(message)
-    of_others = found.verdict.kind == failure_kinds.NETWORK or OF_OTHERS.search(message)
-    if evidence.size < 2 or own or not of_others:
+    if evidence.size < 2 or not is_of_others(found.message, found.verdict.kind):
         return ""
-    return "the last lines of the other ranks: the message is about other processes, and one may have failed before"
+    return "the last lines of the other ranks: the message is about other processes, and one may have failed first"
 
 
 def _ended_by_it(found: Finding, _: Sequence[Finding], evidence: Evidence) -> str:
@@ -252,7 +261,7 @@ def _read(found: Finding, _: Sequence[Finding], evidence: Evidence) -> str:
         return "the parts of the log that hpcinit did not read"
     same = found.verdict.kind
     unread = [text for text in evidence.unread if same == failure_kinds.PROGRAM or causes.kind(text)[0] != same]
-    return f"what this line means, which hpcinit does not understand: {brief(unread[0])}" if unread else ""
+    return f"the meaning of this line, which hpcinit does not recognize: {brief(unread[0])}" if unread else ""
 
 
 def _shown(found: Finding, _: Sequence[Finding], __: Evidence) -> str:

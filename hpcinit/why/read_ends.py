@@ -17,7 +17,7 @@ from hpcinit.why.ranking import Finding, Grade
 
 GONE = "a rank or its node disappeared without an error; the other ranks only report a lost connection"
 EARLY = (
-    "find out why only this rank ended: an early return, sys.exit(0) or os._exit(0), or one call less than the others; "
+    "find out why only this rank ended: an early return, sys.exit(0), os._exit(0), or one call fewer than the others; "
     "compare what the ranks do after that step"
 )
 UNSEEN = (
@@ -51,9 +51,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def first_signal(evidence: Evidence) -> End | None:
-    """Return how the first rank died of a signal. SIGTERM, and signals after Slurm aborted the step, do not count.
+    """Return the end of the first rank that a signal killed. Ignore SIGTERM, and signals after Slurm aborted the step.
 
-    Return None if no rank died of a signal, or if the launcher lists a rank with an error before it.
+    Return None if no rank was killed by a signal, or if the launcher lists a rank with an error before it.
     """
     cause = next((one for one in evidence.ordered if read_records.is_cause(one, evidence)), None)
     for end in evidence.log.ends:
@@ -124,7 +124,7 @@ def _exits(evidence: Evidence) -> Iterator[Finding]:
     if len(together) > 1 and listed and len({each.how for each, _ in first or bad}) == 1:
         head, rank = f"the first cause is unknown: {named(together)} ended with the same status: {end.how.lower()}", -1
         kind = failure_kinds.UNKNOWN if kind == failure_kinds.PROGRAM else kind
-    do = do if kind != failure_kinds.PROGRAM else "its log has its last output"
+    do = do if kind != failure_kinds.PROGRAM else "read the end of that rank's log"
     code = int((re.findall(r"\d{1,3}", end.how) or ["1"])[0])
     signal = job_log.how(SHELL - code) if code > SHELL else ""  # a shell and a container add SHELL to the signal
     if kind == failure_kinds.PROGRAM and signal in causes.SIGNALS:
@@ -186,7 +186,7 @@ def _missing(evidence: Evidence, calls: list[Waiting]) -> Iterator[Finding]:
     texts = (one.record.foreign for one in evidence.found)
     broken = next((found for text in texts if (found := _INFINIBAND.search(text))), None)
     if broken:
-        head = f"a connection over InfiniBand broke ({broken[0]}): the link may have failed, or that peer's process"
+        head = f"a connection over InfiniBand broke ({broken[0]}): the link or that peer's process may have failed"
         yield Finding(Grade.LOST, evidence.verdict(head, failure_kinds.NETWORK, causes.NETWORK))
     elif not missing and (peers := _peers(evidence)):
         late = any(causes.is_timeout(one.record) for one in evidence.found)

@@ -16,8 +16,8 @@ FLIGHT = "torchfrtrace on flight/ in the run folder shows each rank's collective
 HANG = "read the stacks of all ranks in hang/ of the run folder; hang.action=end ends such a run automatically"
 DIFFERENT = "the ranks run different code or data at this point: compare what they do before these calls"
 WORKER = (
-    "a read of its data set or of its file system does not return; on that node, py-spy dump --pid {pid} shows the "
-    "line of the worker; "
+    "a DataLoader worker does not return from reading the data set or the file system; on that node, "
+    "py-spy dump --pid {pid} shows the worker's line; "
 )
 STOPPED_BY = "another process stopped it (SIGSTOP, a debugger, a watchdog of the node); "
 STUCK = (

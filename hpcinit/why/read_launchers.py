@@ -110,7 +110,7 @@ def unreachable(lines: Sequence[Line]) -> Iterator[Error]:
 def refused_step(lines: Sequence[Line], errors: Sequence[Error]) -> Iterator[Error]:
     """Yield an error for the first step that Slurm refused, if it was before all errors and no rank trained afterwards.
 
-    For example, the step should have started the head of a Ray cluster that the program needs.
+    For example, the refused step should have started the head of the Ray cluster that the program needs.
     """
     first = min((one.number for one in errors), default=0)
     for number, line in enumerate(lines[:first]):
@@ -220,8 +220,8 @@ def _received_sigterm(lines: Sequence[Line]) -> list[End]:
 def _of_deepspeed(lines: Sequence[Line], with_error: Collection[int]) -> list[End]:
     """Return how ranks ended, according to DeepSpeed's launcher on one node.
 
-    The launcher does not name the failed rank. If all ranks but one succeeded or printed an error, it is that one.
-    Otherwise, it is unknown.
+    The launcher does not name the failed rank. If all ranks but one succeeded or printed an error, that one has
+    failed. Otherwise, the failed rank is unknown.
     """
     several = any(_NODES.search(line.text) for line in lines)  # on several nodes, local ranks are not global ranks
     spawned = {found[1]: int(found[2]) for line in lines if not several and (found := _SPAWNED.search(line.text))}

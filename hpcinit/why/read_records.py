@@ -14,7 +14,7 @@ from hpcinit.base.text import brief, rank_names
 from hpcinit.records import causes, hang_report, program_use
 from hpcinit.records.error_records import ErrorRecord, Found
 from hpcinit.why.evidence import AGREE_S, LAUNCHER, Evidence, Verdict, named
-from hpcinit.why.ranking import Finding, Grade
+from hpcinit.why.ranking import Finding, Grade, is_of_others, is_own
 
 OF_OTHERS = (failure_kinds.HANG, failure_kinds.START_UP, failure_kinds.MISMATCH)  # another rank causes these errors
 # Failures of torch's store: on the rank that runs its server, and on the ranks that connect to it
@@ -27,7 +27,7 @@ MOST_DETAILED = 8
 MAY_CONTINUE = re.compile(
     r"(?i)\b(?:warn(?:ing)?(?! +(?:Evicted|OOM|SystemOOM))|info|debug|retry|retrying|skip\w*)\b"
 )  # in a message that may be harmless
-AFTERWARDS = "check that the result is complete; the error of the launcher does not change it"
+AFTERWARDS = "check that the result is complete; the launcher's error does not affect it"
 INTERRUPTED = "Ctrl-C or scancel --signal=INT sends SIGINT to all ranks"
 
 
@@ -44,6 +44,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     errors = [one for one in ordered if is_cause(one, evidence)]
     if any(SERVER_FAILED.search(one.record.foreign) for one in errors):
         errors = [one for one in errors if not CLIENT_FAILED.search(one.record.foreign)]
+    errors = errors if evidence.has_clock else _own_first(errors)
     odd = _differs_from_all(errors)
     same: dict[str, list[int]] = {}
     for one in errors:
@@ -68,6 +69,19 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         advice = causes.SIGNALS["Interrupt"]
         verdict = Verdict(head, failure_kinds.SIGNAL, advice, rank, record.host, when, record.step)
         yield Finding(Grade.INTERRUPTED, verdict, (record.rank,), inferred=not evidence.has_clock)
+
+
+def _own_first(errors: Sequence[Found]) -> list[Found]:
+    """Return the errors with those last that another rank's own error can have caused.
+
+    In logs without times, the order of two ranks' lines does not show which rank failed first.
+    """
+    own = {one.record.rank for one in errors if is_own(one.record.foreign, causes.kind(one.record.foreign)[0])}
+    kinds = {id(one): causes.kind(one.record.foreign)[0] for one in errors}
+    return sorted(
+        errors,
+        key=lambda one: bool(own - {one.record.rank}) and is_of_others(one.record.foreign, kinds[id(one)]),
+    )
 
 
 def _of_alarms(evidence: Evidence) -> Iterator[Finding]:

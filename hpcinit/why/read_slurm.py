@@ -25,7 +25,7 @@ STOP_SIGNAL = (
 )
 # A node that is up reported why it could not start the ranks. Nodes that did not answer are in JobLog.unreachable.
 NOT_LAUNCHED = re.compile(r"Task launch for \S+ failed on node (\S+): (.+)")
-UNFINISHED = "the logs show no failure; if the ranks did not advance before, the stacks and dumps show why"
+UNFINISHED = "the logs show no failure; if the ranks had stopped making progress, the stacks and dumps show why"
 REFUSED = "read the message: an option, an environment variable, a file or the time limit is wrong"
 
 
@@ -36,7 +36,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     if lost or evidence.state in ("NODE_FAIL", "BOOT_FAIL") or (ended and ended.why == "NODE FAILURE"):
         yield Finding(Grade.NODE, _of_node(lost, evidence))
     elif log.unreachable:
-        head = f"srun could not start the ranks on {', '.join(log.unreachable)}: its slurmd did not answer"
+        head = f"srun could not start the ranks on {', '.join(log.unreachable)}: slurmd did not answer there"
         do = f"the node is down, or srun's own set-up failed there (an image, a mount); {EXCLUDE}{log.unreachable[0]}"
         yield Finding(Grade.NODE, evidence.verdict(head, failure_kinds.NODE, do, host=log.unreachable[0]))
     elif found := NOT_LAUNCHED.match(log.refused):
@@ -118,7 +118,7 @@ def _of_stop_signal(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_script(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding if the batch script ended before any rank left an error."""
+    """Yield a finding if the batch script ended before any rank reported an error."""
     if evidence.setup and evidence.setup.ended:
         yield Finding(Grade.SCRIPT, setup_failure.verdict(evidence.setup))
     output, status = evidence.log.output, evidence.exit_status
@@ -145,7 +145,9 @@ def _nothing(evidence: Evidence) -> Verdict:
         head = f"the cause is unknown; the last line that may show a failure: {brief(evidence.alarms[-1][1])}"
         return evidence.verdict(head, failure_kinds.UNKNOWN, "read the log around this line")
     if evidence.trains and evidence.state in ("UNKNOWN", "COMPLETED"):
-        handled = tuple(f"an error after which its process continued training: {text}" for text in evidence.handled[:3])
+        handled = tuple(
+            f"an error, after which the process continued training: {text}" for text in evidence.handled[:3]
+        )
         end = "" if evidence.finished else "; how the job ended is unknown"
         return evidence.verdict(f"the logs show no failure{end}", failure_kinds.NONE, "", evidence=handled)
     if not evidence.has_clock and evidence.state == "UNKNOWN":

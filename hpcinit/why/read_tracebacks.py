@@ -69,6 +69,7 @@ TRAINS = re.compile(
     r"(?i)\b(?:(?<!job )(?<![*] )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
     r"|\btraining finished\b"
 )
+_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|saved|saving)\b")
 _HANDLER = "trainer/connectors/signal_connector.py"  # in tracebacks of Lightning's SIGTERM handler
 
 
@@ -111,6 +112,9 @@ def read(lines: Sequence[Line]) -> list[Error]:
     found = _handled_together([one for own in streams.values() for one in _of_process(own, len(lines))], lines)
     warnings = [match for line in lines if (match := _NCCL_WARNING.search(line.text)) and _is_cause(match["text"])]
     if warnings:
+        warnings.sort(
+            key=lambda match: "async event" not in match["text"]
+        )  # an event of the process's own network card
         reasons = "; ".join(dict.fromkeys(match["text"] for match in warnings[:MOST_DETAILS]))
         found = [_with_reason(error, reasons) for error in found]
         if all(causes.is_secondary_text(error.text, error.traceback) for error in found):
@@ -119,7 +123,7 @@ def read(lines: Sequence[Line]) -> list[Error]:
 
 
 def _handled_together(found: Sequence[Error], lines: Sequence[Line]) -> list[Error]:
-    """Mark an error as handled if another rank handled the same error and training continued for long afterwards.
+    """Mark an error as handled if another rank handled the same error, and training continued for many steps.
 
     For example, all ranks run out of memory while they search for a batch size, but only rank 0 prints steps.
     """
@@ -141,6 +145,16 @@ def _without_numbers(text: str) -> str:
 def is_exception(text: str) -> bool:
     """Return whether this is the line with the message of an exception of Python."""
     return bool(_ERROR.match(text))
+
+
+def trains(text: str) -> bool:
+    """Return whether the line reports the progress of the training, and no error."""
+    return bool(TRAINS.search(text)) and not _LEVEL.search(text)
+
+
+def is_ignored(text: str) -> bool:
+    """Return whether this line announces a traceback that Python prints without ending the process."""
+    return bool(_IGNORED.match(text))
 
 
 def is_chain(text: str) -> bool:

@@ -42,7 +42,7 @@ ADVICE = (
     "its own log and stack show what it did instead of this call; dumps of torch's flight recorder prove it "
     "(TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1), and hpcinit why reads them"
 )
-BLOCKED = "a call of CUDA or NCCL does not return there: look for Xid errors in dmesg on its node; read its stack"
+BLOCKED = "a CUDA or NCCL call does not return there: look for Xid errors in dmesg on its node; read its stack"
 
 
 def read(lines: Sequence[Line]) -> tuple[list[Watched], list[Error]]:
@@ -105,7 +105,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
         yield _different(at, evidence, same_group=None not in groups)
     elif stuck:
         others = f", and {named(at)} {_wait(at)} in {_call(at)}" if at else ""
-        head = f"{named(stuck)} {_do(stuck)} not advance: torch's watchdog is blocked in a call of CUDA or NCCL there"
+        head = (
+            f"{named(stuck)} {_do(stuck)} not make progress: torch's watchdog is blocked there in a CUDA or NCCL call"
+        )
         yield _finding(head + others, sorted(stuck), BLOCKED, evidence)
     elif late := {rank for rank in behind if at and _enqueued(rank, known) < min(each[0] for each in at.values())}:
         head = f"{named(late)} did not call {_call(at)}, in which {named(at)} {_wait(at)}"
@@ -120,7 +122,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 def _unclear(at: Mapping[int, Position]) -> Finding:
     head = f"a collective timed out on {named(at)}: {_call(at)}" if at else "a collective timed out"
-    head += "; which rank, device or link was late is unknown"
+    head += "; it is unknown which rank, device or link was late"
     return Finding(Grade.HUNG, Verdict(head, failure_kinds.HANG, ADVICE.replace("its own", "each rank's")))
 
 
@@ -158,7 +160,7 @@ def _different(at: Mapping[int, Position], evidence: Evidence, *, same_group: bo
     head += f": the call of {named(shown)} is wrong" if close else ""
     is_majority = 2 * most > max(len(at), evidence.size)
     if not is_majority or not (same_group or len({number for number, _, _ in at.values()}) == 1):
-        head = f"the ranks wait in different collectives, and whose call is wrong is unknown: {head}"
+        head = f"the ranks wait in different collectives, and it is unknown whose call is wrong: {head}"
         odd = []
     return replace(_finding(head, odd, causes.DIFFERENT_CALLS, evidence, failure_kinds.MISMATCH), inferred=close)
 

@@ -37,8 +37,7 @@ NO_TORCH = (
     "add --python /path/of/the/environment/of/the/job/bin/python"
 )
 NO_DEVICE = (
-    "all ranks have made the calls that do not finish: a device or a link does not advance, and a replay with gloo "
-    "uses neither"
+    "all ranks have made the calls that do not finish: a device or a link is stuck, and a replay with gloo uses neither"
 )
 
 
@@ -128,10 +127,10 @@ def _differs(program: Program, odd: Sequence[tuple[int, Operation]], done: Colle
     shown = [f"rank {rank} {does} {program.search.called(one)} here" for rank, does, one in calls]
     reasons = ["the verdict is not confirmed"]
     if any(program.is_queued(one) and not any(program.gates[one].values()) for _, one in odd):
-        reasons.append("all ranks have made that call, so a device or a link does not advance")
+        reasons.append("all ranks have made that call, so a device or a link is stuck")
     if not all(one.complete for one in program.search.ranks.values()):
         reasons.append("a recorder has overwritten the call that explains it")
-    return f"it does not block at the same calls ({'; '.join(shown)}): {', or '.join(reasons)}"
+    return f"the replay does not block at the same calls ({'; '.join(shown)}): {', or '.join(reasons)}"
 
 
 def _at_fault(program: Program, kind: str) -> str:
@@ -151,7 +150,7 @@ def _blocked_at(program: Program) -> Iterator[str]:
 def _not_replayed(program: Program) -> Iterator[str]:
     if DEVICE_STUCK in program.blamed.values():
         stuck = _at_fault(program, DEVICE_STUCK)
-        yield f"a device that does not advance: {stuck} made no unfinished call in the first run"
+        yield f"a device that is stuck: {stuck} made no unfinished call in the first run"
     yield from (f"{number} {what}" if number > 1 else what for what, number in program.left.items())
     if missing := sorted(set(program.ranks) - program.search.ranks.keys()):
         text = "hpcinit assumes that a rank at fault made no unfinished call, and that any other rank made them all"

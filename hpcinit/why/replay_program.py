@@ -64,7 +64,7 @@ class Program:
         self.gates = {operation: self._gates(operation) for operation in self.states}
 
     def _near(self) -> frozenset[int]:
-        """If there are too many ranks for a replay, return those in the calls that the ranks at fault did not make.
+        """If there are too many ranks for a replay, return those in the calls in which others wait for a rank at fault.
 
         Return an empty set if all ranks fit into the replay.
         """
@@ -161,7 +161,7 @@ class Program:
         return sorted(found, key=lambda operation: self._order(rank, operation))
 
     def is_queued(self, operation: Operation) -> bool:
-        """Return whether all ranks made the same call, which only waits on a device for an older unfinished call."""
+        """Return whether all ranks made the same call, so it only waits for an older unfinished call on a device."""
         states = self.states[operation]
         return is_open(states) and None not in states.values() and operation not in self.variants
 

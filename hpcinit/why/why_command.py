@@ -56,10 +56,10 @@ YOUNG_S, MOMENT_S = 3.0, 1.0
 def parser() -> argparse.ArgumentParser:
     about = "Show the first failure of a run, its cause, and what to do."
     parser = argparse.ArgumentParser(prog="hpcinit why", description=about)
-    what = "run folder, its name, or a job id; or logs of another launcher, or dumps: a file or a folder"
+    what = "a run folder, its name or a job id; or a file or folder with dumps or with logs of another launcher"
     parser.add_argument("run", nargs="?", default="", help=what)
     find_runs.add_runs_dir(parser)
-    again = "check the verdict on a hang: repeat its calls here with gloo on the CPU, unchanged, then repaired"
+    again = "check the verdict on a hang: repeat its calls here with gloo on the CPU, first unchanged, then repaired"
     parser.add_argument("--replay", action="store_true", help=again)
     parser.add_argument(
         "--python", default="", metavar="PATH", help="a Python with torch for --replay; default: this one"
@@ -367,7 +367,7 @@ def _unheard(path: Path, now: state.State, found: Evidence) -> Verdict:
 
 
 def _going(path: Path, now: state.State, found: Evidence) -> Verdict:
-    """Return the verdict on a job that is still in the queue. Some of its ranks may already have failed or hang."""
+    """Return the verdict on a job that is still in the queue. Some of its ranks may have failed or may hang."""
     live: Sequence[stacks.Group] = ()
     if now.name == "RUNNING" and (found.hang or found.silence or found.flight) and not found.log.ends:
         live = stacks.groups_now(path)

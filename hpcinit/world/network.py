@@ -179,8 +179,8 @@ def towards(address: str) -> str:
 def default_address() -> str:
     """Return this node's address on its default route, or else its first usable address, or ''.
 
-    Loopback and link-local addresses are not usable. To find the route, ask the kernel for the way to an address that
-    is reserved for documentation. Nothing is sent.
+    Loopback and link-local addresses are not usable. To find the default route, ask the kernel for the route to an
+    address that is reserved for documentation. Nothing is sent.
     """
     for elsewhere in ("192.0.2.1", "2001:db8::1"):
         if found := towards(elsewhere):
@@ -200,7 +200,7 @@ def blind_spot(name: str, resolver: Resolver = resolve) -> str:
     except OSError as error:
         return f"{name} does not resolve on {name} itself ({error.strerror or error})"
     if not bound:
-        return f"{name} is not an address of this node on {name} itself"
+        return f"{name} does not resolve to an address of this node on {name} itself"
     return f"{name} is {bound} on {name} itself" if ipaddress.ip_address(bound).is_loopback else ""
 
 

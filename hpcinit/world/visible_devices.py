@@ -90,7 +90,7 @@ def _too_few(env: Mapping[str, str], kind: str, count: int, world: World) -> str
     restricted = ", ".join(f"{name}={env[name]}" for name in names if name in env) or "no variable restricts them"
     advice = f"start at most {count} per node, or give each rank its own (srun --gpus-per-task=1)"
     if "," in (text := env.get("CUDA_VISIBLE_DEVICES", "")) and text.startswith("MIG-"):
-        advice = "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)"
+        advice = "CUDA shows only one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)"
     elif count == 1 and not _listed(env, kind):
         advice += "; to let the ranks share it, set CUDA_VISIBLE_DEVICES=0"
     return (

@@ -79,7 +79,7 @@ def test_every_shipped_parallelism_is_valid(choice: str) -> None:
         (["cluster=mini", "+cluster.srun.kill-on-bad-exit=0"], "use launch.kill_on_bad_exit instead"),
         (["+cluster.sbatch.parsable=true"], "cluster.sbatch.parsable: hpcinit sets it itself"),
         (["+cluster.sbatch.signal=USR1@60"], "cluster.sbatch.signal: use stop.signal instead"),
-        (["+cluster.sbatch.wait=true"], "cluster.sbatch.wait: use wait=true, which waits for the job's end"),
+        (["+cluster.sbatch.wait=true"], "cluster.sbatch.wait: use wait=true, which waits until the job ends"),
         (["cluster=mini", "+cluster.srun.wait=3"], "cluster.srun.wait: use launch.wait_s instead"),
         (["+cluster.sbatch.array=0-3"], "cluster.sbatch.array: hpcinit submits sweeps as arrays: give a key several values and --multirun"),
         (["+cluster.sbatch.export=NONE"], "cluster.sbatch.export: the job needs its whole environment; set a variable with job.env"),
@@ -243,7 +243,7 @@ LAUNCHERS = [
         "-- train.py",
     ),
     ("/usr/bin/mpirun", "-n,4,python,a.py", 1, "job.command is 'mpirun'", "itself: -- a.py"),
-    ("srun", "python,a.py", 1, "job.command is 'srun'", "would wait forever for nodes that the job uses"),
+    ("srun", "python,a.py", 1, "job.command is 'srun'", "would wait forever for nodes that the job already uses"),
 ]
 
 

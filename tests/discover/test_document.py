@@ -76,7 +76,7 @@ def test_partitions_of_the_users_win() -> None:
     """A manually written file keeps its partitions, and a key whose value equals Slurm's is not repeated."""
     text = updated("name: x\npyxis: false\npartitions:\n  main: {nodes: 2}\n")
     assert yaml.safe_load(text)["partitions"] == {"main": {"nodes": 2}}
-    assert "# partitions: your value is used; see Slurm's with `hpcinit discover --diff`\n" in text
+    assert "# partitions: your value is used; see Slurm's value with `hpcinit discover --diff`\n" in text
     assert "# pyxis: your value is the same\n" in text
     lines = cluster_file.document_difference(cluster_file.parse_document(text), FACTS)
     assert lines[0].startswith("+partitions.chem") or lines[0].startswith("+partitions.cpu")

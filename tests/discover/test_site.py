@@ -125,7 +125,10 @@ def test_default_memory(version: str) -> None:
     memory = {each.name: each.default_memory for each in seen.partitions}
     assert (memory["main"], memory["cpu"]) == ("DefMemPerCPU=200 MB", "DefMemPerNode=9000 MB")
     (text,) = [entry.text for entry in cluster_file.site_choices(seen, "x") if entry.key == "mem_gb"]
-    assert text == "mem_gb: null  # scontrol --all show partition: null: a job gets DefMemPerCPU=200 MB (main)\n"
+    assert (
+        text
+        == "mem_gb: null  # scontrol --all show partition: null: a job gets DefMemPerCPU=200 MB on partition main\n"
+    )
     none = answers(version, CONFIG=answers(version)[live_site.CONFIG].replace("DefMemPerCPU ", "x "))
     assert live_site.read_site(none, ANN).main(None).default_memory == ""
 

@@ -85,7 +85,7 @@ def test_a_healthy_cluster() -> None:
     assert of("devices", found).detail == (
         "torch 2.13.0+cpu finds no GPU on ranks 0-3, although SLURM_STEP_GPUS lists some"
     )
-    assert of("ranks", found).detail == "4 on 2 nodes connected and measured"
+    assert of("ranks", found).detail == "4 on 2 nodes connected and finished all measurements"
 
 
 def test_healthy_gpus() -> None:

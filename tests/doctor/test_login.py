@@ -55,7 +55,7 @@ def test_failures_and_warnings(hpcinit: Run, slurm: MiniSlurm, tmp_path: Path) -
     )
     assert sum(line.startswith("fail     config: ") for line in lines) >= 2, done.stdout
     assert (
-        "warning  this shell: it runs inside job 7 -> nothing to do if you meant that; otherwise submit from a login shell"
+        "warning  this shell: it runs inside job 7 -> nothing to do if this is intended; otherwise submit from a login shell"
         in lines
     )
     assert not any(line.startswith("ok ") for line in lines) and " fail" in lines[-1]

@@ -36,7 +36,7 @@ def test_two_healthy_nodes(hpcinit: Run, idle_slurm: MiniSlurm, tmp_path: Path) 
     [document] = json_documents.parse(done.stdout, "doctor")
     assert "run folder: " in done.stderr and document["cluster"] == "mini" and document["job_id"]
     assert [check for check in document["checks"] if check["status"] == FAIL] == []
-    assert named(document, "ranks")[0]["detail"] == "4 on 2 nodes connected and measured"
+    assert named(document, "ranks")[0]["detail"] == "4 on 2 nodes connected and finished all measurements"
     assert [(rank["rank"], rank["host"], rank["stage"]) for rank in document["ranks"]] == [
         (0, "n1", "measured"),
         (1, "n1", "measured"),
@@ -143,7 +143,9 @@ def test_a_node_that_does_not_start(hpcinit: Run, idle_slurm: MiniSlurm, tmp_pat
 def test_without_slurm(hpcinit: Run, tmp_path: Path) -> None:
     """With cluster=local, --remember has no effect; --run takes no overrides."""
     done = hpcinit("doctor", "nodes=2", "ranks_per_node=1", "--remember", timeout=SECONDS)
-    assert "ok       ranks: 2 on 2 nodes connected and measured" in done.stdout, done.stdout + done.stderr
+    assert "ok       ranks: 2 on 2 nodes connected and finished all measurements" in done.stdout, (
+        done.stdout + done.stderr
+    )
     [run] = (tmp_path / "runs").glob("doctor-*")
     found = [Check("network", FAIL, "slow", hosts=("127.0.0.2",))]
     assert doctor_command.remember(run, found) == ["cluster local has no nodes to exclude, so --remember had no effect"]

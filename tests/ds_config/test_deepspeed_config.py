@@ -235,7 +235,7 @@ REFUSED = [  # options, part of the message
         "offload_param is cpu with deepspeed.zero_stage 2, but DeepSpeed supports",
     ),
     ({"offload_optimizer": "cpu"}, "DeepSpeed supports that only in stages 1 to 3"),
-    ({"zero_stage": 2, "offload_optimizer": "nvme", "nvme_path": "/x"}, "would use the CPU below stage 3"),
+    ({"zero_stage": 2, "offload_optimizer": "nvme", "nvme_path": "/x"}, "would offload to cpu instead"),
     ({"zero_stage": 3, "offload_param": "nvme"}, "deepspeed.nvme_path is not set: set it to a folder"),
     ({"nvme_path": "/x"}, "nvme_path is '/x', but nothing is offloaded"),
     ({"zero_stage": 2, "hpz": 4}, "hpz is 4 with deepspeed.zero_stage 2"),

@@ -34,7 +34,7 @@ def wrote(tmp_path: Path) -> dict[str, str]:
         folder.mkdir(parents=True)
         (folder / "x").write_text("x" * 5000)
     disk.chmod(0o700)
-    (tmp_path / "runs/.x-0001.removed-7").mkdir(parents=True)
+    (tmp_path / "runs/.x-0001.hpcinit-removed-7").mkdir(parents=True)
     for other in ("cache/other", "conf/cluster", "multirun"):
         (tmp_path / other).mkdir(parents=True)
     return {
@@ -59,7 +59,7 @@ def own(tmp_path: Path) -> str:
 
 def test_all_places_are_shown(hpcinit: Run, tmp_path: Path, wrote: dict[str, str]) -> None:
     """Without --yes each place is listed with its size, and nothing is removed."""
-    expected = {own(tmp_path), "cache/hpcinit/ops", "state/hpcinit/nodes", "runs/.x-0001.removed-7"}
+    expected = {own(tmp_path), "cache/hpcinit/ops", "state/hpcinit/nodes", "runs/.x-0001.hpcinit-removed-7"}
     found = listed(hpcinit, wrote)
     assert set(found) == expected
     assert not any(one["removed"] for one in found.values())
@@ -91,7 +91,7 @@ def test_removed_unless_a_job_may_use_it(
     idle_slurm.run("scancel", "--me")
     found = listed(hpcinit, env)
     assert not found["cache/hpcinit/ops"]["kept"]
-    for path in (own(tmp_path), "cache/hpcinit/ops", "state/hpcinit/nodes", "runs/.x-0001.removed-7"):
+    for path in (own(tmp_path), "cache/hpcinit/ops", "state/hpcinit/nodes", "runs/.x-0001.hpcinit-removed-7"):
         assert path in found
 
 
@@ -101,7 +101,7 @@ def test_yes_removes(hpcinit: Run, tmp_path: Path, wrote: dict[str, str], monkey
     assert clean.main(["--outside", "--yes"]) == 0
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert {"conf/cluster", "cache/other", "multirun"} <= left
-    assert not {"state/hpcinit/nodes", "runs/.x-0001.removed-7"} & left
+    assert not {"state/hpcinit/nodes", "runs/.x-0001.hpcinit-removed-7"} & left
     assert not any(path.startswith(f"{own(tmp_path)}/") for path in left), "the empty folder stays for the next start"
 
 
@@ -184,6 +184,22 @@ def test_a_process_that_starts_before_the_answer(
     assert started[0].returncode == 0
 
 
+def test_ctrl_c_during_the_second_check(tmp_path: Path) -> None:
+    """A folder that was renamed gets its name back, because a job may need it."""
+    checks: list[BaseException | None] = [KeyboardInterrupt(), None]
+
+    def why_kept() -> str:
+        if interrupt := checks.pop():
+            raise interrupt
+        return ""
+
+    ops = tmp_path / "ops"
+    (ops / "x").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt):
+        outside.remove(outside.Place(ops, "ops", why_kept))
+    assert [path.name for path in tmp_path.iterdir()] == ["ops"] and (ops / "x").exists()
+
+
 def test_processes_that_start_all_the_time(tmp_path: Path, wrote: dict[str, str]) -> None:
     """Of 300 starts in three processes, none loses its folder while another process removes what is unused."""
     started = [uses(wrote, *(f"{one}.{number}" for number in range(100))) for one in range(3)]
@@ -199,7 +215,7 @@ def test_processes_that_start_all_the_time(tmp_path: Path, wrote: dict[str, str]
 
 def test_without_squeue_the_cache_stays(hpcinit: Run, tmp_path: Path, wrote: dict[str, str]) -> None:
     """On a machine that shares the home folder with a cluster, jobs may use the cache, and also what was renamed."""
-    renamed = tmp_path / "cache/hpcinit/.ops.removed-7"
+    renamed = tmp_path / "cache/hpcinit/.ops.hpcinit-removed-7"
     renamed.mkdir()
     found = listed(hpcinit, {**wrote, "PATH": str(tmp_path)})
     for name in ("ops", renamed.name):

@@ -105,7 +105,7 @@ def test_no_rank_waits_for_a_removal(tmp_path: Path) -> None:
         assert "PosixPath" in found["save 1"] and "PosixPath" in found["save 2"], output
         assert found["still there"]
         assert found["at last"] == ["step-00000002"] and found["later"] == ["step-00000004"]
-    assert "takes more than 5 s; saving meanwhile" in output  # the disk has enough space
+    assert "takes more than 5 s; saving anyway" in output  # the disk has enough space
 
 
 def test_the_timeouts_are_restored_after_a_failure(tmp_path: Path) -> None:

@@ -329,9 +329,7 @@ def test_build_ops_takes_the_overrides_of_submit(
     assert (
         build_ops.main(["parallel=zero3_offload"]) == build_ops.main(["parallel=ddp", "deepspeed.optimizer=adamw"]) == 0
     )
-    assert (
-        asked == [("cpu_adam",)] and capfd.readouterr().out.count("nothing to build: this config compiles no op") == 2
-    )
+    assert asked == [("cpu_adam",)] and capfd.readouterr().out.count("nothing to build: this config needs no op") == 2
 
 
 @pytest.mark.deepspeed

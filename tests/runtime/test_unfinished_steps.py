@@ -94,7 +94,7 @@ def test_a_process_that_may_be_alive(killed: Path, case: str, capsys: pytest.Cap
     assert not swept(killed)
     of_steps.sweep(killed.parent, owners.of_this_process(""))
     assert not swept(killed, step=3)
-    line = f"may still write this unfinished folder. If that job has ended: rm -r {shlex.quote(str(killed))}\n"
+    line = f"may still write into this unfinished folder. If that job has ended: rm -r {shlex.quote(str(killed))}\n"
     assert capsys.readouterr().err.count(line) == 1
 
 

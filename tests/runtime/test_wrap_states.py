@@ -111,7 +111,7 @@ print(json.dumps(found))
 
 REFUSALS = {
     "offloaded(zero(0))": "offload_states() does not work with deepspeed.zero_stage 0: use stage 1, 2 or 3",
-    "offloaded(zero(2), ['weights'])": "offload_states() does not know the state 'weights'; the states are: optim_states, hp_params, lp_",
+    "offloaded(zero(2), ['weights'])": "offload_states() got an unknown state 'weights'; the states are: optim_states, hp_params, lp_",
     **(
         {
             "offloaded(zero(3), ['lp_params'])": "move the states of SGD: with deepspeed.zero_stage 3, DeepSpeed 0.18.5 moves"

@@ -56,7 +56,7 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
         (["cluster=mini", "dependency='aftr:4242'"], "; the types are after, afterany, afterburstbuffer, aftercorr"),
         (
             ["cluster=mini", "dependency='afterok:4242:'"],
-            "dependency has 'afterok:4242:' without a job, expected as in",
+            "dependency has 'afterok:4242:' without a job, expected for example",
         ),
         (
             ["cluster=mini", "dependency='afterok:1,singleton:2'"],
@@ -66,7 +66,7 @@ def states(slurm: MiniSlurm, ids: list[str]) -> list[str]:
             ["cluster=mini", "dependency='afterok:1,afterany:2?after:3'"],
             "Slurm does not combine ',' (all) and '?' (any)",
         ),
-        (["cluster=mini", "dependency='afterok:3+5'"], "only the type after has a delay; use afterok:3"),
+        (["cluster=mini", "dependency='afterok:3+5'"], "only 'after' accepts a delay; use afterok:3"),
         (
             ["dependency='afterok:1'"],
             "dependency is set, but cluster local has no queue (engine: local), so jobs start",

@@ -196,7 +196,7 @@ def test_the_table_is_shown_and_edited(hpcinit: Run, tmp_path: Path) -> None:
             "no failure of n9 is recorded for cluster x; to list all: hpcinit nodes",
         ),
         (["--why", "x"], "--why 'x' needs --add: --add NODE --why TEXT"),
-        (["n3"], "'n3' is not an override, expected KEY=VALUE: cluster=x, excluded_nodes.limit=3"),
+        (["n3"], "'n3' is not an override, expected KEY=VALUE, such as cluster=x or excluded_nodes.limit=3"),
         (["--add", "n[", "--cluster", "x"], "'[' without ']' at column 2 of the nodelist"),
     ],
 )
@@ -280,4 +280,4 @@ def test_a_node_that_cannot_start_ranks(hpcinit: Run, idle_slurm: MiniSlurm) -> 
     done = hpcinit("submit", "cluster=mini", *words, "dry_run=true", "again=true", env=idle_slurm.env)
     assert "excluded: n2 (1 failure in 24 h: slurmd unreachable)" in done.stderr
     said = hpcinit("why", folder.name, env=idle_slurm.env).stdout
-    assert said.startswith("srun could not start the ranks on n2: its slurmd did not answer"), said
+    assert said.startswith("srun could not start the ranks on n2: slurmd did not answer there"), said

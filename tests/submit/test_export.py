@@ -39,7 +39,7 @@ def test_plain_sbatch_runs_the_exported_script(hpcinit: Run, idle_slurm: MiniSlu
     queued = folder_of(submit(hpcinit, idle_slurm, *REQUEST, "+cluster.sbatch.begin=now+1hour", *TRAIN))
     of_run = hpcinit("export", "plain-0001", env=idle_slurm.env)
     assert of_run.returncode == 0, of_run.stderr
-    assert "# Not in this script, because it needs hpcinit: chain=2, launch=fork\n" in of_run.stdout
+    assert "# This script omits these settings, because they need hpcinit: chain=2, launch=fork\n" in of_run.stdout
     idle_slurm.cancel_all()
     shutil.rmtree(queued)
     script = tmp_path / "job.sbatch"

@@ -362,7 +362,9 @@ def test_a_second_attempt_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if late:
         assert hand_over(script_in(tmp_path), os.environ, token, patience_s=20)[0] == "42"
         return
-    with pytest.raises(MaybeSubmitted, match="Slurm refused another call of sbatch; the job may exist anyway"):
+    with pytest.raises(
+        MaybeSubmitted, match="Slurm refused the job when sbatch was called again; the job may exist anyway"
+    ):
         hand_over(script_in(tmp_path), os.environ, token, patience_s=20)
 
 

@@ -178,7 +178,7 @@ def test_an_unfinished_run_needs_again(hpcinit: Run, idle_slurm: MiniSlurm) -> N
     done = hpcinit("resubmit", "x-0001", "again=true", env=slurm.env)
     assert (
         done.returncode == 0
-        and "hpcinit: the new run does not use dependency=afterany:before-0001 of x-0001; to wait for a job, type it again\n"
+        and "hpcinit: the new run does not use dependency=afterany:before-0001 of x-0001; to wait for a job, add dependency=... again\n"
         in done.stderr
     )
     assert "dependency" not in (folder_of(done) / "job.sh").read_text() and before.returncode == 0

@@ -53,7 +53,8 @@ def test_one_array_runs_every_combination(idle_slurm: MiniSlurm, hpcinit: Run, t
     [job] = json.loads((run / "submission.json").read_text())["sweep"]
     assert (
         job["tasks"] == "0-2"
-        and f"3 tasks on mini as job {job['job_id']}, on up to 3 nodes at once\nrequest of each task: " in done.stdout
+        and f"3 tasks on mini as job {job['job_id']}, using up to 3 nodes at once\nrequest of each task: "
+        in done.stdout
     )
     assert f"{job['job_id']}_1     1  seed=2" in done.stdout and f"{job['job_id']}_2 FAILED" in done.stdout
     for number in range(3):

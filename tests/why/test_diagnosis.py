@@ -270,7 +270,7 @@ def test_a_node_on_which_srun_starts_nothing() -> None:
         "srun: Job step aborted: Waiting up to 5 seconds for job step to finish.\nsrun: error: n1: task 0: Killed\n"
     )
     verdict = diagnose(Evidence("FAILED", log=job_log.read(log)))
-    assert verdict.headline == "srun could not start the ranks on n2: its slurmd did not answer"
+    assert verdict.headline == "srun could not start the ranks on n2: slurmd did not answer there"
     assert (verdict.kind, verdict.host) == ("node", "n2") and verdict.do.endswith("cluster.sbatch.exclude=n2")
 
 

@@ -144,7 +144,7 @@ def test_an_all_to_all_whose_sizes_do_not_add_up() -> None:
         "one of them are wrong, and the dumps do not show whose",
     )
     usual = of([{**one, "output_sizes": [[5]]}], [other])
-    assert not usual.culprits and "does not advance" in usual.unknown[0]
+    assert not usual.culprits and "is stuck" in usual.unknown[0]
 
 
 def test_three_ranks_without_a_dump() -> None:
@@ -297,7 +297,7 @@ def test_ranks_call_in_different_orders() -> None:
         for rank, name in entries.items()
     }
     found = hang_verdict.verdict(dumps)
-    assert named(found) == {(0, "mismatch"), (1, "mismatch")} and "different orders" in found.lines()[0]
+    assert named(found) == {(0, "mismatch"), (1, "mismatch")} and "their calls differ in order" in found.lines()[0]
 
 
 def test_a_message_of_another_size() -> None:
@@ -384,7 +384,7 @@ def test_a_rank_whose_dump_cannot_be_read() -> None:
 
 
 def test_a_lost_peer() -> None:
-    """torch gave up a call before its timeout: the connection to the rank without a dump broke."""
+    """torch gave up on a call before its timeout: the connection to the rank without a dump broke."""
     config = {"0": {"desc": "default_pg", "ranks": "[0, 1, 2]"}}
     waits = call(1, "all_reduce", retired=True, time_created_ns=10**18, timeout_ms=600_000)
     for seconds, kind in ((9, hang_verdict.PEER_LOST), (601, NO_DUMP)):

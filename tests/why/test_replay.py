@@ -95,7 +95,7 @@ def test_scenarios() -> None:
         found = modeled(job.dumps())
         assert is_proven(found), (scenario.__name__, found.text)
         stuck = any(kind == DEVICE_STUCK for _, kind in expected)
-        assert any("a device that does not advance" in line for line in found.not_replayed) == stuck
+        assert any("a device that is stuck" in line for line in found.not_replayed) == stuck
 
 
 @pytest.mark.parametrize("kind", [NOT_CALLED, DEVICE_STUCK, MISMATCH, NO_DUMP, PEER_LOST])

@@ -78,7 +78,7 @@ def test_ranks_without_a_job() -> None:
     """With SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS alone, several ranks are refused: each would be a world of one."""
     only = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
     assert refusal(only) == (
-        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so hpcinit cannot know "
+        "SLURM_PROCID is 1, SLURM_LOCALID is 1, SLURM_NTASKS is 2, but SLURM_JOB_ID is not set, so hpcinit cannot find "
         "the nodes. Start the ranks with srun and keep its variables. Or set RANK=$SLURM_PROCID "
         "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=HOST MASTER_PORT=PORT. For a single process, "
         "set HPCINIT_STARTED_BY=single"

@@ -215,7 +215,7 @@ def test_the_address_on_the_way_to_another() -> None:
     [
         ({"n1": ["127.0.0.1"]}, "n1 is 127.0.0.1 on n1 itself"),
         ({"n1": ["192.0.2.254", "::1"]}, "n1 is ::1 on n1 itself"),
-        ({"n1": ["192.0.2.254"]}, "n1 is not an address of this node on n1 itself"),
+        ({"n1": ["192.0.2.254"]}, "n1 does not resolve to an address of this node on n1 itself"),
         ({}, "n1 does not resolve on n1 itself (Name or service not known)"),
     ],
 )

@@ -82,7 +82,7 @@ def test_index(env: dict[str, str], launcher: str, count: int, indices: list[int
         ),
         (
             {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,MIG-c,MIG-d"}, "slurm", 1,
-            "CUDA shows one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)",
+            "CUDA shows only one MIG instance to a process, so give each rank its own (srun --gpus-per-task=1)",
         ),
         # Ranks see lists that only some of them share: no rank can determine its index.
         (

@@ -3,7 +3,7 @@
 FOLDER/.owner.json                     the job that may publish checkpoints here
        step-00000042/checkpoint.json   a description, with the size and checksum of every file
                      dcp/              torch.distributed.checkpoint: ddp, fsdp, tensor parallelism
-                     deepspeed/        DeepSpeed's format; universal/ is added for another number of ranks.
+                     deepspeed/        DeepSpeed's format; universal/ is added when another number of ranks loads it.
                      loader/           the loader's position, one file per share of the data
                      random/           states of the random generators, one file per rank
                      extra.pt          the values that the program passed

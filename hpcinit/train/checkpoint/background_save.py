@@ -78,7 +78,7 @@ class BackgroundSaves:
     def hand_over(
         self, unfinished: Unfinished, described: dict[str, Any], names: list[str], rank: int, keep: int | None
     ) -> None:
-        """Request that the writer saves the files `names`, which are in memory.
+        """Send the writer a request to save the files `names`, which are in memory.
 
         unfinished: the checkpoint folder to write into.
         described: fields for the Description.

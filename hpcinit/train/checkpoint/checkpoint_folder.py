@@ -176,7 +176,7 @@ def name(step: int) -> str:
 
 
 def _has_room(folder: Path) -> bool:
-    """Return whether the disk certainly has room for two more checkpoints of the newest one's size."""
+    """Return whether the disk certainly has room for two more checkpoints that are as large as the newest one."""
     try:
         found = newest(folder, lambda _: None)
         return found is not None and shutil.disk_usage(folder).free > 2 * sum(
@@ -198,7 +198,7 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
     final = folder / name(step)
     patience_s = min(removals_s, SHORT_S) if _has_room(folder) else removals_s
     if not wait_for_removals(patience_s):
-        say(f"warning: removing older checkpoints in {folder} takes more than {patience_s:g} s; saving meanwhile")
+        say(f"warning: removing older checkpoints in {folder} takes more than {patience_s:g} s; saving anyway")
     if final.exists() and problem(final) is None:
         raise RequestError(_exists_already(final))
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ def begin(folder: Path, step: int, owner: Owner, removals_s: float = 0.0) -> Unf
 
 
 def publish(unfinished: Unfinished, description: Description) -> Path:
-    """Rename the folder of a checkpoint to its final name, because all of its files are written.
+    """Rename the folder of a checkpoint to its final name, after all ranks have written their files.
 
     Raise CheckpointError if this node cannot see a file that another node wrote. Raise RequestError if another job is
     now using the folder or has published this step, and OSError if writing fails.
@@ -308,7 +308,7 @@ def remove_if_ended(path: Path, mine: Owner) -> None:
 
 @cache
 def _report(path: Path, owner: str) -> None:
-    say(f"{owner} may still write this unfinished folder. If that job has ended: rm -r {shlex.quote(str(path))}")
+    say(f"{owner} may still write into this unfinished folder. If that job has ended: rm -r {shlex.quote(str(path))}")
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, Description] | None:

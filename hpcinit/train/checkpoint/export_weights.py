@@ -166,7 +166,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _of_adapters(model: Any, named: Mapping[str, Tensor]) -> set[int]:
-    """Return the id() of each tensor that PEFT saves. Names would not identify it, because PEFT may rename it."""
+    """Return the id() of each tensor that PEFT saves. Its name is not enough, because PEFT may rename tensors."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - the program has imported it
 
     found = {id(value) for value in named.values() if value.requires_grad}

@@ -40,7 +40,7 @@ T = TypeVar("T")
 def patient(timeout: timedelta) -> Iterator[None]:
     """In this block, let ranks wait for each other for up to `timeout`, for example while one rank writes.
 
-    Every rank must call this. All groups get this timeout, because DeepSpeed waits in the default group.
+    Every rank must call this. The timeouts of all groups are raised, because DeepSpeed waits in the default group.
     """
     with process_group.timeouts_of_at_least(timeout):
         if dist.get_world_size() == 1:

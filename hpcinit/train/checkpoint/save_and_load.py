@@ -43,7 +43,7 @@ class Loaded:
         loader: whether the loader's position was restored. False if no position was saved, if load() got no loader, or
             if the number of shares of the data has changed. The program must then skip the first `samples` samples of
             the whole data set.
-        random: whether the states of the random generators were restored. False if the layout has changed, because the
+        random: whether the states of the random generators were restored. False if the layout has changed. The
             generators are then seeded instead, see random_state.
     """
 
@@ -208,7 +208,7 @@ def load(
     """Load the newest complete checkpoint into a model that run.wrap() returned. Return None if there is none.
 
     The ranks first check the checksums of all files. The number of ranks and the layout may differ from those of the
-    run that saved.
+    run that saved the checkpoint.
 
     Random numbers continue as without an interruption, with one exception: a DataLoader without a generator draws a
     number when it starts. To avoid that, create the DataLoader with the options from run.loader_options().
@@ -320,5 +320,5 @@ def _place(loader: random_state.Stateful | None, layout: Layout, path: Path, sav
         else:
             why = f"has loader positions for {saved.data_parallel} data shares, but this run has {layout.data_parallel}"
             why += ", so the loader starts at the first sample"
-        say(f"{path.name} {why}; {saved.samples} samples were processed before")
+        say(f"{path.name} {why}; {saved.samples} samples were processed up to this step")
     return False

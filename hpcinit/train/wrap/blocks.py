@@ -23,7 +23,7 @@ def prepare(
     Raise RequestError if there are no blocks to apply them to, or if a module in `chosen` is not part of the model.
 
     chosen: the blocks that the user selected, or None to find them.
-    again: returns a context manager for the second forward pass of a checkpointed block.
+    again: a function that returns a context manager for the second forward pass of a checkpointed block.
     """
     names = _names(model, chosen) if chosen is not None else found(model)
     if not names and (training.activation_checkpointing == "full" or training.compile):
@@ -50,7 +50,7 @@ def prepare(
 def _compile(block: nn.Module) -> None:
     """Compile the block.
 
-    block.compile() silently skips the code of torch's own modules. If a block has no other modules, as
+    block.compile() silently skips the code of torch's own modules. If a block has no other modules, as in
     nn.TransformerEncoderLayer, compile its forward function instead.
     """
     if all(type(module).forward.__module__.startswith("torch.nn.") for module in block.modules()):

@@ -135,10 +135,10 @@ _OF_TORCH = {*_UNSUPPORTED, "foreach", "fused", "decoupled_weight_decay"}  # gro
 def _with_cpu_adam(
     optimizer: Optimizer, config: Mapping[str, Any], chosen: Mapping[str, Any], device: torch.device
 ) -> Optimizer:
-    """If possible, replace torch's Adam or AdamW by DeepSpeed's CPUAdam. Return the optimizer. Every rank must call it.
+    """If possible, replace torch's Adam or AdamW with DeepSpeed's CPUAdam. Return the optimizer to use.
 
-    The states must be offloaded, and every node must have built CPUAdam's op. If only the op is missing, rank 0 prints
-    how to build it.
+    Every rank must call this. The states must be offloaded, and every node must have built CPUAdam's op. If only the op
+    is missing, rank 0 prints how to build it.
 
     config: the config of DeepSpeed's engine.
     chosen: the part of the config that the user has set.
@@ -159,7 +159,7 @@ def _with_cpu_adam(
 
     groups = [{key: value for key, value in group.items() if key not in _OF_TORCH} for group in optimizer.param_groups]
     adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=isinstance(optimizer, AdamW))
-    keep = f"deepspeed.ds_config.{FORCE}=false keeps torch's"
+    keep = f"deepspeed.ds_config.{FORCE}=false keeps torch's optimizer"
     _say_on_rank_0(f"the offloaded optimizer is DeepSpeed's CPUAdam instead of torch's {name} ({keep})")
     return adam
 
@@ -275,7 +275,7 @@ class Engine(Wrapped):
 
     engine: DeepSpeed's engine.
     grad_norm: the norm of the gradients. None with ZeRO 0, in which DeepSpeed does not compute it.
-    divided: among how many ranks the program itself has divided the model.
+    divided: the number of ranks among which the program itself has divided the model.
     """
 
     checkpoint_format = wrappers.DEEPSPEED_FORMAT
@@ -371,7 +371,7 @@ def _summed(engine: Any) -> int:
     if not engine.zero_reduce_scatter():
         raise RequestError(
             "ZeRO 3 with parallel.cp > 1 needs zero_optimization.reduce_scatter=true: without it, DeepSpeed would "
-            "scale the gradients of small and large parameters differently. The optimizer Muon turns it off, so use "
-            "another optimizer"
+            "scale the gradients of small and large parameters differently. The optimizer Muon turns "
+            "reduce_scatter off, so use another optimizer"
         )
     return 1

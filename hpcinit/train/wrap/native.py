@@ -1,4 +1,4 @@
-"""Wraps a model with torch's own means: DDP, FSDP2, tensor parallelism, torch's optimizers and gradient clipping."""
+"""Wraps a model with torch's own features: DDP, FSDP2, tensor parallelism, torch's optimizers and gradient clipping."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def wrap_ddp(
     model: nn.Module, device: torch.device, reduce: torch.dtype
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
-    """Wrap the model in DDP. Return its forward function, and a function that turns averaging of gradients on or off.
+    """Wrap the model in DDP. Return its forward function, and a function that turns gradient averaging on or off.
 
     Parameters and gradients stay in float32. Gradients are views of DDP's buckets, so set them to zero, not to None.
 
@@ -104,9 +104,9 @@ def fsdp_meshes(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh for fully_shard, and the tensor parallel mesh or None.
 
-    If `sharded` is False, fully_shard replaces DDP, which would convert DTensors in each forward pass. The last
-    dimension of its mesh then has size 1, so that it divides no parameters. Ranks with different parts of a sequence
-    count as data parallel.
+    If `sharded` is False, hpcinit uses fully_shard instead of DDP, because DDP would convert DTensors in each forward
+    pass. The last dimension of the mesh then has size 1, so fully_shard does not divide the parameters. Ranks with
+    different parts of a sequence count as data parallel.
     """
     found = mesh_of_run.mesh_part(mesh, "dp_replicate", "fsdp") if sharded else None
     if found is not None:
@@ -121,10 +121,10 @@ def wrap_fsdp(
 ) -> tuple[Callable[..., Any], Callable[[bool], None]]:
     """Shard the model with FSDP.
 
-    Return its forward function, and a function that turns averaging of gradients on or off.
+    Return its forward function, and a function that turns gradient averaging on or off.
 
     Blocks are sharded one by one, so that only one block's parameters are gathered at a time. The other parameters are
-    sharded with the model itself. Between steps, parameters are in float32.
+    sharded together. Between steps, parameters are in float32.
 
     param: the number format of gathered parameters.
     """
@@ -276,7 +276,7 @@ def _check_precision(training: Training, device: torch.device, sharded: bool) ->
 
 
 class Native(Wrapped):
-    """A model that is wrapped with torch's own means.
+    """A model that is wrapped with torch alone, without DeepSpeed.
 
     scaler: scales the loss and gradients in fp16. With other number formats, it does nothing.
     """

@@ -50,7 +50,8 @@ def shard(layout: Layout, rank: int, *tensors: Tensor, dim: int = 1) -> tuple[Te
 class Attention:
     """Context managers for the forward pass, the backward pass, and the second forward pass of checkpointed blocks.
 
-    In them, each rank passes a part of the sequence to F.scaled_dot_product_attention, which works on the whole one.
+    Inside them, each rank passes its part of the sequence to F.scaled_dot_product_attention, which then works on the
+    whole sequence.
     """
 
     forward: Context = nullcontext

@@ -24,9 +24,7 @@ def checked(include: Collection[State] | None) -> frozenset[State]:
     chosen = STATES if include is None else include
     for name in chosen:
         if name not in STATES:
-            raise RequestError(
-                f"offload_states() does not know the state {name!r}; the states are: {', '.join(STATES)}"
-            )
+            raise RequestError(f"offload_states() got an unknown state {name!r}; the states are: {', '.join(STATES)}")
     return frozenset(chosen)
 
 

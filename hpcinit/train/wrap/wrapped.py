@@ -239,9 +239,10 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def load_files(self, path: Path, saved: Description, layout: Layout) -> None:
-        """Load what save_files() wrote below `path` into the model and the optimizer, in place.
+        """Load the files that save_files() wrote below `path` into the model and the optimizer, in place.
 
-        Raise CheckpointError if it does not match the model, and RequestError if it cannot be converted to this layout.
+        Raise CheckpointError if they do not match the model, and RequestError if they cannot be converted to this
+        layout.
         """
 
 

@@ -169,7 +169,7 @@ def _present(env: Mapping[str, str], process: Process) -> Launcher:
 def _refuse_two_launchers(env: Mapping[str, str], world: World, chosen: Launcher) -> None:
     """Raise WorldError if two of Open MPI, MPICH and Horovod give this process different ranks or sizes.
 
-    hpcinit then cannot know which of the two launchers started the other.
+    It is then unclear which of the two launchers started the other.
     """
     if chosen not in (horovod, openmpi, mpich):
         return
@@ -219,7 +219,7 @@ def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
     if tasks.isdigit() and int(tasks) > 1:
         values = ", ".join(f"{name} is {env[name]}" for name in names)
         raise WorldError(
-            f"{values}, but SLURM_JOB_ID is not set, so hpcinit cannot know the nodes. Start the ranks with srun and "
+            f"{values}, but SLURM_JOB_ID is not set, so hpcinit cannot find the nodes. Start the ranks with srun and "
             "keep its variables. Or set RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
             f"MASTER_ADDR=HOST MASTER_PORT=PORT. For a single process, set {ENV_STARTED_BY}=single"
         )
