@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise RequestError("the current folder was deleted: start this in a folder that exists") from None
+        raise RequestError("the current folder was deleted: run this command in a folder that exists") from None
     if argv[0].startswith("-") and argv[0] != "-m":
         raise RequestError(
             f"{argv[0]}: no such option, expected the path of a run folder's {run_folder.SPEC}, or a program: "

@@ -1,4 +1,4 @@
-"""The values of `parallel.wrap`: DDP, FSDP2, DeepSpeed or none, with an object that describes each.
+"""Describes each value of `parallel.wrap` with an object: DDP, FSDP2, DeepSpeed or none.
 
 This module doesn't need torch. To add a wrapper, change three files:
 
@@ -28,7 +28,7 @@ class Wrapper(abc.ABC):
     needs_deepspeed: whether the ranks start DeepSpeed and the `deepspeed.` options apply.
     checkpoint_format: wrappers with the same format can load each other's checkpoints.
     for_many_ranks: whether the wrapper combines the gradients of several ranks.
-    whole_model: whether every rank has all parameters, unless tensor parallelism divides them.
+    whole_model: whether every rank has all parameters. With tensor parallelism, a rank has only a part of them.
     """
 
     name: ClassVar[str]

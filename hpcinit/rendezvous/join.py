@@ -36,7 +36,7 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
     notes: list[str] = []
 
     def resolve() -> list[str]:
-        """Return rank 0's addresses, likeliest first. Store the note on the likeliest one in `notes`."""
+        """Return rank 0's addresses, the most likely one first. Store the note about this one in `notes`."""
         best, *others = rank_0.addresses(world, spec.comm.host_template if spec else "")
         notes[:] = [best.note] if best.note else []
         return [best.address, *(other.address for other in others)]
@@ -58,9 +58,9 @@ def join(world: World, spec: Spec | None, timeout: timedelta, generation: int) -
 def _with_candidate_ports(world: World) -> World:
     """Return `world` with a job name and several candidate ports.
 
-    A launcher without job names (PMI without Hydra) would give two jobs on a node the same ports and key. So the id of
-    the parent process becomes the name, or the port if there are several nodes. A launcher may also provide only one
-    port, which the program itself needs.
+    Some launchers (PMI without Hydra) provide no job name, so two jobs on a node would get the same ports and key. The
+    name is then the id of the parent process, or the port if there are several nodes. Other launchers provide only one
+    port, which the program itself needs. In both cases, compute the candidate ports from the job name.
     """
     job = world.job or (f"parent{os.getppid()}" if world.nodes == 1 else f"port{world.master_ports[0]}")
     if len(world.master_ports) == 1 or not world.job:

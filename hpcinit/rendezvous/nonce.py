@@ -2,8 +2,8 @@
 
 The file is for ranks that were started without `hpcinit submit`, for example with `srun python -m hpcinit.run ...` or
 mpirun. The first rank that looks for the file creates it, in the working folder or else in ~/.cache/hpcinit. The other
-ranks read the file, and rank 0 removes it after all ranks have connected. If rank 0 is killed before, the next start in
-the folder removes the file. Without a secret, anyone who knows the job's id could act as a rank.
+ranks read the file, and rank 0 removes it after all ranks have connected. If rank 0 is killed before that, the next
+start in the folder removes the file. Without a secret, anyone who knows the job's id could act as a rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FIRST_S = 1.0  # other ranks of a node wait this long for its first rank to crea
 OLD_S = 86_400.0  # remove a file of this age even if its creator may be alive, because no start-up takes so long
 WARNING = (
     "warning: the ranks of this job share no secret, because they have no shared writable folder for it. Another user "
-    "of its nodes who knows the job id could act as a rank and run code as you. To prevent this, add to the batch "
-    f"script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
+    "on the job's nodes who knows the job id could act as a rank and run code as you. To prevent this, add to the "
+    f"batch script, before srun or mpirun: export {ENV_NONCE}=$(cat /proc/sys/kernel/random/uuid)"
 )
 
 
@@ -108,7 +108,7 @@ def _candidate_folders() -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the files that this user's killed start-ups left.
+    """Remove the files of this user's earlier start-ups that were killed.
 
     Keep the file `name`, because other ranks of this start-up may use it.
     """

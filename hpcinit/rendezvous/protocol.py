@@ -62,13 +62,13 @@ def same(one: object, other: str) -> bool:
 def key_id(key: str, job: str) -> str:
     """Return a short identifier of the key that does not reveal the key.
 
-    Messages show it if two processes have different keys.
+    The handshake contains this identifier, so that a process can report a different key.
     """
     return proof(key, "key", "", job)[:8]
 
 
 def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str:
-    """Return a text field of a message, shortened by cut(). Raise NotOurs if the field is not a text."""
+    """Return a text field of a message, shortened by cut(). Raise NotOurs if the field is not a string."""
     value = message.get(name)
     if not isinstance(value, str):
         raise NotOurs(f"{name} is {_brief(value)}, expected a string")
@@ -78,13 +78,13 @@ def text(message: dict[str, Any], name: str, longest: int = LONGEST_TEXT) -> str
 def cut(value: str, longest: int) -> str:
     """Return at most `longest` characters of a text that another process sent.
 
-    Halves of surrogate pairs become '?', because no file accepts them.
+    Half a surrogate pair becomes '?', because it cannot be written to a file.
     """
     return value[:longest].encode("utf-8", "replace").decode(errors="replace")
 
 
 def integer(message: dict[str, Any], name: str, least: int, most: int) -> int:
-    """Return a whole number from a message. Raise NotOurs unless it is from `least` to `most`."""
+    """Return an integer from a message. Raise NotOurs if the value is not an integer from `least` to `most`."""
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise NotOurs(f"{name} is {_brief(value)}, expected a number from {least} to {most}")
@@ -214,7 +214,7 @@ class StartupFailure:
 
     @classmethod
     def from_message(cls, message: dict[str, Any], name: str) -> StartupFailure:
-        """Return the failure in a message that was made from fields().
+        """Return the failure from a message that contains the fields of fields().
 
         If a field other than the text is unusable, use the field's default, because another version of hpcinit may have
         sent the message.

@@ -244,7 +244,7 @@ class RendezvousEndpoint(ABC):
     def on_failure(self, act: Callable[[str], None] | None) -> None:
         """Call `act` with the error when a rank fails, or at once if one has already failed.
 
-        act: the function. It replaces the one of an earlier call, and None removes it.
+        act: a function, which replaces the function of an earlier call. None: only remove the earlier function.
         """
         with self._changed:
             self._act_on_failure = act
@@ -296,7 +296,7 @@ class RendezvousEndpoint(ABC):
 
     @abstractmethod
     def _too_late(self, phase: str) -> StartupFailure:
-        """Return the failure if not all ranks were ready in time. On rank 0, report it to the connected ranks, too."""
+        """Return the failure to raise at the deadline. On rank 0, also report it to the connected ranks."""
 
 
 class RendezvousClient(RendezvousEndpoint):
@@ -390,9 +390,9 @@ class RendezvousClient(RendezvousEndpoint):
         )
 
     def _fault_of_rank_0(self, what: str) -> StartupFailure:
-        """Return a failure whose cause is rank 0 itself.
+        """Return a failure that rank 0 itself caused.
 
-        what: the message after 'rank 0 on ADDRESS'.
+        what: the text that follows 'rank 0 on ADDRESS' in the message.
         """
         at = self._world.master_addr
         return StartupFailure(f"rank 0 on {at} {what}", failure_kinds.PROGRAM, 0, at)

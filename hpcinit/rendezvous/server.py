@@ -543,7 +543,7 @@ class RendezvousServer(RendezvousEndpoint):
     # --- the messages, in the thread of the connections
 
     def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Handle a message according to the state of its connection, then announce the resulting progress."""
+        """Handle a message according to the state of its connection. Then announce each stage that this completes."""
         with self._changed:
             if connection.peer is not None:
                 self._handle_from_rank(connection, connection.peer, message)
@@ -631,9 +631,9 @@ class RendezvousServer(RendezvousEndpoint):
         connection.said_goodbye |= "bye" in message
 
     def _recently_missing(self, phase: str) -> StartupFailure:
-        """Return the failure that lists the missing ranks, computed at most once per second.
+        """Return the failure that lists the missing ranks.
 
-        At the deadline, every rank requests this list.
+        At the deadline, every rank requests this list, so it is computed at most once per second.
         """
         at, missing = self._reported_missing.get(phase, (-math.inf, None))
         if missing is None or time.monotonic() - at > 1:

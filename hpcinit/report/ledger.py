@@ -22,7 +22,7 @@ KEPT, REPEATED, SAVE, RESTORE = "steps_kept", "steps_repeated", "save", "restore
 PHASES, HANG, END, IDLE, UNKNOWN = "evaluation", "hang", "end", "idle_spares", "unknown"
 TITLES = {
     QUEUE: "waiting in the queue",
-    START: "start: from the nodes to the first line",
+    START: "start: before the first line of output",
     IMPORTS: "imports",
     INIT: "rendezvous, init, building the model",
     FIRST: "extra time of the first step",
@@ -258,9 +258,9 @@ def _steps_in(one: Segment) -> bool:
 def _open_after_save(start: Start, repeated: bool) -> Start:
     """Mark the steps after the last save as possibly lost. Use this if the first step of the next start is unknown.
 
-    The next start continued from the last save or a later step, because a program that saves also loads its saves.
+    A program that saves also loads its saves. So the next start continued from the last known save, or a later step.
 
-    repeated: whether the next start certainly trained. If so, and if there was a save, the steps move to REPEATED.
+    repeated: whether it is certain that the next start trained. If there was also a save, move the steps to REPEATED.
     """
     last = max((at for at, one in enumerate(start.segments) if one.row == SAVE), default=-1)
     segments = [*start.segments]

@@ -349,8 +349,8 @@ def _unstamped(
 def _chunks(events: Sequence[Event]) -> list[list[Event]]:
     """Divide the events by attempt.
 
-    A new attempt starts after Slurm's message about an end, where the steps go back, and where the program loads a
-    checkpoint between two steps.
+    A new attempt starts in three cases: after Slurm's message that the job ended, when the step numbers go back, and
+    when the program loads a checkpoint between two steps.
     """
     found: list[list[Event]] = [[]]
     last = -1
@@ -412,7 +412,7 @@ def _mean_of_most(values: Sequence[float]) -> float:
 
 
 def _places(lengths: Sequence[float], allocations: Sequence[Allocation]) -> list[int]:
-    """Return in which allocation each attempt probably ran, as indices. The attempts stay in order.
+    """Return the index of the allocation in which each attempt probably ran. The attempts stay in order.
 
     Choose the allocations with the most similar durations.
 
@@ -536,8 +536,8 @@ def _limits(
 
     The checkpoints limit these times:
     - A step ends after the checkpoints of earlier steps were written.
-    - It ends before its own checkpoint, or one of a later step, was written.
-    - Two steps are at least as far apart as the progress bars show, less 1 s. Without progress bars, they are at least
+    - A step ends before its own checkpoint, or that of a later step, was written.
+    - Two steps are at least as far apart as the progress bars show, minus 1 s. Without progress bars, they are at least
       80 % of the logged time apart.
     """
     sure, whole_s = (1.0, 1.0) if bars else (0.8, 0.0)

@@ -1,7 +1,7 @@
 """Divides an allocation into steps, saves, evaluations and so on, from its logs and checkpoint files.
 
 A program may print only every 50th step, and seldom how long a save or an evaluation took. If two printed steps with a
-save or an evaluation between them are further apart than usual, the additional time counts for it.
+save or an evaluation between them are further apart than usual, the additional time counts as the save or evaluation.
 
 The result contains bounds for everything that the log does not show.
 """
@@ -53,7 +53,7 @@ class Piece:
 
     @cached_property
     def logged(self) -> bool:
-        """Return whether a log shows steps of this start, and not only checkpoints do."""
+        """Return whether a log shows steps of this start. If not, only checkpoints show them."""
         return any(one.kind == "step" for one in self.events)
 
     @property
@@ -231,7 +231,7 @@ def _first_line(piece: Piece) -> float:
 
 
 def _start_up(piece: Piece, first: tuple[float, int], usual: float, resumed: int, within: int) -> Iterator[Segment]:
-    """Yield the segments up to the first printed step: the start-up, and the steps before it."""
+    """Yield the segments up to the first printed step: the start-up, and the steps until then."""
     begin = piece.begin
     number = max(1, first[1] - resumed)
     inside = _inside(piece, first[0] - number * usual, first[0])
@@ -334,7 +334,7 @@ def _marks(piece: Piece) -> list[tuple[float, str]]:
 
 
 def _between(marks: Sequence[tuple[float, str]], a: tuple[float, int], b: tuple[float, int]) -> list[str]:
-    """Return the rows of the marks between two printed steps."""
+    """Return the rows of those `marks` (see _marks()) that are between two printed steps."""
     first, after = bisect.bisect_left(marks, (a[0], "")), bisect.bisect_left(marks, (b[0], ""))
     return [row for _, row in marks[first:after]]
 

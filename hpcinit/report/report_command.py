@@ -80,12 +80,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcinit report",
         description="Show where the charged time of a run went, what to change, and how each start went. RUN may also "
-        "be a job, or a folder with logs, that hpcinit did not submit.",
+        "be a job that hpcinit did not submit, or a folder with its logs.",
     )
     parser.add_argument("run", nargs="?", default="", help="run folder, its name, a job id, or a folder with logs")
     parser.add_argument("--since", metavar="TIME", help="all runs submitted in the last TIME: 12h, 30d, 8w")
     parser.add_argument("--csv", action="store_true", help="print the rows of each attempt as CSV")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the ledger into this file")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also write the ledger to this file as an SVG picture")
     find_runs.add_runs_dir(parser)
     return console_module.add_verbosity_options(parser)
 

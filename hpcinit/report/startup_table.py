@@ -16,7 +16,7 @@ from hpcinit.records.timeline import Attempt
 from hpcinit.report import startup_phases
 from hpcinit.report.startup_phases import Phase, Report, seconds
 
-HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank, which all waited for")
+HEAD = ("phase", "min", "median", "max", "ends within", "slow ranks, or the last rank if all waited for it")
 
 
 def headline(report: Report) -> str:
@@ -62,7 +62,7 @@ def timeout(report: Report) -> str:
     waited = attempt.waited_s
     used = ""
     if waited is not None and attempt.timeout_s and attempt.complete:
-        used = f"; the longest wait was {seconds(waited)}, {waited / attempt.timeout_s:.0%} of it"
+        used = f"; the longest wait was {seconds(waited)}, {waited / attempt.timeout_s:.0%} of the timeout"
     return f"start-up timeout: {attempt.formula}{used}"
 
 
@@ -164,8 +164,8 @@ def _with_submission(attempt: Attempt, submitted: float | None) -> Attempt:
     If this time is unknown or later than the start of the job, change nothing. Slurm may start a job before its
     submission is recorded.
 
-    Slurm 24.11 rounds the start down to a second. So if the job was submitted in the same second, the start is used as
-    the time of submission.
+    Slurm 24.11 rounds the start time down to a full second. So if the job was submitted in that second, use the start
+    time as the time of submission.
     """
     if submitted is None:
         return attempt
@@ -187,8 +187,8 @@ def _submission_times(run: Path) -> Iterator[tuple[str, float]]:
 
 
 def _number(job: str) -> str:
-    """Return the job id that the ranks of `job` record. For an array task, such as '18_1', return TASK.
+    """Return the job id that the ranks of `job` record. For an array task, return TASK.
 
-    The ranks of an array task record another job id, such as 19.
+    The ranks of an array task, such as '18_1', record a different job id, such as 19.
     """
     return TASK if "_" in job else job

@@ -250,7 +250,7 @@ def _group(
 def _settle(plan: Plan, keep: bool) -> timedelta:
     """Set the timeout of collectives, and check the settings of the group. Return the timeout.
 
-    keep: whether to leave the timeout as it is. This is for the program's own group without collective_timeout.
+    keep: leave the timeout unchanged, because the program created the group and passed no collective_timeout.
     """
     changed = False if keep else process_group.set_timeout(plan.collective_timeout)
     bound = plan.binding.device or process_group.bound_to()

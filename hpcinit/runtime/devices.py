@@ -85,7 +85,7 @@ def backends(device: torch.device, asked: str = "auto") -> dict[str, str]:
         raise BringUpError(f"backend is {asked!r}, expected one name, or pairs such as cpu:gloo,cuda:nccl") from None
     if device.type not in pairs:
         raise BringUpError(
-            f"backend is {asked!r}, which names none for this rank's device {device}: add "
+            f"backend is {asked!r}, which has no backend for this rank's device {device}: add "
             f"{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
         )
     return {kind: backend(torch.device(kind), name) for kind, name in pairs.items() if kind in {"cpu", device.type}}
@@ -188,7 +188,7 @@ def _reason_to_leave(
 def _near_cpus(
     world: World, device: torch.device, allowed: set[int], sysfs: Path, env: Mapping[str, str]
 ) -> tuple[set[int], str]:
-    """Return this rank's CPUs and where they are, for the log. Raise ValueError if the kernel does not report it."""
+    """Return this rank's CPUs, and their location as text for the log. Raise ValueError if the location is unknown."""
     address = pci_address(device)
     if not address:
         raise ValueError(f"torch {torch.__version__} does not report the PCI address of {device}")

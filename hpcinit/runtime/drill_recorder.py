@@ -41,7 +41,7 @@ MOST_ELEMENTS, MOST_TENSORS = 4096, 256
 
 
 def install(folder: Path, rank: int) -> None:
-    """Start recording this rank's training steps in `folder`, and guarding the files outside of the drill's folder.
+    """Start to record this rank's steps in `folder`, and to block changes to files outside of the drill's folder.
 
     Call this before the program runs.
     """
@@ -79,7 +79,7 @@ class _Guard:
     def _wait(self, path: str, torn: bool) -> None:
         """Before this rank changes the file `path`, wait until the drill has copied the program's files.
 
-        torn: whether the rank rewrites the whole file. If the rank is killed then, the file is incomplete.
+        torn: whether the rank rewrites the whole file. If it is killed while it writes, the file is incomplete.
         """
         if not path.startswith(f"{self.report.parent.parent.resolve()}/now/"):
             return
@@ -226,7 +226,7 @@ class _Optimizers:
 
     path: the file of this rank's steps.
     known: all optimizers, in the order in which the program created them.
-    replaced: whether the last step made a new optimizer count.
+    replaced: whether a new optimizer started to count at the last step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -277,9 +277,9 @@ def _tensors(torch: Any, optimizers: Iterable[Any]) -> tuple[list[Any], list[Any
 
 
 def _is_of_a_load() -> bool:
-    """Return whether torch makes this optimizer step while it loads an optimizer's state.
+    """Return whether this step of an optimizer is part of loading the optimizer's state.
 
-    torch makes the step with lr 0, to create the state.
+    Before torch loads a state, it creates the state with a step with lr 0.
     """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
@@ -336,7 +336,7 @@ class _Loaders:
         kind.__iter__ = iterated
 
     def evaluates(self) -> None:
-        """Stop counting the newest pass. It was an evaluation, because a forward pass ran without gradients."""
+        """Subtract the newest pass from the count: a forward pass ran without gradients, so it was an evaluation."""
         self.passes -= self.may_be_evaluation
         self.may_be_evaluation = False
 

@@ -58,7 +58,7 @@ def _in_use(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def members(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return those of the dimensions `names` that `name` consists of, or () if `name` has size 1."""
+    """Return the dimensions in `names` that make up `name`, or () if `name` has size 1."""
     if name in names:
         return (name,)
     parts = [each for part in COMBINED.get(name, (name,)) for each in (part, *SPLIT.get(part, ()))]
@@ -83,7 +83,7 @@ class Mesh(DeviceMesh):
 
     `mesh["dp", "sp"]` is a mesh of two dimensions. `mesh.get_group("tp")` is this rank's group. If the dimension has
     size 1, this group contains only this rank. `dp`, `fsdp` and `loss` are combinations of dimensions, and `sp` is
-    another name for `cp`. A plain DeviceMesh does not know these names, and warns when you select a combination.
+    another name for `cp`. A plain DeviceMesh does not have these names, and warns when you select a combination.
     """
 
     alone: DeviceMesh | None = None
@@ -91,8 +91,8 @@ class Mesh(DeviceMesh):
     def of_one(self) -> DeviceMesh:
         """Return a mesh that contains only this rank. It can be joined with other parts of this mesh.
 
-        The first call creates a process group, without the other ranks. init() does not create it, because a slow rank
-        needs rank 0's store for that, and rank 0 may have exited.
+        The first call creates a process group, without the other ranks. init() does not create it: that needs rank
+        0's store, and rank 0 may have exited before a slow rank gets there.
         """
         if self.alone is None:
             world = default.WORLD

@@ -41,7 +41,7 @@ class PrivateName:
         return not self.since or versions.key(version) >= versions.key(self.since)
 
     def is_missing(self) -> bool:
-        """Return whether the name is missing in the package. If its module is not imported yet, return False."""
+        """Return whether the name is missing from the package. If its module is not imported yet, return False."""
         module, _, path = self.owner.partition(":")
         found: Any = sys.modules.get(module)
         if found is None or self.on_instances:
@@ -56,7 +56,7 @@ class PrivateName:
 
 
 def _torch() -> Iterator[PrivateName]:
-    timeouts = "comm.collective_timeout_s of groups"
+    timeouts = "comm.collective_timeout_s for process groups"
     records = "flight-recorder dumps of ranks that use gloo"
     dimensions = "meshes of several dimensions, such as run.mesh['dp', 'sp'] or HSDP"
     workers = "data loader workers that survive SIGTERM"
@@ -67,7 +67,7 @@ def _torch() -> Iterator[PrivateName]:
         ("torch._C._distributed_c10d:ProcessGroup", "_device_types _get_backend", timeouts),
         ("torch._C._distributed_c10d:ProcessGroup", "_get_sequence_number_for_group", "collectives in hang reports"),
         ("torch._C._distributed_c10d:ProcessGroupGloo", "_set_default_timeout", timeouts),
-        ("torch.cuda", "_is_in_bad_fork", "the check that an import before launch=fork leaves CUDA alone"),
+        ("torch.cuda", "_is_in_bad_fork", "the check that imports before the fork (launch=fork) do not use CUDA"),
         ("torch.distributed._functional_collectives", "all_to_all_single_autograd", "Ulysses"),
         (
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -78,14 +78,18 @@ def _torch() -> Iterator[PrivateName]:
         ("torch.distributed.distributed_c10d", "_get_default_store", "hpcinit doctor on nodes"),
         ("torch.distributed.distributed_c10d", "_new_process_group_helper", "hpcinit.side_group()"),
         ("torch.distributed.distributed_c10d", "_world.pg_group_ranks", f"{records}, and hpcinit.side_group()"),
-        ("torch.distributed.distributed_c10d", "_world.pg_map", "process groups that the program created, checkpoints"),
+        (
+            "torch.distributed.distributed_c10d",
+            "_world.pg_map",
+            "process groups that the program created, and checkpoints",
+        ),
         ("torch.distributed.distributed_c10d", "_world.pg_names", f"{timeouts}, and hpcinit.side_group()"),
         (
             "torch.distributed.elastic.agent.server.api:SimpleElasticAgent",
             "_exit_barrier _monitor_workers _shutdown _start_workers _stop_workers",
             agent,
         ),
-        ("torch.utils._pytree", "tree_map_only", "run.wrap() with a batch in a container"),
+        ("torch.utils._pytree", "tree_map_only", "run.wrap()"),
         (
             "torch.utils.data._utils.signal_handling",
             "_error_if_any_worker_fails _set_worker_signal_handlers",
@@ -95,24 +99,29 @@ def _torch() -> Iterator[PrivateName]:
     ):
         for name in names.split():
             yield PrivateName("torch", owner, name, lost)
-    yield PrivateName("torch", "torch.utils", "_device", "the import before launch=fork", is_module=True)
+    yield PrivateName("torch", "torch.utils", "_device", "imports before the fork (launch=fork)", is_module=True)
     for name in ("_mesh_dim_names", "_root_mesh"):
         yield PrivateName("torch", "torch.distributed.device_mesh:DeviceMesh", name, dimensions, on_instances=True)
     loader = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
     for name in ("_workers", "_task_info", "_rcvd_idx"):
-        yield PrivateName("torch", loader, name, "the data loader's worker in hang reports", on_instances=True)
+        yield PrivateName("torch", loader, name, "the DataLoader worker in hang reports", on_instances=True)
     server = "torch.distributed.elastic.agent.server.api:SimpleElasticAgent"
     yield PrivateName("torch", server, "_remaining_restarts", agent, on_instances=True)
 
 
 def _deepspeed() -> Iterator[PrivateName]:
     groups, engine = "deepspeed.utils.groups", "deepspeed.runtime.engine:DeepSpeedEngine"
-    again, reshaped = "a second DeepSpeed start in one process", "DeepSpeed's checkpoints on another number of ranks"
+    again, reshaped = (
+        "a second DeepSpeed start in one process",
+        "loading DeepSpeed's checkpoints with a different number of ranks",
+    )
     yield PrivateName("deepspeed", groups, "_release_process_group_references", again, since="0.19.8")
     yield PrivateName("deepspeed", engine, "_config", reshaped, on_instances=True)
     yield PrivateName("deepspeed", engine, "_copy_recovery_script", "run.save() with DeepSpeed")
     yield PrivateName("deepspeed", engine, "_has_autoep_layers", "run.export() with DeepSpeed", since="0.19.8")
-    yield PrivateName("deepspeed", "deepspeed.ops", "__compatible_ops__", "gloo ranks without DeepSpeed's op")
+    yield PrivateName(
+        "deepspeed", "deepspeed.ops", "__compatible_ops__", "starting DeepSpeed on CPUs without compiling an op"
+    )
     builder = "deepspeed.ops.op_builder.builder:OpBuilder"
     yield PrivateName("deepspeed", builder, "_loaded_ops", "ops that hpcinit build-ops has compiled")
 

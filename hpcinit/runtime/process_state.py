@@ -175,7 +175,8 @@ class ProcessState:
     def leave_to_the_parent(self) -> None:
         """In a forked child, close the parent's files and connections, and reset what only the parent may use.
 
-        State for error records stays, such as the phase, because the child (a DataLoader worker, for example) may fail.
+        Keep the state that error records need, such as the phase, because the child (for example a DataLoader worker)
+        may fail.
         """
         self.runtime = self.background_saves = self.training_record = None
         if self.rendezvous is not None:

@@ -154,7 +154,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """The number of the data share that this rank processes, 0 to layout.data_parallel - 1."""
+        """The number of this rank's share of the data, 0 to layout.data_parallel - 1."""
         return self.layout.data_rank(self.rank)
 
     @property
@@ -369,7 +369,7 @@ class Runtime:
     ) -> Loaded | None:
         """Load the newest complete checkpoint. Return None if there is none.
 
-        Every rank must call it. Another number of ranks may have saved the checkpoint. If a checkpoint is damaged,
+        Every rank must call it. A different number of ranks may have saved the checkpoint. If a checkpoint is damaged,
         print a message and try the one before it. ddp and fsdp can load each other's checkpoints. DeepSpeed can load
         only its own. Raise RequestError if the checkpoint does not match the model, and CheckpointError if it cannot be
         read.

@@ -130,7 +130,7 @@ def test_no_shared_folder_is_a_warning(
         warning = capfd.readouterr().err
         assert warning.count("warning: the ranks of this job share no secret") == 1
         assert (
-            "Another user of its nodes" in warning
+            "Another user on the job's nodes" in warning
             and "export HPCINIT_NONCE=$(cat /proc/sys/kernel/random/uuid)" in warning
         )
         assert len(nonce.find(world(nodes=1), None).text) == 32, "one node is enough"

@@ -444,7 +444,7 @@ def test_backends_by_device_type(hpcinit: Run, tmp_path: Path) -> None:
     in_job, *wrong, on_gpu, one = json.loads(line)
     assert in_job[:2] == ["gloo", {"cpu": "gloo"}] and "cpu:gloo" in in_job[2]
     assert [text.partition(" this build of torch ")[0] for text in wrong] == [
-        "backend is 'cuda:nccl,xpu:xccl', which names none for this rank's device cpu: add cpu:gloo",
+        "backend is 'cuda:nccl,xpu:xccl', which has no backend for this rank's device cpu: add cpu:gloo",
         "backend is 'cpu:gloo,cuda', expected one name, or pairs such as cpu:gloo,cuda:nccl",
         "backend 'mpi' is not in",
     ]

@@ -3,8 +3,8 @@
 After each step, a rank writes its step number (the heartbeat) into a file on the node's own disk. This takes about a
 microsecond. One rank per node copies the file to the run folder.
 
-A thread of each rank checks the file. If C code holds the GIL, this thread cannot run. The ranks of the same node then
-report that.
+A thread of each rank checks the file. If C code holds the GIL, this thread cannot run. Another rank of the node then
+reports that the thread does not run.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class Heartbeat:
             return
         error = TrainingHang(f"the training hangs: {lines}", rank_at_fault=report.rank, host_at_fault=report.host)
         program.record(error, self._world)
-        with background_writer.suppressed("the end of all ranks"):
+        with background_writer.suppressed("the decision to end all ranks"):
             safe_files.write_atomically(self._hang / hang_report.RECORD, report.to_json())
             (self._hang / hang_report.ENDS).touch()
         time.sleep(END_S)

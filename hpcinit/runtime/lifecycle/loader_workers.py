@@ -2,7 +2,7 @@
 
 Slurm sends the signal to every process of a step, including the workers. If a worker dies, torch raises 'DataLoader
 worker (pid N) is killed by signal' in the middle of a step. The rank then fails before it can save. A protected worker
-therefore ignores the signal. If the signal also ends the rank, it ends the worker too.
+therefore ignores the signal, unless the signal also ends the rank.
 
 Only this module uses private names of torch, torchdata and multiprocessing for this. If one of them is missing, the
 workers are not protected, or awaited() returns ''.
@@ -70,7 +70,8 @@ def _start(original: Callable[[BaseProcess], None], process: BaseProcess) -> Non
     """Replace Process.start(): start a protected process with blocked signals.
 
     The new process unblocks the signals when it has set its own handler. multiprocessing's fork server keeps them
-    blocked, because its workers would end with it. Its other children unblock them with _Unblock.
+    blocked: if a signal ended the server, its workers would end too. Its unprotected children unblock the
+    signals with _Unblock.
     """
     mine = state.loader_workers
     protected = _is_protected(getattr(process, "_target", None))

@@ -23,7 +23,7 @@ LONGEST_PHASE_S = 3600.0  # a longer save is stuck; most clusters' grace time is
 
 
 class FirstStepWatch:
-    """Delays a SIGTERM until the first should_stop(), so that it does not end the rank before it can save.
+    """Delays a SIGTERM until the first should_stop(), so that the rank can save before it ends.
 
     If the program has reported a step, or 10 minutes have passed since init(), the program probably never calls
     should_stop(). SIGTERM then ends the rank at once. Create this object in the main thread.

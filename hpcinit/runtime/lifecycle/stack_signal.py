@@ -7,8 +7,8 @@ If C code holds the GIL, the thread cannot run. After some seconds, `hpcinit sta
 handler in C writes the stacks. This is less safe, because the stacks may change while the handler reads them: in a
 test, 1 of 83 signals ended a program of several busy threads with a segmentation fault.
 
-observe/stack_collector.py finds the file in /proc/PID/fd. The file's name contains all that the collector needs. After
-an exec, there is neither a file nor a handler, so the collector sends no signal.
+observe/stack_collector.py finds the file in /proc/PID/fd. The file's name contains everything that the collector needs.
+After an exec, there is neither a file nor a handler, so the collector sends no signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "hpcinit-stacks {rank} {pid} {signal} {main:#018x} {thread} {pipe}"
 
 
 def install(rank: int) -> None:
-    """Start the thread that writes the stacks for `hpcinit stacks`. If this process already has it, do nothing.
+    """Start the thread that writes the stacks for `hpcinit stacks`. If this process already has the thread, do nothing.
 
     Never raise, because the program can run without the thread. Some systems don't support it.
     """

@@ -268,7 +268,8 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
 def every(cost_s: float, step_s: float, most_s: float = MOST_S) -> int:
     """Return after how many steps the ranks communicate again about whether to stop.
 
-    It should take at most SHARE of the time, but they communicate at least every MOST_STEPS steps or `most_s` seconds.
+    The communication should take at most SHARE of the time. But the ranks communicate at least every MOST_STEPS steps
+    or `most_s` seconds.
 
     cost_s: how long one such communication takes.
     step_s: how long a step takes.

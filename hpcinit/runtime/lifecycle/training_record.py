@@ -57,7 +57,7 @@ class TrainingRecord:
         return before
 
     def built(self) -> None:
-        """Record that the model is built, and that the first step starts."""
+        """Record that the model has been built, and that the first step starts."""
         if self._record.what == training_spans.BUILD:
             self.switch(training_spans.FIRST)
 
@@ -73,7 +73,7 @@ class TrainingRecord:
         safe_files.write_atomically(self._path, self._record.to_json())
 
     def _close(self) -> None:
-        """At exit, write what is not written yet. background_writer's exit handler runs later and flushes it."""
+        """At exit, queue the unwritten records. background_writer's exit handler runs later and writes them."""
         if os.getpid() == self._pid:
             self._write()
 
