@@ -252,7 +252,7 @@ def make_folders(path: Path) -> None:
 
 
 def user(number: int) -> str:
-    """Return the name of the user with the id `number`, or 'user 4242' if that id has no name."""
+    """Return the name of the user with the id `number`, or a text such as 'user 4242' if that id has no name."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -46,7 +46,7 @@ def restarts(config: Config) -> Iterator[str]:
         name = config.cluster.name
         yield f"spare_nodes is {config.spare_nodes}, but all nodes of cluster {name} are this machine"
     if unknown := [reason for reason in restart.on if reason not in run_folder.REASONS]:
-        yield f"restart.on has {', '.join(map(repr, unknown))}, expected reasons from: {', '.join(run_folder.REASONS)}"
+        yield f"restart.on: unknown reason {', '.join(map(repr, unknown))}; choose from {', '.join(run_folder.REASONS)}"
     if restart.max_restarts is None:
         return
     for option in ("requeue", "no-requeue"):

@@ -76,7 +76,8 @@ def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
     if found and not faults:
         names = ", ".join(dict.fromkeys(one.interface for one in found))
         slowest = max(one.seconds for one in found)
-        detail = f"NCCL {found[0].version} uses {names} on {counted(len(found), 'node')} (found in {slowest:.2f} s)"
+        where = f"on {counted(len(found), 'node')} (this check took up to {slowest:.2f} s)"
+        detail = f"NCCL {found[0].version} uses {names} {where}"
         yield Check("NCCL's interface", OK, detail)
 
 

@@ -123,7 +123,9 @@ class Drill:
                 record.error
                 or (attempt.log() or attempt.job_log()).decode(errors="replace").strip().rpartition("\n")[2]
             )
-            raise Failure(f"the program failed in a run without faults, with exit status {record.status}: {last}")
+            raise Failure(
+                f"the program failed although the drill had caused no fault (exit status {record.status}): {last}"
+            )
         loaded = [name for name in record.read if name in self.place.given and not name.endswith(".py")]
         if record.done == 0:
             seen = f" after the program read {loaded[-1]}" if loaded else ""

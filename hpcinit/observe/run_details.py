@@ -140,9 +140,9 @@ def times_alone(now: State) -> str:
 
 
 def when(start: str, now: datetime) -> str:
-    """Return the time of a start, such as '14:02 (in 12:00)'. The date is included if it isn't today.
+    """Return a start time as text, such as '14:02 (in 12:00)'. The date is included if it isn't today.
 
-    start: Slurm's time, such as '2026-11-21T14:02:00'.
+    start: the start time as Slurm prints it, such as '2026-11-21T14:02:00'.
     """
     try:
         at = datetime.fromisoformat(start)

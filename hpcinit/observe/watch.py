@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "run", nargs="*", help="run folder, its name, a job id, or all; default: all runs that have not ended"
     )
     find_runs.add_runs_dir(parser)
-    return console_module.add_verbosity_options(parser, "one JSON object per change, one per line")
+    return console_module.add_verbosity_options(parser, "each change as a JSON object, one per line")
 
 
 def main(argv: Sequence[str]) -> int:

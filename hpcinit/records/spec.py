@@ -155,7 +155,7 @@ class Hang:
     """The settings of hang detection.
 
     after_s: how many seconds without a training step count as a hang. 0: disabled.
-    action: 'report' the hang, or 'end': report it and end the ranks.
+    action: 'report' (only report the hang) or 'end' (report it, then end the ranks).
     """
 
     after_s: float = 240.0  # less than torch's collective timeout (600 s), whose error does not name the missing rank

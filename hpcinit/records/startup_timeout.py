@@ -76,7 +76,7 @@ class StartupTimeout:
 def left_of_job(env: Mapping[str, str], now_s: float) -> timedelta | None:
     """Return how much time the job has left. After the job's end, the result is negative.
 
-    If the environment does not contain the job's end, return None.
+    If the environment does not contain the end time of the job, return None.
 
     now_s: the current time in seconds since 1970.
     """

@@ -91,8 +91,8 @@ class Mesh(DeviceMesh):
     def of_one(self) -> DeviceMesh:
         """Return a mesh that contains only this rank. It can be joined with other parts of this mesh.
 
-        The first call creates a process group, without the other ranks. init() does not create it: that needs rank
-        0's store, and rank 0 may have exited before a slow rank gets there.
+        The first call creates a process group that contains only this rank. The other ranks do not take part. init()
+        does not create the group, because rank 0 may exit before a slow rank has created it with rank 0's store.
         """
         if self.alone is None:
             world = default.WORLD

@@ -59,8 +59,11 @@ _UNDERSTOOD = re.compile(
 _EVENT = re.compile(
     r"\bWarning +(?:Evicted|OOMKilling|SystemOOM|FailedMount|FailedScheduling|NodeNotReady|Preempt\w*)\b"
 )
-# The ends of jobs as PBS, LSF and submitit print them
+# Lost nodes, as Flux and Ray report them
+_LOST_NODE = re.compile(r"\btype=node-failure .*\bon (\S+)|\baddress: (\S+) .*\bhas been marked dead\b")
+# The ends of jobs as PBS, LSF, submitit and Kubernetes print them
 _OTHER_ENDS = (
+    ("COMPLETED", re.compile(r"(?m)^[\w.-]+ +Succeeded +\w+$")),  # kubectl get
     ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed|: this job is timed-out")),
     ("PREEMPTED", re.compile(r"TERM_PREEMPT: job killed|: this job is preempted")),
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
@@ -84,7 +87,7 @@ _FINISHED = re.compile(r"(?i)^(?!.*(?:sav(?:e|ed|ing)|load(?:ed|ing))\b).*\b(?:f
 _OVER = re.compile(
     r"(?i)worker group successfully finished|\b(?:training|fit(?:ting)?|run|job)\b\W{0,3}(?:is |was |has |has been )?"
     r"(?:done|finished|completed?|successful\w*|ended successfully)\b|\b(?:finished|completed) (?:the )?training\b"
-    r"|`Trainer\.fit` stopped: `max_"
+    r"|`Trainer\.fit` stopped: `max_|\btrain\w*\.py finished\b|\bfinished:? \d+ (?:batches|steps|epochs)\b"
 )
 MOST_OF_NODE = 8  # a larger job may have several nodes, so that local ranks differ from global ranks
 _HIGH_RANK = re.compile(r"(?i)rank[^\w\n]{0,12}(?:[89]|\d{2,6})\b|num processes: (?:9|\d{2})")
@@ -134,9 +137,12 @@ def gather(
     processes = log_lines.ranks_of_processes(lines)
     lines = [_with_rank(line, processes) for line in lines]
     size = max([0, *(int(found[1]) for log in logs for found in _SIZE.finditer(log.text))])
-    state = state or next((found[1] or found[2] for log in logs if (found := _STATE.search(log.text))), "")
-    state = state or next((end for end, text in _OTHER_ENDS for log in logs if text.search(log.text)), "")
-    succeeded = bool(by_log) and not state and all(_exits_with_0(found[-MOST_AT_END:]) for found in by_log)
+    state = state or next(_states(lines), "")
+    succeeded = (
+        bool(by_log)
+        and state in ("", "COMPLETED")
+        and all(_succeeds(found[-MOST_AT_END:], completed=bool(state)) for found in by_log)
+    )
     state = "COMPLETED" if succeeded else state
     slurm = job_log.read("\n".join(line.text for line in lines))
     ends = [end for _, _, end in sorted(read_launchers.table(lines), key=lambda one: one[:2])]
@@ -144,7 +150,8 @@ def gather(
     agents = {end.host for end in slurm.ends if end.how.startswith("Exited with") and not end.after_abort}
     every_end = of_ranks and bool(slurm.ends)
     not_started = [one if of_ranks else replace(one, ranks=()) for one in slurm.not_started]
-    slurm = replace(slurm, ends=tuple([*slurm.ends] if of_ranks else ends), output=(), not_started=tuple(not_started))
+    ended_ranks, lost = tuple([*slurm.ends] if of_ranks else ends), tuple(dict.fromkeys((*slurm.lost, *_lost(lines))))
+    slurm = replace(slurm, ends=ended_ranks, lost=lost, output=(), not_started=tuple(not_started))
     watched, errors = read_watchdog.read(lines)
     traced = [_of_process(one, processes) for one in read_tracebacks.read(lines)]
     every = _in_order([*traced, *([] if slurm.cancelled else read_launchers.unreachable(lines)), *errors], by_log)
@@ -221,6 +228,20 @@ def _with_rank(line: Line, processes: Mapping[str, int]) -> Line:
     return line if rank == NO_RANK else line._replace(rank=rank, stream=str(rank))
 
 
+def _states(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the states of the job in its log, Slurm's first. The ends that other schedulers print get Slurm's names."""
+    log = "\n".join(line.text for line in lines)
+    yield from (found[1] or found[2] for found in _STATE.finditer(log))
+    yield from (end for end, text in _OTHER_ENDS if text.search(log))
+
+
+def _lost(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the nodes that Flux or Ray reports as lost."""
+    for line in lines:
+        if found := _LOST_NODE.search(line.text):
+            yield found[1] or found[2]
+
+
 def _of_process(error: Error, processes: Mapping[str, int]) -> Error:
     """Return the error. If it has no rank, but a process ID in its message, set the rank of this process.
 
@@ -253,15 +274,19 @@ def _in_order(errors: Sequence[Error], logs: Sequence[Sequence[Line]]) -> list[E
     return [one for _, one in sorted(zip(at, found, strict=True), key=lambda pair: pair[0])]
 
 
-def _exits_with_0(end: Sequence[Line]) -> bool:
-    """Return whether a log ends with the exit status 0, and the program reports success after its last traceback.
+def _succeeds(end: Sequence[Line], *, completed: bool) -> bool:
+    """Return whether the program reports success after its last traceback, and its exit status is 0.
 
     The exit status alone is no proof, because it may be that of `tee` or of another command of the batch script.
+
+    completed: whether Slurm reports the state COMPLETED, so that the log does not need to show the exit status.
     """
     before = ["", *(line.text for line in end)]
     headers = (at for at, line in enumerate(end) if read_tracebacks.HEADER in line.text)
     traced = max((at for at in headers if not read_tracebacks.is_ignored(before[at])), default=-1)
     after = [line.text for line in end[traced + 1 :]]
+    if completed:
+        return any(_OVER.search(text) for text in after)
     return bool(after and _EXIT_0.match(after[-1])) and any(_FINISHED.search(text) for text in after)
 
 

@@ -32,7 +32,7 @@ READ_LOGS = "read the job's log, and the logs of ranks without an error record"
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield how ranks ended, if no error record explains it."""
+    """Yield findings on ranks that ended without an error record that explains it."""
     yield from _signals(evidence)
     yield from _sigterm(evidence)
     yield from _exits(evidence)

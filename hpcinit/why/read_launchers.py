@@ -46,7 +46,8 @@ _RETURNED = re.compile(r"\[launch\.py:.*exits with return code = (-?\d{1,3})(?!\
 _SIGNALS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"^\S+: line \d+: +\d+ (?P<name>Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Terminated)\b",
+        r"^\S+: line \d+: +\d+ (?P<name>Killed|Segmentation fault|Bus error|Aborted|Illegal instruction|Terminated)\b"
+        r"(?! +(?:nvidia-smi|rocm-smi|tail|tee|sleep|top|vmstat|iostat)\b)",  # a monitor that the script started
         r"died with <Signals\.SIG\w+: (?P<signal>\d{1,2})>",
         r"Child process with PID \d+ terminated with code -(?P<signal>\d{1,2})\b",
         r"KILLED BY SIGNAL: (?P<signal>\d{1,2})\b",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hpcinit.base.failure_kinds import HANG
 from hpcinit.records import causes
 from hpcinit.why.evidence import NO_RANK
 from hpcinit.why.log_lines import Line, named
@@ -66,7 +67,7 @@ _NCCL_WARNING = re.compile(r"^(?:(?P<host>[^\s:]{1,80}):\d+:\d+ \[\d+\])?.*NCCL 
 _MISSING = re.compile(r"(\d{1,6}): (\[.*)")  # of Horovod's stall inspector
 _USAGE_ERROR = re.compile(r"^(\S+): error: (.*)")  # of argparse, below 'usage: train.py [-h] ...'
 TRAINS = re.compile(
-    r"(?i)\b(?:(?<!job )(?<![*] )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
+    r"(?i)^ba\d+$|\b(?:(?<!job )(?<![*] )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
     r"|\btraining finished\b"
 )
 _LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|saved|saving)\b")
@@ -128,10 +129,12 @@ def _handled_together(found: Sequence[Error], lines: Sequence[Line]) -> list[Err
     For example, all ranks run out of memory while they search for a batch size, but only rank 0 prints steps.
     """
     same = {_without_numbers(one.text) for one in found if one.handled and one.rank != NO_RANK}
-    trains = [number for number, line in enumerate(lines) if TRAINS.search(line.text)] if same else []
+    trains = [number for number, line in enumerate(lines) if TRAINS.search(line.text)] if found else []
     if len(trains) < HANDLED_BY_ALL_AFTER:
         return [*found]
     until = trains[-HANDLED_BY_ALL_AFTER]
+    # If the ranks train after a warning that a collective waits for some of them, the collective did finish.
+    found = [one for one in found if one.number > until or one.traceback or causes.kind(one.text)[0] != HANG]
     return [
         replace(one, handled=one.handled or (one.number < until and _without_numbers(one.text) in same))
         for one in found

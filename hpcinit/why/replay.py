@@ -129,7 +129,7 @@ def _differs(program: Program, odd: Sequence[tuple[int, Operation]], done: Colle
     if any(program.is_queued(one) and not any(program.gates[one].values()) for _, one in odd):
         reasons.append("all ranks have made that call, so a device or a link is stuck")
     if not all(one.complete for one in program.search.ranks.values()):
-        reasons.append("a recorder has overwritten the call that explains it")
+        reasons.append("a recorder has overwritten its entry of the call that explains it")
     return f"the replay does not block at the same calls ({'; '.join(shown)}): {', or '.join(reasons)}"
 
 

@@ -36,7 +36,10 @@ from hpcinit.why.replay import Replay
 
 OK, STOPPED = failure_kinds.NONE, failure_kinds.STOPPED  # kinds of a verdict on a run in which nothing failed
 WITHOUT_CAUSE = (failure_kinds.UNKNOWN, failure_kinds.SCRIPT)  # kinds of a verdict that names no cause
-UNEXPLAINED = "Slurm requeued the job without a recorded reason: a preemption, a node failure, or scontrol requeue"
+UNEXPLAINED = (
+    "Slurm requeued the job; no reason is recorded, but it may have been a preemption, a node failure, or scontrol "
+    "requeue"
+)
 NO_STEP = (
     "wait, or read hpcinit logs --all; if the program seems to hang, hpcinit stacks RUN shows where each rank is. No "
     "step has been reported yet: hpcinit detects a hang, and the rank that causes it, in a program that calls "

@@ -108,7 +108,7 @@ def mark_started(run: Path, job: str = "5", restart: int = 0) -> None:
         (REQUEUED, None, r"the job was requeued, 14:32:27 by its batch script, an administrator, or scontrol requeue"),
         (REQUEUED, "preempted", "preempted"),
         (KILLED, "failure", r"rank 1 on n1 was killed by a signal \(Killed\) first"),
-        ("hello\n", None, "Slurm requeued the job without a recorded reason: a preemption, a node failure, or .*"),
+        ("hello\n", None, "Slurm requeued the job; no reason is recorded, but it may have been a preemption, .*"),
     ],
 )
 def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: str | None, headline: str) -> None:

@@ -67,7 +67,7 @@ def begin_now(slurm: MiniSlurm, job: str) -> None:
         (["cluster=mini", "restart.without_progress=0"], "restart.without_progress is 0, expected 1 or more"),
         (
             ["cluster=mini", "restart.on=[hang,oom]"],
-            "restart.on has 'oom', expected reasons from: preempted, node_fail, hang,",
+            "restart.on: unknown reason 'oom'; choose from preempted, node_fail, hang,",
         ),
         (["spare_nodes=1"], "spare_nodes is 1, but all nodes of cluster local are this machine"),
         (["cluster=mini", "spare_nodes=-1"], "spare_nodes is -1, expected 0 or more"),
