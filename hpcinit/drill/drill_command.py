@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "compare its losses with those of an undisturbed run. The exit status is 1 if the program does not resume "
         "correctly.",
         epilog="drill.pattern='it=(?P<step>\\d+) L=(?P<loss>\\S+)' recognizes steps in the program's output that the "
-        "known formats do not match. Other keys are those of hpcinit submit.",
+        "known formats do not match. Other keys work as in hpcinit submit.",
         allow_abbrev=False,
     )
     parser.add_argument(

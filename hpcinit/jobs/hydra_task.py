@@ -57,8 +57,8 @@ class ProgramPath:
     def restore(self) -> None:
         """Add the folders to sys.path.
 
-        With snapshot=git, the program runs in a copy of `workdir`. So first add that copy's versions of the folders in
-        `before`.
+        With snapshot=git, the program runs in a copy of `workdir`. If a folder in `before` is inside `workdir`, add the
+        same folder of the copy first.
         """
         inside = [Path(path) for path in self.before if Path(path).is_relative_to(self.workdir)]
         copied = [str(Path.cwd() / path.relative_to(self.workdir)) for path in inside]

@@ -77,7 +77,7 @@ def connect(
     not at this address and port.
 
     patience_s: how many seconds to wait for rank 0's proof.
-    deadline: until when to wait for rank 0's last reply, as a time of time.monotonic(). A rank that disconnects before
+    deadline: until when to wait for rank 0's last reply, in seconds of time.monotonic(). A rank that disconnects before
         this reply counts as dead, so give a busy rank 0 enough time.
     """
     until = time.monotonic() + patience_s
@@ -220,7 +220,7 @@ class RendezvousEndpoint(ABC):
     def wait_for_all(self, deadline: float, every_s: float) -> None:
         """Wait until all ranks have connected. If they don't, raise a BringUpError that names the missing ranks.
 
-        deadline: when to give up, as a time of time.monotonic().
+        deadline: when to give up, in seconds of time.monotonic().
         every_s: how often rank 0 prints which ranks are missing, in seconds.
         """
         self._wait(Stage.CONNECTED, "started", deadline, every_s)
@@ -230,7 +230,7 @@ class RendezvousEndpoint(ABC):
 
         If they don't, raise a BringUpError that names the missing ranks.
 
-        deadline: when to give up, as a time of time.monotonic().
+        deadline: when to give up, in seconds of time.monotonic().
         every_s: how often rank 0 prints which ranks are missing, in seconds.
         """
         self._wait(Stage.STORE, "imported", deadline, every_s)
@@ -306,7 +306,7 @@ class RendezvousClient(RendezvousEndpoint):
 
     resolve: a function that returns the addresses to try. It is called in each round, because a name may not resolve at
         first. If there are no addresses, it raises WorldError with the reason.
-    deadline: when to give up, as a time of time.monotonic().
+    deadline: when to give up, in seconds of time.monotonic().
     """
 
     def __init__(

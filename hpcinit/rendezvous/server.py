@@ -39,7 +39,7 @@ LONGEST_LIST = 2_000  # characters of a list of ranks or nodes
 class Peer:
     """A rank that has connected.
 
-    since: when the rank reached its current phase, as a time of time.monotonic().
+    since: when the rank reached its current phase, in seconds of time.monotonic().
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""`hpcinit report RUN | JOB | FOLDER | --since 30d`: shows how runs used the charged time, and how they started."""
+"""`hpcinit report RUN | JOB | FOLDER | --since 30d`: how runs used the charged time, and how they started."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Timeline:
 class DeclaredPhase:
     """A phase that the program has declared and that has not ended.
 
-    began_s: when it started, as a time of time.monotonic().
+    began_s: when it started, in seconds of time.monotonic().
     limit_s: for how many seconds silence does not count as a hang, or None for the default.
     """
 
@@ -88,7 +88,7 @@ class Phase:
 
     name: the phase.
     step: the last training step that was reported, or -1.
-    ended_s: when the last declared phase ended, as a time of time.monotonic().
+    ended_s: when the last declared phase ended, in seconds of time.monotonic().
     """
 
     name: str = START

@@ -24,7 +24,7 @@ def open_store(world: World, rendezvous: RendezvousEndpoint | None, deadline: fl
     A rank cannot connect to another program's store by mistake. If ranks are missing, raise a BringUpError that names
     them.
 
-    deadline: when to give up, as a time of time.monotonic().
+    deadline: when to give up, in seconds of time.monotonic().
     """
     if world.world_size == 1:
         return HashStore()

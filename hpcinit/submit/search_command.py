@@ -102,7 +102,7 @@ class Trials:
 def _outcome(request: Request, run: Path | None, end: float) -> Value | HpcinitError:
     """Return the result of a finished run, or the error to report for it.
 
-    end: when to stop waiting for the result file, as a time of time.monotonic().
+    end: when to stop waiting for the result file, in seconds of time.monotonic().
     """
     trial = f"trial {request.number} ({request.combination})"
     if run is None:

@@ -80,5 +80,5 @@ def not_counted(seconds: float) -> None:
 
 
 def last_end() -> float:
-    """Return when the last declared phase ended, as a time of time.monotonic(), or 0 if none has ended."""
+    """Return when the last declared phase ended, in seconds of time.monotonic(), or 0 if none has ended."""
     return state.phase.ended_s

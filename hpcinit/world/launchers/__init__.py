@@ -207,10 +207,10 @@ def _refuse_ranks_of_nobody(env: Mapping[str, str], world: World, chosen: Launch
 
 
 def _refuse_ranks_without_job(env: Mapping[str, str], chosen: Launcher) -> None:
-    """Raise WorldError if Slurm's variables describe one of several ranks, but the job's variables are missing.
+    """Raise WorldError if srun's variables show that this is one of several ranks, but there is no SLURM_JOB_ID.
 
-    Containers and wrappers that filter the environment can remove the job's variables. Without this check, each rank
-    would train alone, and the job would succeed.
+    Containers and wrappers that filter the environment can remove the variables of the job. Without this check, each
+    rank would train alone, and the job would succeed.
     """
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
     tasks = env.get("SLURM_NTASKS", "")
