@@ -152,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
         prog="hpcinit plan",
         usage="hpcinit plan [KEY=VALUE ...] [--json] [-q | -v]",
         description=__doc__,
-        epilog="KEY=VALUE and flags such as --multirun work as in hpcinit submit; hpcinit submit --help shows every key.",
+        epilog="KEY=VALUE and flags such as --multirun work as in hpcinit submit, whose --help shows every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
