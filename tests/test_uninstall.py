@@ -26,6 +26,8 @@ def left(folder: Path) -> set[Path]:
 def test_one_command_removes_what_hpcinit_wrote() -> None:
     """The first command removes all that hpcinit wrote for a user, except the numbers of runs and the user's own files.
 
+    The last commands remove the numbers of runs.
+
     It runs as another user, because it also removes that user's folder in /tmp.
     """
     if os.geteuid():
@@ -48,6 +50,9 @@ def test_one_command_removes_what_hpcinit_wrote() -> None:
         assert len(left(user.home)) > 5
         shell(COMMANDS[0])
         assert left(user.home) == {user.home / "train.py", user.home / "runs/.train-0001.number"}
+        for line in COMMANDS[4:]:
+            shell(line)
+        assert left(user.home) == {user.home / "train.py"}
         assert list(on_disk.iterdir()) == []
         on_disk.rmdir()
 
@@ -65,5 +70,6 @@ def test_the_command_for_the_nodes(idle_slurm: MiniSlurm) -> None:
 
 def test_the_page_is_complete() -> None:
     """The commands are in the order in which they work, and the table has the files beside the run folders."""
-    assert [line.partition(" -")[0] for line in COMMANDS] == ["hpcinit clean", "sacct", "srun", "pip uninstall hpcinit"]
+    first_words = [line.partition(" -")[0] for line in COMMANDS]
+    assert first_words == ["hpcinit clean", "sacct", "srun", "pip uninstall hpcinit", "rm", "rm"]
     assert COMMANDS[0] == "hpcinit clean --all --yes" and "./runs/.NAME-0001.number" in PLACES
