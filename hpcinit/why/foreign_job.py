@@ -97,6 +97,7 @@ MOST_AT_END = 100  # a report of success counts only in the last lines of a log,
 MOST_LAST = 20  # a report that the program is finished counts only in the last lines
 _STACK = "(most recent call first):"  # of faulthandler
 _PY_SPY = re.compile(r'^Thread \S+ \(\w+\): "MainThread"$', re.MULTILINE)
+_RANK_OPTION = re.compile(r"Process \d+: .* --(?:gpu|(?:local[_-])?rank)[ =](\d{1,6})\b")  # the first line of py-spy
 _FRAME = re.compile(r"^ +(\S+) \(([^():\n]+):(\d+)\)$", re.MULTILINE)  # of py-spy
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)", re.MULTILINE)
 WORKER_GONE = re.compile(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly")
@@ -324,9 +325,11 @@ def _of_stacks(logs: Sequence[Log]) -> HangReport | None:
     stacks = {}
     for log in logs:
         text = _FRAME.sub(r'  File "\2", line \3 in \1', _PY_SPY.sub(f"Thread 0x1 {_STACK}", log.text))
-        if log.rank is not None and _STACK in text:  # faulthandler writes the main thread last
+        option = _RANK_OPTION.match(log.text)
+        rank = int(option[1]) if option and log.rank is None else log.rank
+        if rank is not None and _STACK in text:  # faulthandler writes the main thread last
             main = _THREAD.findall(text)[-1:] if text == log.text else ["0x1"]
-            stacks[log.rank] = hang_report.place(f"main thread {''.join(main)}\n{text}")
+            stacks[rank] = hang_report.place(f"main thread {''.join(main)}\n{text}")
     stacks = {rank: place for rank, place in stacks.items() if place.at or place.waits_in}  # other stacks are cut off
     return hang_report.report([], stacks, 0.0, 0) if len(stacks) > 1 else None
 
