@@ -166,7 +166,21 @@ def read(path: Path, near: float, day_first: bool = False) -> Stream | None:
             events[at] = one._replace(kind="line")
         elif one.kind == "step" and one.bar_s >= 0 and one.total != total:
             events[at] = Event(one.time, "eval", took_s=one.bar_s, timed=one.timed)
-    return Stream(path, tuple(events), written, stamps.zoned)
+    return Stream(path, tuple(_without_torn(events)), written, stamps.zoned)
+
+
+def _without_torn(events: Sequence[Event]) -> Iterator[Event]:
+    """Omit a step whose number goes back although the elapsed time of its progress bar does not.
+
+    stdout and stderr of a program may write into the same line. Then '| 43/130 [00:13<' ends as '3/130 [00:13<'.
+    """
+    last, last_s = -1, -1.0
+    for one in events:
+        if one.kind == "step" and one.bar_s >= 0:
+            if one.step < last and one.bar_s >= max(1.0, last_s):
+                continue
+            last, last_s = one.step, one.bar_s
+        yield one
 
 
 def beginning(path: Path) -> str:
