@@ -211,7 +211,8 @@ KINDS = (
     # fairseq; DeepSpeed
     Message(failure_kinds.NOT_A_NUMBER, r"Minimum loss scale reached|loss scale already at minimum", _DIVERGED),
     Message(failure_kinds.FILE, r"^(?:\w+: )?(FileNotFoundError|PermissionError|IsADirectoryError)"
-     r"|: can't open file |[Ss]tale (?:NFS )?file handle|[Tt]ransport endpoint is not connected: "
+     r"|: can't open file |[Ss]tale (?:NFS )?file handle|[Tt]ransport endpoint (?:is not connected|shutdown): "
+     r"|[Rr]ead-only file system"
      r"|: Transport endpoint|error: execve\(\): "
      r"|(?i:\b(?:fatal|error|failed)\b.*: (?:no such file or directory|permission denied)$)",
      "check that the path exists on the compute nodes, and that you may read it there, or write to it"),

@@ -38,7 +38,7 @@ _MEMBER = re.compile(r"GLOBAL_RANK: (\d{1,6}), MEMBER: \d+/(\d{1,6})\b")
 # Slurm's state, as `scontrol show job` and `sacct` print it. Some scripts call these commands at the end.
 _STATE = re.compile(
     r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b"
-    r"|^\d+[\w.]*[| ].*?\b(OUT_OF_MEMORY|NODE_FAIL|TIMEOUT|PREEMPTED|DEADLINE|BOOT_FAIL)\b",
+    r"|^\d+[\w.]*[| ].*?\b(COMPLETED|OUT_OF_MEMORY|NODE_FAIL|TIMEOUT|PREEMPTED|DEADLINE|BOOT_FAIL)\b",
     re.MULTILINE,
 )
 # Lines that no reader recognizes, but that may show the cause.
@@ -282,9 +282,12 @@ def _succeeds(end: Sequence[Line], *, completed: bool) -> bool:
 
     completed: whether Slurm reports the state COMPLETED, so that the log does not need to show the exit status.
     """
-    before = ["", *(line.text for line in end)]
-    headers = (at for at, line in enumerate(end) if read_tracebacks.HEADER in line.text)
-    traced = max((at for at in headers if not read_tracebacks.is_ignored(before[at])), default=-1)
+    before: dict[str, str] = {}  # the line above, of each process
+    traced = -1
+    for at, line in enumerate(end):
+        if read_tracebacks.HEADER in line.text and not read_tracebacks.is_ignored(before.get(line.stream, "")):
+            traced = at
+        before[line.stream] = line.text
     after = [line.text for line in end[traced + 1 :]]
     if completed:
         return any(_OVER.search(text) for text in after)

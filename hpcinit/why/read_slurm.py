@@ -91,7 +91,7 @@ def end(ended: Cancelled | None, evidence: Evidence) -> Verdict:
         return evidence.verdict(head, failure_kinds.REQUEUED, "nothing to fix: no part of the run failed", time=at)
     if "PREEMPT" in why:
         do = "submit it again; with run.should_stop(), the program can save when Slurm sends its warning"
-        head = f"a job of higher priority took the nodes{when}"
+        head = f"preempted: a job of higher priority took the nodes{when}"
         return evidence.verdict(head, failure_kinds.PREEMPTED, do, time=at, resubmit=True)
     who = f" by {evidence.who}" if evidence.who else ""
     head = f"the job was canceled{who}{when} (scancel, hpcinit cancel, or an administrator)"

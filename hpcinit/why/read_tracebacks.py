@@ -39,6 +39,7 @@ _LOGGED = re.compile(
     r"|(?:\b(?:ERROR|CRITICAL|FATAL)\b|^[EF]\d{4} ).*?\b((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)"
     r"|(NVRM: Xid .*|(?:Memory access fault|HW Exception) by GPU.*)"
 )
+_RETRIED = re.compile(r"(?i)\bretry(?:ing)?\b|\battempt \d+ (?:of|/) ?\d+")
 _FAILS = re.compile(r"(?i)\b(?:error|exception|fail\w*|crash\w*|critical|fatal)\b")
 _CHAIN = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause"
@@ -264,7 +265,7 @@ def _without_traceback(line: Line, text: str, number: int, before: str, usage: s
         return Error(NO_RANK, f"RuntimeError: Missing ranks: {missing[1]} in {missing[2]}", "", number)
     if usage and (wrong := _USAGE_ERROR.match(text)) and usage.startswith(f"usage: {wrong[1]}"):
         return Error(line.rank, f"{wrong[1]}: {wrong[2]}", "", number)
-    if alone := _ALONE.match(text) or _LOGGED.search(text):
+    if (alone := _ALONE.match(text) or _LOGGED.search(text)) and not _RETRIED.search(text):
         message = next(filter(None, alone.groups()))
         rank = named(text)
         rank = _rank(line, message, NO_RANK) if rank == NO_RANK else rank

@@ -86,7 +86,8 @@ def test_the_answer_does_not_depend_on(how: str, tmp_path: Path) -> None:
     for number, case in enumerate(LOGS):
         before = _answer(case.build(tmp_path / f"{number}"))
         after = _answer(_rewritten(case, tmp_path / f"{number}-new", REWRITTEN[how]))
-        if before != after:
+        at_fault = {before[1], after[1]} <= {*case.truth["ranks"]}  # two ranks failed in lines that are exchanged
+        if before != after and not (before[0] == after[0] and at_fault):
             different.append((case.name, before, after))
     assert not different
 

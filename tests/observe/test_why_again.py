@@ -104,7 +104,7 @@ def mark_started(run: Path, job: str = "5", restart: int = 0) -> None:
     ("log", "reason", "headline"),
     [
         (LOST, None, r"node n2 was lost: Slurm reports a node failure"),
-        (PREEMPTED, None, r"a job of higher priority took the nodes, 14:32:27"),
+        (PREEMPTED, None, r"preempted: a job of higher priority took the nodes, 14:32:27"),
         (REQUEUED, None, r"the job was requeued, 14:32:27 by its batch script, an administrator, or scontrol requeue"),
         (REQUEUED, "preempted", "preempted"),
         (KILLED, "failure", r"rank 1 on n1 was killed by a signal \(Killed\) first"),

@@ -124,7 +124,7 @@ def test_the_hosts_memory() -> None:
 def test_cancelled_and_preempted() -> None:
     """The headline shows who canceled a job, and at which step a preemption ended it."""
     assert first(state="CANCELLED", who="alice").startswith("the job was canceled by alice (scancel")
-    assert first(state="PREEMPTED", step=3) == "a job of higher priority took the nodes (step 3)"
+    assert first(state="PREEMPTED", step=3) == "preempted: a job of higher priority took the nodes (step 3)"
 
 
 def test_a_hang_that_was_ended_later() -> None:

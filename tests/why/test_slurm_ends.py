@@ -37,7 +37,7 @@ time.sleep(600)
 """
 ENDS = {  # the end: (what ends the job, kind, first line)
     "preemption": ("sbatch -N2 --exclusive --partition=high --output=/dev/null --wrap=true", "preempted",
-                   "a job of higher priority took the nodes"),
+                   "preempted: a job of higher priority took the nodes"),
     "scancel": ("scancel", "cancelled", "the job was canceled"),
     "time limit": ("", "time-limit", "the time limit"),
 }  # fmt: skip
