@@ -16,7 +16,11 @@ from tests.corpus.judge import Case, cases
 
 SHAPES = ("dumps", "hostile", "run folder", "large", "stacks", "binary", "empty", "file per rank")
 LOGS = [
-    case for case in cases(apart=False) if "generate" not in case.truth and not case.truth["shape"].startswith(SHAPES)
+    case
+    for case in cases(apart=False)
+    if "generate" not in case.truth
+    and not case.truth["shape"].startswith(SHAPES)
+    and "py-spy" not in case.truth["shape"]
 ]
 
 
