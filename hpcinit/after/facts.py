@@ -23,7 +23,7 @@ class Job:
     name: the job's id as squeue shows it, '17_1' for an array task.
     number: SLURM_JOB_ID.
     job_from: the byte of the job's log at which the output of this attempt starts.
-    from_: the same for the latest start of the ranks within this attempt.
+    from_: the byte at which the output of the latest start of the ranks in this attempt starts.
     excluded: nodes that the ranks no longer use.
     """
 
@@ -102,7 +102,7 @@ def lost_nodes(nodelist: str, excluded: Collection[str]) -> Iterator[str]:
 
 
 def _unusable(job: Job) -> Iterator[str]:
-    """Yield the nodes on which this attempt's node check failed, or that its fork servers could not reach."""
+    """Yield the nodes on which this attempt's node check failed, or that its fork servers could no longer reach."""
     start = f"{job.number}.{job.attempt}."
     for path in sorted((job.folder / run_folder.UNUSABLE).glob(f"{start}*")):
         yield path.name.removeprefix(start)

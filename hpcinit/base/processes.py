@@ -176,7 +176,9 @@ class Process:
     started: str = ""
 
     def has_ended(self) -> bool | None:
-        """Return whether the process has ended, or None if that cannot be found out, as on another host.
+        """Return whether the process has ended, or None if this host cannot find out.
+
+        It cannot if the process ran on another host or in another pid namespace, such as a container.
 
         If the kernel hides other users' processes (hidepid), call this only for a process of this user.
         """

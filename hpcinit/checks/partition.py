@@ -113,7 +113,7 @@ def warnings(config: Config) -> Iterator[str]:
 
 
 def _no_plugin(config: Config) -> bool:
-    """Return whether the request has no setting that could add an NCCL plugin."""
+    """Return whether neither the request nor this shell has a setting that could add an NCCL plugin."""
     cluster = config.cluster
     return not (
         cluster.modules

@@ -154,7 +154,7 @@ COMMANDS = {
     ),
     "exec": Command(
         "hpcinit.submit.exec_command",
-        "run a command on a node of a running job",
+        "run a command on a node of a run, in the environment of its ranks",
         FIND_OUT,
         """
   hpcinit exec train-0001 -- nvidia-smi          on the node of rank 0
@@ -163,7 +163,7 @@ COMMANDS = {
     ),
     "shell": Command(
         "hpcinit.submit.shell_command",
-        "open a shell on a node of a running job",
+        "open a shell on a node of a run, in the environment of its ranks",
         FIND_OUT,
         """
   hpcinit shell train-0001           on the node of rank 0

@@ -311,7 +311,7 @@ class Stop:
         least=0,
     )
     every_steps: Optional[int] = key(
-        "steps between checks for a reason to stop on any rank; null: such that they cost under 1 % of the time",
+        "how often the ranks check whether to stop, in steps; null: so often that it costs under 1 % of the time",
         least=1,
     )
     signal: Optional[str] = key(

@@ -158,8 +158,8 @@ class Texts:
     def texts_at(self, only: Collection[KeyPath] | None = None) -> dict[KeyPath, Any]:
         """Return the environment variables, the program's arguments and the script's lines as the user typed them.
 
-        The result maps the path of each value in the config to the value. Lists, for example, are returned unchanged,
-        because checks/values.py reports them.
+        The result maps the path of each value in the config to the value. Other values, such as lists, are returned
+        unchanged, because checks/values.py reports them.
 
         only: the paths to return; None: all.
         """

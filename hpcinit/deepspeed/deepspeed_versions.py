@@ -148,7 +148,7 @@ def waiting(config: Mapping[str, Any], deepspeed: str, device: str) -> tuple[dic
 
 
 def unread(given: Mapping[str, Any]) -> list[str]:
-    """Return a sentence, with similar keys, for each key in the user's ds_config that DeepSpeed ignores."""
+    """Return a sentence for each key in the user's ds_config that DeepSpeed ignores. It suggests similar keys."""
     return [
         f"ds_config.{name}: DeepSpeed has no such key and would silently ignore it{_near(name)}"
         for name in given

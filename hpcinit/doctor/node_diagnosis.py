@@ -76,7 +76,7 @@ def _nccl(reports: Sequence[Report], nodes: int) -> Iterator[Check]:
     if found and not faults:
         names = ", ".join(dict.fromkeys(one.interface for one in found))
         slowest = max(one.seconds for one in found)
-        where = f"on {counted(len(found), 'node')} (this check took up to {slowest:.2f} s)"
+        where = f"on {counted(len(found), 'node')} (NCCL answered within {slowest:.2f} s)"
         detail = f"NCCL {found[0].version} uses {names} {where}"
         yield Check("NCCL's interface", OK, detail)
 

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="end each run after N steps; default: at the end of the program"
+        "--steps", type=int, metavar="N", help="end each run after N steps; default: run until the program ends"
     )
     parser.add_argument(
         "--grace",

@@ -43,7 +43,7 @@ class ProgramPath:
 
     @classmethod
     def current(cls) -> ProgramPath:
-        """Return the folders from which this process imports modules."""
+        """Return the folders of sys.path, except those of this Python's environment."""
         environment = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
         found = [Path(path).absolute() for path in sys.path]
         standard = found.index(environment[0]) if environment[0] in found else len(found)

@@ -1,9 +1,9 @@
 """Restarts inside the job with launch=fork and restart.warm: each fork server ends its ranks and forks new ranks.
 
-The server of the first node decides when to restart (decider.py). The other servers report how their ranks ended, and
-follow its orders. A server forks new ranks only when the first server orders this. The first server gives this order
-when no rank is running on any node, and never after a stop signal. A server on a spare node has no ranks until the
-spare node replaces a lost node.
+The server of the first node decides when all ranks end and restart (decider.py). The other servers report how their
+ranks ended, and follow its orders. A server forks new ranks only when the first server orders this. The first server
+gives this order when no rank is running on any node, and never after a stop signal. A server on a spare node has no
+ranks until the spare node replaces a lost node.
 
 If the first server does not respond any more, the other servers and their ranks exit as without restart.warm.
 """

@@ -159,7 +159,7 @@ def _of_other_nodes(own: Nccl, env: Mapping[str, str]) -> list[Nccl]:
     """Record in the run folder which interface NCCL uses on this node, and return the records of other nodes.
 
     The first node reads all records. The other nodes read only the first node's record. Each node writes before it
-    reads, so at least one of two nodes finds the other's record.
+    reads, so of the first node and any other one, at least one finds the other's record.
     """
     from hpcinit.records.node_facts import Nccl  # noqa: PLC0415
 

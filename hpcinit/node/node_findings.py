@@ -275,7 +275,7 @@ def _networks(taken: Sequence[Nccl]) -> Iterator[Check]:
             continue
         own, other = _address_in(one, network_of(usual)), _address_in(usual, network_of(one))
         if own or other or ip_address(one.address).version != ip_address(usual.address).version:
-            also = f"; this node also has {own} in that network" if own else ""
+            also = f"; {one.host} also has {own} in that network" if own else ""
             detail = (
                 f"{one.host}: NCCL uses {one.interface} ({one.address}), but on {usual.host} it uses "
                 f"{usual.interface} ({usual.address}), which is in another network{also}"

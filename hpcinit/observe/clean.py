@@ -102,8 +102,7 @@ def _runs(options: argparse.Namespace) -> None:
         removed = _remove(found)
     else:
         removed = set()
-        command = "hpcinit clean --all --yes" if options.all else "hpcinit clean --yes"
-        console.note(f"nothing was removed. To remove these runs without confirmation: {command}")
+        console.note("nothing was removed. To remove these runs without confirmation, repeat the command with --yes")
     for one in found if options.json else ():
         states = Counter(now.name for _, now in one.run.parts)
         fields = {"run": str(one.run.path), "states": states, "age_s": one.age_s, "bytes": one.size}
@@ -274,10 +273,15 @@ def _remove(found: Sequence[Finished]) -> set[Path]:
         path = run.path.absolute()
         with _reported(path):
             renamed[run.path] = path.rename(outside.hidden(path))
-    for path, aside in renamed.items():
-        with _reported(aside):
-            shutil.rmtree(aside)
-            removed.add(path)
+    try:
+        for path in [*renamed]:
+            aside = renamed.pop(path)
+            with _reported(aside):
+                shutil.rmtree(aside)
+                removed.add(path)
+    finally:  # after Ctrl-C: the runs that are still complete get their names back
+        for path, aside in renamed.items():
+            aside.rename(path)
     return removed
 
 

@@ -32,7 +32,7 @@ def continues(path: Path, now: state.State) -> str:
         return f"job {now.job_id} is still in the queue ({now.name}), and Slurm may restart it; later {_look(path)}"
     if now.others:  # the record shows that the chain is finished, so these jobs run nothing (submit/lib/chain.sh)
         jobs = ", ".join(now.others)
-        return f"the chain has ended; its jobs still in the queue ({jobs}) will run nothing: hpcinit cancel {path.name}"
+        return f"the chain has ended, so its jobs in the queue ({jobs}) will run nothing: hpcinit cancel {path.name}"
     return "; ".join(_dependents(path, now)) if now.engine.has_queue else ""
 
 

@@ -161,6 +161,8 @@ def all_runs(runs_dir: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         owners = {os.geteuid(), os.stat(runs_dir).st_uid}  # noqa: PTH116
         for entry in os.scandir(runs_dir):
+            if entry.name.startswith("."):  # for example a run that `hpcinit clean` is removing
+                continue
             with contextlib.suppress(OSError):
                 about = os.lstat(f"{entry.path}/{run_folder.SUBMISSION}")
                 if about.st_uid in owners and stat.S_ISREG(about.st_mode):

@@ -1,4 +1,4 @@
-"""Reads several runs and sweeps with their states. A single Slurm query covers all of them."""
+"""Reads several runs and sweeps with their states. It queries Slurm once per cluster, not once per run."""
 
 from __future__ import annotations
 

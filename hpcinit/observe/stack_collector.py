@@ -332,7 +332,7 @@ def _link(file: Path) -> str:
 
 
 def _signal_thread(one: Process) -> bool:
-    """Send a signal to the rank's thread that writes the stacks. Return whether that succeeded.
+    """Send the rank's stack thread a signal whose handler writes the stacks. Return whether it was sent.
 
     In another thread, the signal could interrupt a system call of the program.
     """

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reverse", action="store_true", help="with --sort: the largest value first")
     parser.add_argument(
-        "--top", type=int, metavar="N", help="only the first N; with --sort, --top 1 shows the best run"
+        "--top", type=int, metavar="N", help="only the first N; with --sort, the N with the smallest value"
     )
     parser.add_argument("--csv", action="store_true", help="one line per run or task, for spreadsheets and pandas")
     return console.add_verbosity_options(parser, "one JSON object per line, for programs")

@@ -88,7 +88,7 @@ def test_nodes_are_compared() -> None:
     assert (check.status, check.hosts) == (FAIL, ("n4",))
     assert check.detail == (
         "n4: NCCL uses ib0 (10.2.0.4), but on n1 it uses eth0 (10.1.0.1), which is in another network; "
-        "this node also has eth0 (10.1.0.4) in that network"
+        "n4 also has eth0 (10.1.0.4) in that network"
     )
     rack = replace(other, addresses=(Address("ib0", "10.2.0.4", 16),))
     assert list(node_findings.nccl_findings([*usual, rack], 4)) == []

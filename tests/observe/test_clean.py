@@ -34,7 +34,9 @@ def test_only_finished_runs_are_removed(idle_slurm: MiniSlurm, hpcinit: Run, tmp
     listed = hpcinit("clean", env=env)
     assert listed.returncode == 0
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["good-0001", "bad-0001", "many-0001"], listed
-    assert "nothing was removed. To remove these runs without confirmation: hpcinit clean --yes" in listed.stderr
+    assert (
+        "nothing was removed. To remove these runs without confirmation, repeat the command with --yes" in listed.stderr
+    )
     assert len(list(runs.glob("[!.]*"))) == 5
     for name, about in (("busy-0001", "is RUNNING"), ("waits-0001", "is PENDING")):
         refused = hpcinit("clean", name, "--yes", env=env)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcinit.observe import clean
 from tests.conftest import Run
 from tests.minislurm import MiniSlurm
 from tests.observe.test_state import SMALL, statuses
@@ -42,6 +43,31 @@ def test_another_users_run_stays(hpcinit: Run) -> None:
     assert removed(hpcinit) == [ours.name] and theirs.exists()
     named = hpcinit("clean", "--yes", theirs.name)
     assert named.returncode == 2 and "belongs to user 51234" in named.stderr and theirs.exists()
+
+
+def test_ctrl_c_while_runs_are_removed(
+    hpcinit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run that was being removed is hidden, and the runs after it keep their names and files."""
+    for name in ("one", "two", "three"):
+        finished(hpcinit, name)
+    left = []
+
+    def rmtree(path: Path) -> None:
+        left.append(path.name)
+        if len(left) == 2:
+            raise KeyboardInterrupt
+        shutil_rmtree(path)
+
+    shutil_rmtree = shutil.rmtree
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.raises(KeyboardInterrupt):
+        clean.main(["--yes"])
+    assert left[1].startswith(".two-0001.hpcinit-removed-")
+    assert sorted(path.name for path in (tmp_path / "runs").glob("[!.]*")) == ["three-0001"]
+    assert (tmp_path / "runs/three-0001/submission.json").exists()
+    assert "two-0001" not in hpcinit("status").stdout
 
 
 def test_a_run_inside_a_run_stays(hpcinit: Run) -> None:

@@ -135,7 +135,7 @@ def test_a_job_that_waits_for_another_attempt(tmp_path: Path, log: str, reason: 
         ),
         (State("PREEMPTED", "5", SLURM, restart=0, away=True), "unknown: Slurm does not answer"),
         (State("UNKNOWN", "5", SLURM, restart=0, away=True), "unknown: Slurm does not answer"),
-        (State("FAILED", "5", SLURM, others=("6",)), "the chain has ended; its jobs still in the queue (6)"),
+        (State("FAILED", "5", SLURM, others=("6",)), "the chain has ended, so its jobs in the queue (6)"),
         (State("PREEMPTED", "5", SLURM, restart=0), "submit it again"),
     ],
 )

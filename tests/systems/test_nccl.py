@@ -79,7 +79,7 @@ FAULTS = {
         [ETH[0], f"{ETH[1]}\n{IB[1]}"],
         found=(
             "n2: NCCL uses ib0 (10.2.0.2), but on n1 it uses eth0 (10.1.0.1)",
-            "this node also has eth0 (10.1.0.2) in that network",
+            "n2 also has eth0 (10.1.0.2) in that network",
         ),
     ),
     "no interface is up": Case(
@@ -96,7 +96,7 @@ FAULTS = {
             f"{link('eth0', '10.9.0.2/16')}\n{link('eth1', '10.1.0.2/16')}",
             f"{ETH[2]}\n{link('eth1', '10.9.0.3/16')}",
         ],
-        found=("n2: NCCL uses eth0 (10.9.0.2)", "this node also has eth1 (10.1.0.2) in that network"),
+        found=("n2: NCCL uses eth0 (10.9.0.2)", "n2 also has eth1 (10.1.0.2) in that network"),
     ),
 }
 
