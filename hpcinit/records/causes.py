@@ -128,7 +128,8 @@ KINDS = (
     # The last patterns are of NCCL, MPI, gloo and Horovod: the size of a message is not what the receiver expects.
     Message(failure_kinds.MISMATCH, r"Detected mismatch between collectives on ranks|Mismatched collective detected"
      r"|op\.preamble\.length <= op\.nbytes|Culprit rank (?P<ranks>\d+); Error type: \w*MISMATCH"  # torchfrtrace
-     r"|[Mm]essage truncated ?[:;,]|MPI_ERR_TRUNCATE|collective mismatch|Mismatched MPI operations"
+     r"|[Mm]essage truncated ?[:;,]|MPI_ERR_TRUNCATE|collective mismatch error"
+     r"|distributed collective mismatch|Mismatched MPI operations"
      r"|Mismatched data types|Mismatched \w+ tensor shapes|Mismatched \w+ root ranks",
      DIFFERENT_CALLS),
     # from torch's TCPStore, on the rank that waits for all others: '3/4 clients joined'
@@ -189,7 +190,7 @@ KINDS = (
     # https://docs.nvidia.com/deploy/xid-errors: 13, 31 and 43 are errors of the program, the others of the device.
     Message(failure_kinds.PROGRAM, r"NVRM: Xid .*: (?:13|31|43), ", _KERNEL),
     Message(failure_kinds.GPU, r"NVRM: Xid \(|ECC error|GPU is lost|fallen off the bus|uncorrectable|"
-     r"amdgpu: GPU reset|HSA_STATUS_ERROR_EXCEPTION|HW Exception by GPU|ERROR_DEVICE_LOST|"
+     r"amdgpu: GPU reset|HW Exception by GPU|ERROR_DEVICE_LOST|"
      r"system not yet initialized",
      _HARDWARE),
     Message(failure_kinds.PROGRAM, r"device-side assert\b|illegal memory access|misaligned address"
@@ -198,13 +199,17 @@ KINDS = (
      r"|no kernel image is available|CUDA driver version is insufficient|invalid resource handle"
      r"|nccl version \d+, expected",
      "the versions of torch, NCCL, CUDA and the driver may not be compatible: run python -m torch.utils.collect_env"),
+    Message(failure_kinds.GPU, r"HSA_STATUS_ERROR_EXCEPTION",
+     "a GPU kernel failed: an index outside its range, or the device; if only one node fails, report it"),
     # An error of the program or of the device. The message does not show which.
     Message(failure_kinds.GPU, r"CUDA error|Cuda failure|unhandled cuda error|HIP error",
      "run once with CUDA_LAUNCH_BLOCKING=1; if only ranks on one node fail, look for Xid errors in its dmesg"),
     Message(failure_kinds.PORT, r"[Aa]ddress already in use|EADDRINUSE",
      "another process uses the port: at the next start, hpcinit chooses another port"),
     # Megatron-LM's rerun state machine
-    Message(failure_kinds.NOT_A_NUMBER, r"Unexpected result (?:nan|inf) on rank (?P<ranks>\d+)", _DIVERGED),
+    Message(failure_kinds.NOT_A_NUMBER, r"Unexpected result (?:nan|inf) on rank (?P<ranks>\d+)",
+     "read the next messages of Megatron's rerun: if the result is not reproducible, suspect the GPU; otherwise the "
+     "training diverged"),
     Message(failure_kinds.NOT_A_NUMBER, r"^(?!KeyError).*\b(nan|NaN|FloatingPointError|loss is (nan|inf))\b",
      _DIVERGED),
     Message(failure_kinds.NOT_A_NUMBER, r"Loss is inf|loss: inf\b|[Nn]on-?finite|\bNaNs\b", _DIVERGED),
@@ -247,7 +252,7 @@ KINDS = (
      "no network interface of the node matches NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME: "
      "ip -br address on that node lists them"),
     Message(failure_kinds.NETWORK, r"ncclSystemError|ncclRemoteError|No route to host|Network is unreachable"
-     r"|NET/.* error|NET/OFI Unable|NET/.* status=\d+|NET/.* fatal|async event : port error|socketStartConnect"
+     r"|NET/.* error|NET/OFI Unable|NET/.* status=\d+|NET/.* fatal|socketStartConnect"
      r"|retry counter exceeded|Call to (?:connect|ibv_\w+)\b.* failed",
      NETWORK),
     Message(failure_kinds.SIGNAL, r"SignalException: Process \d+ got signal: (?:1$|.*SIGHUP)", SIGNALS["Hangup"]),
@@ -355,6 +360,7 @@ def of_record(record: ErrorRecord) -> tuple[str, str]:
 SEVERAL_CAUSES = re.compile(
     r"unhandled (?:cuda|system) error(?!(?s:.*)Last error:\s*\S)|(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED"
     r"|CUDA error: (?:unspecified launch failure|unknown error|invalid argument|invalid resource handle)"
+    r"|HSA_STATUS_ERROR_EXCEPTION"
     r"|DataLoader worker .* exited unexpectedly(?! with)|unexpected pos|PytorchStreamWriter failed"
     r"|[Mm]essage truncated|heartbeat timeout|has been set to ERROR|Rendezvous\w+Error|'is_failed'"
 )

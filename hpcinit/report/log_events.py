@@ -180,6 +180,8 @@ def _without_torn(events: Sequence[Event]) -> Iterator[Event]:
             if one.step < last and one.bar_s >= max(1.0, last_s):
                 continue
             last, last_s = one.step, one.bar_s
+        elif one.kind in ("restart", "load", "ended"):
+            last, last_s = -1, -1.0
         yield one
 
 

@@ -14,7 +14,8 @@ MEANINGS = (
     (r"PartitionConfig", f"it requests more nodes, cores or time than the partition has; {LESS}"),
     (r"BadConstraints", f"no node fits the request (constraint, GPU type, memory); {LESS}"),
     (r"MaxMemPerLimit|AccountNotAllowed|InvalidAccount|InvalidQOS|QOSNotAllowed|AssocNotAllowed",
-     "this account, qos or partition does not allow the job, so it will never start: cancel it and choose others"),
+     "this account, qos or partition does not allow the job, so it will never start: cancel it and choose another "
+     "account, qos or partition"),
     (r"(Assoc|QOS)(Max|Min)\w*(PerJob|PerNode|Wall|GRES\w*|Cpu\w*|Node)\w*",
      f"it exceeds a limit of the account or qos per job (sacctmgr show assoc, show qos); {LESS}"),
     (r"(Assoc|QOS)Grp\w*(Minutes|RunMinutes|Billing)\w*",

@@ -38,7 +38,8 @@ _MEMBER = re.compile(r"GLOBAL_RANK: (\d{1,6}), MEMBER: \d+/(\d{1,6})\b")
 # Slurm's state, as `scontrol show job` and `sacct` print it. Some scripts call these commands at the end.
 _STATE = re.compile(
     r"^\s*(?:Job)?State[=:] ?([A-Z_]+)\b"
-    r"|^\d+[\w.]*[| ].*?\b(COMPLETED|OUT_OF_MEMORY|NODE_FAIL|TIMEOUT|PREEMPTED|DEADLINE|BOOT_FAIL)\b",
+    r"|^\d+[\w.]*[| ].*?\b(OUT_OF_MEMORY|NODE_FAIL|TIMEOUT|PREEMPTED|DEADLINE|BOOT_FAIL)\b"
+    r"|^\d+(?:_\d+)?[| ].*?\b(COMPLETED|FAILED|CANCELLED)\b",  # the row of the job, not of a step
     re.MULTILINE,
 )
 # Lines that no reader recognizes, but that may show the cause.
@@ -63,11 +64,15 @@ _EVENT = re.compile(
 _LOST_NODE = re.compile(r"\btype=node-failure .*\bon (\S+)|\baddress: (\S+) .*\bhas been marked dead\b")
 # The ends of jobs as PBS, LSF, submitit and Kubernetes print them
 _OTHER_ENDS = (
-    ("COMPLETED", re.compile(r"(?m)^[\w.-]+ +Succeeded +\w+$")),  # kubectl get
     ("TIMEOUT", re.compile(r"PBS: job killed: walltime|TERM_RUNLIMIT: job killed|: this job is timed-out")),
     ("PREEMPTED", re.compile(r"TERM_PREEMPT: job killed|: this job is preempted")),
     ("OUT_OF_MEMORY", re.compile(r"PBS: job killed: mem|TERM_MEMLIMIT: job killed")),
     ("CANCELLED", re.compile(r"TERM_(?:FORCE_)?(?:OWNER|ADMIN): job killed")),
+    # kubectl get, with the age of the job
+    (
+        "COMPLETED",
+        re.compile(r"(?s)^(?!.*\b(?:Failed|Error|Evicted) +\d+[smhd]).*\n[\w.-]+ +Succeeded +\d+[smhd]\w*(?:\n|\Z)"),
+    ),
 )
 # _RESTARTED: torchrun restarts the ranks. _REQUEUED: Slurm requeues the job. _STARTED (below): ranks have started.
 _RESTARTED = re.compile(r"\] Restarting worker group|Worker group FAILED\. .* will restart worker group")
@@ -79,15 +84,15 @@ _LAST_LINE = re.compile(
 )
 _STARTED = re.compile(f"{read_tracebacks.TRAINS.pattern}|{re.escape(read_tracebacks.HEADER)}|exitcode")
 _EXIT_0 = re.compile(
-    r"(?i)(?:.*\b(?:rc|(?:exit|return)[ _]?(?:code|status)|status)|\W*exit(?:ed)?(?: with)?(?: (?:code|status))?)"
-    r"\W{0,3}0\s*(?:\S*\d:\d\d\S*)?\Z"
+    r"(?i)\W*(?:(?:job|train|srun|torchrun|script|program)[\w .]{0,20})?"
+    r"(?:\brc|exit(?:ed)?(?: with)?(?:[ _](?:code|status))?|return[ _]code)\W{0,3}0(?:\s+\S*\d:\d\d\S*)?\s*\Z"
 )
-_FINISHED = re.compile(r"(?i)^(?!.*(?:sav(?:e|ed|ing)|load(?:ed|ing))\b).*\b(?:finished|completed|done|success\w*)\b")
+_FINISHED = re.compile(r"(?i)\b(?:finished|completed|done|success\w*)\b(?! (?:sav|load))")
 # Lines that report the end of the training. If an agent fails later, the training has not failed.
 _OVER = re.compile(
     r"(?i)worker group successfully finished|\b(?:training|fit(?:ting)?|run|job)\b\W{0,3}(?:is |was |has |has been )?"
     r"(?:done|finished|completed?|successful\w*|ended successfully)\b|\b(?:finished|completed) (?:the )?training\b"
-    r"|`Trainer\.fit` stopped: `max_|\btrain\w*\.py finished\b|\bfinished:? \d+ (?:batches|steps|epochs)\b"
+    r"|`Trainer\.fit` stopped: `max_|\btrain\w*\.py finished\s*$|^\W*finished: \d+ (?:batches|steps|epochs)\b"
 )
 MOST_OF_NODE = 8  # a larger job may have several nodes, so that local ranks differ from global ranks
 _HIGH_RANK = re.compile(r"(?i)rank[^\w\n]{0,12}(?:[89]|\d{2,6})\b|num processes: (?:9|\d{2})")
@@ -232,7 +237,9 @@ def _with_rank(line: Line, processes: Mapping[str, int]) -> Line:
 def _states(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the states of the job in its log, Slurm's first. The ends that other schedulers print get Slurm's names."""
     log = "\n".join(line.text for line in lines)
-    yield from (found[1] or found[2] for found in _STATE.finditer(log))
+    found = list(_STATE.finditer(log))
+    yield from (one[2] for one in found if one[2])  # a step may have failed although the job completed
+    yield from (one[1] or one[3] for one in found)
     yield from (end for end, text in _OTHER_ENDS if text.search(log))
 
 

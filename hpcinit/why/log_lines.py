@@ -85,7 +85,7 @@ CLOCK_BEFORE = 80  # characters at the start of a line that may contain the time
 MOST_PREFIXES = 8
 MOST_LINE = 16384  # characters of a line
 # Keys of JSON objects: keys of texts from a log, and keys of a rank
-_JSON_TEXT = re.compile(r"(?i)^(?:log|message|msg|event|text|error|data)$|exc|traceback|stack")
+_JSON_TEXT = re.compile(r"(?i)^(?:log|message|msg|event|text|error)$|exc|traceback|stack")
 _BEFORE_JSON = re.compile(r'(?:\S{1,80}(?: {1,3}\|)? )?(?=\{")')  # possibly the name of a host or pod
 _JSON_RANK = re.compile(r"(?i)^(?:world_|global_)?rank$")
 # Composer prints the files of each rank after one has failed.
@@ -296,6 +296,8 @@ def _unpacked(line: str) -> Iterator[str]:
             document = json.loads(rest[found.end() :])
     fields = document if isinstance(document, dict) else {}
     texts = [text for name, text in fields.items() if isinstance(text, str) and _JSON_TEXT.search(name)]
+    if fields.get("event") == "line" and isinstance(text := fields.get("data"), str):  # of milabench
+        texts = [text]
     rank = next((value for name, value in fields.items() if _JSON_RANK.match(name)), None)
     label = before + (f"[rank{rank}]: " if isinstance(rank, int) and 0 <= rank < MOST_RANKS else "")
     if not texts:

@@ -50,7 +50,8 @@ make it certain.
   of the ranks.
 - ONE_CAUSE: only one cause can lead to this message.
 - FIRST: no other process has an unexplained failure, and no other rank failed at the same time.
-- OWN: the message does not mention other processes, whose failure could have caused the error.
+- OWN: another process's failure could not have caused the error: the message does not mention other processes, and its
+  kind is neither network nor unknown.
 - ENDED_BY_IT: of all ranks whose end is unexplained, the launcher lists this one first. Without such a list, the error
   is the last output of its process.
 - READ: the log is complete. hpcinit recognizes each line that looks like an error, and the last line of each process.

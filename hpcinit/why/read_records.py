@@ -72,9 +72,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _own_first(errors: Sequence[Found]) -> list[Found]:
-    """Return the errors with those last that another rank's own error can have caused.
+    """Move the errors that another rank's own error can have caused to the end.
 
-    In logs without times, the order of two ranks' lines does not show which rank failed first.
+    In logs, the order of two ranks' lines does not show which rank failed first, because each rank buffers its output.
     """
     own = {one.record.rank for one in errors if is_own(one.record.foreign, causes.kind(one.record.foreign)[0])}
     kinds = {id(one): causes.kind(one.record.foreign)[0] for one in errors}

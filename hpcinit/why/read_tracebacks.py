@@ -39,7 +39,7 @@ _LOGGED = re.compile(
     r"|(?:\b(?:ERROR|CRITICAL|FATAL)\b|^[EF]\d{4} ).*?\b((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)"
     r"|(NVRM: Xid .*|(?:Memory access fault|HW Exception) by GPU.*)"
 )
-_RETRIED = re.compile(r"(?i)\bretry(?:ing)?\b|\battempt \d+ (?:of|/) ?\d+")
+_RETRIED = re.compile(r"(?i)\bretrying\b|\battempt (\d+) ?(?:of|/) ?(?!\1\b)\d+")  # not the last attempt
 _FAILS = re.compile(r"(?i)\b(?:error|exception|fail\w*|crash\w*|critical|fatal)\b")
 _CHAIN = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause"
@@ -71,7 +71,7 @@ TRAINS = re.compile(
     r"(?i)^ba\d+$|\b(?:(?<!job )(?<![*] )step|iter(?:ation)?s?|epoch|batch)\b\W{0,3}\d|\bloss\b\W{0,3}\d|\d+/\d+ ?\["
     r"|\btraining finished\b"
 )
-_LEVEL = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|saved|saving)\b")
+_NO_PROGRESS = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|saved|saving)\b")
 _HANDLER = "trainer/connectors/signal_connector.py"  # in tracebacks of Lightning's SIGTERM handler
 
 
@@ -114,9 +114,8 @@ def read(lines: Sequence[Line]) -> list[Error]:
     found = _handled_together([one for own in streams.values() for one in _of_process(own, len(lines))], lines)
     warnings = [match for line in lines if (match := _NCCL_WARNING.search(line.text)) and _is_cause(match["text"])]
     if warnings:
-        warnings.sort(
-            key=lambda match: "async event" not in match["text"]
-        )  # an event of the process's own network card
+        # First the events of the process's own network card.
+        warnings.sort(key=lambda match: "async event" not in match["text"])
         reasons = "; ".join(dict.fromkeys(match["text"] for match in warnings[:MOST_DETAILS]))
         found = [_with_reason(error, reasons) for error in found]
         if all(causes.is_secondary_text(error.text, error.traceback) for error in found):
@@ -152,8 +151,8 @@ def is_exception(text: str) -> bool:
 
 
 def trains(text: str) -> bool:
-    """Return whether the line reports the progress of the training, and no error."""
-    return bool(TRAINS.search(text)) and not _LEVEL.search(text)
+    """Return whether the line reports the progress of the training, and no error and no save."""
+    return bool(TRAINS.search(text)) and not _NO_PROGRESS.search(text)
 
 
 def is_ignored(text: str) -> bool:
