@@ -246,14 +246,11 @@ def _flag(options: argparse.Namespace) -> str:
 
 
 def _removed(place: outside.Place) -> bool:
-    try:
-        why = outside.remove(place)
-    except OSError as error:
-        console.warning(f"cannot remove {place.path}: {error.strerror} ({error.filename}); remove it with rm -r")
-        return False
-    if why:
-        console.warning(f"{place.path} was not removed: {why}")
-    return not why
+    with _reported(place.path):
+        if why := outside.remove(place):
+            console.warning(f"{place.path} was not removed: {why}")
+        return not why
+    return False
 
 
 def _remove(found: Sequence[Finished]) -> set[Path]:

@@ -76,8 +76,8 @@ def _own_first(errors: Sequence[Found]) -> list[Found]:
 
     In logs, the order of two ranks' lines does not show which rank failed first, because each rank buffers its output.
     """
-    own = {one.record.rank for one in errors if is_own(one.record.foreign, causes.kind(one.record.foreign)[0])}
     kinds = {id(one): causes.kind(one.record.foreign)[0] for one in errors}
+    own = {one.record.rank for one in errors if is_own(one.record.foreign, kinds[id(one)])}
     return sorted(
         errors,
         key=lambda one: bool(own - {one.record.rank}) and is_of_others(one.record.foreign, kinds[id(one)]),
